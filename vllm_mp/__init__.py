@@ -1,1 +1,74 @@
-"""vllm_mp."""
+"""vllm_mp: an LLM inference engine whose client and core live and die apart.
+
+The public names are loaded when they are first used, so that importing the package costs next to nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
+    from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
+    from vllm_mp.config import VllmConfig
+    from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
+    from vllm_mp.errors import (
+        AsyncEngineDeadError,
+        EngineDeadError,
+        EngineError,
+        EngineGenerateError,
+        EngineStartError,
+    )
+    from vllm_mp.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "AsyncEngineArgs": "engine_args",
+    "AsyncEngineDeadError": "errors",
+    "AsyncLLM": "client.async_llm",
+    "AsyncLLMEngine": "client.async_llm",
+    "AsyncMicrobatchTokenizer": "client.microbatch_tokenizer",
+    "CompletionOutput": "outputs",
+    "EngineArgs": "engine_args",
+    "EngineDeadError": "errors",
+    "EngineError": "errors",
+    "EngineGenerateError": "errors",
+    "EngineStartError": "errors",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
+    "SamplingParams": "sampling_params",
+    "VllmConfig": "config",
+}
+
+__all__ = [
+    "AsyncEngineArgs",
+    "AsyncEngineDeadError",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "AsyncMicrobatchTokenizer",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineDeadError",
+    "EngineError",
+    "EngineGenerateError",
+    "EngineStartError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "VllmConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,0 +1,582 @@
+"""The asyncio client of an engine."""
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import logging
+import random
+import time
+import types
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from vllm_mp import wire
+from vllm_mp.admission import check_request
+from vllm_mp.client.core_connection import CoreConnection
+from vllm_mp.client.core_process import CoreProcess
+from vllm_mp.client.detokenizer import IncrementalDetokenizer
+from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
+from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.request_stream import RequestStream
+from vllm_mp.client.tokenizer import load_tokenizer
+from vllm_mp.config import (
+    DecodingConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
+from vllm_mp.errors import EngineDeadError, EngineError, EngineGenerateError, EngineStartError
+from vllm_mp.model_files import cache_root
+from vllm_mp.outputs import RequestOutput
+from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.status_page import CoreState
+
+logger = logging.getLogger(__name__)
+
+_PING_TIMEOUT_S = 5.0
+_BYE_LINGER_MS = 500
+
+
+class AsyncLLM:
+    """An engine: this asyncio half, and the core process that runs the model.
+
+    Make one with `from_engine_args`, or attach to a running core with `connect`. It may be made before any event loop
+    runs; requests belong to the loop that runs when they are made, one loop at a time.
+    """
+
+    def __init__(
+        self, config: VllmConfig, connection: CoreConnection, process: CoreProcess | None, tokenizer: Any
+    ) -> None:
+        self.vllm_config = config
+        self.model_config = config.model_config
+        self._connection = connection
+        self._process = process
+        self._tokenizer = tokenizer
+        self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
+        self._streams: dict[str, RequestStream | None] = {}
+        """By request id; None while the prompt is being tokenized."""
+        self._by_slot: dict[int, RequestStream] = {}
+        """Until the core has said that the slot's request has ended, which may be after the stream has."""
+        self._slot_of: dict[str, int] = {}
+        self._free_slots: list[int] = []
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._dead_error: EngineDeadError | None = None
+        self._is_shut_down = False
+        self._accepts = True
+        self._finalizer = weakref.finalize(self, _release, connection, process, self._microbatch)
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+    ) -> Self:
+        """Start a core and return when it is ready; works with and without a running event loop.
+
+        `start_engine_loop=False` starts the core all the same, but requests are refused until `start_background_loop`
+        is called. `usage_context` is accepted for older callers and has no meaning here. Raises ValueError for options
+        that cannot work and EngineStartError, with the cause, when the core does not come up.
+        """
+        return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop, usage_context, stat_loggers)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+    ) -> Self:
+        """As `from_engine_args`, from a resolved configuration."""
+        if stat_loggers:
+            raise NotImplementedError("stat_loggers is not served yet; leave it None")
+        process = CoreProcess(vllm_config)
+        connection = None
+        try:
+            connection = CoreConnection(process.address)
+            # The tokenizer loads while the core does.
+            tokenizer = _load_tokenizer(vllm_config.model_config)
+
+            def check() -> None:
+                if not process.is_alive():
+                    raise EngineStartError(f"the engine did not start: {process.describe_end()}")
+
+            _, config = connection.greet(vllm_config.liveness_config.start_timeout_s, check)
+            engine = cls(config, connection, process, tokenizer)
+        except BaseException:
+            _release(connection, process, None)
+            raise
+        engine._accepts = start_engine_loop
+        return engine
+
+    @classmethod
+    def connect(
+        cls, address: str, *, key_file: str | None = None, timeout: float = 30.0, tokenizer: str | None = None
+    ) -> Self:
+        """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
+
+        `key_file` is needed for tcp. `tokenizer` is the folder of the tokenizer, if it does not lie where the core has
+        it. Several clients may share a core; `shutdown` leaves it running.
+        """
+        connection = CoreConnection(address, key_file)
+        try:
+            _, config = connection.greet(timeout, lambda: None)
+            if tokenizer is not None:
+                config.model_config.tokenizer = tokenizer
+            return cls(config, connection, None, _load_tokenizer(config.model_config))
+        except BaseException:
+            connection.close()
+            raise
+
+    async def generate(
+        self,
+        prompt: PromptType | None,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        arrival_time: float | None = None,
+        prompt_adapter_request: Any = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the answer to `prompt`; leaving the loop early or cancelling the task aborts it in the core.
+
+        Raises ValueError or TypeError for a request that cannot run, NotImplementedError for what is not served,
+        EngineGenerateError when this request fails, and EngineDeadError when the core is gone.
+        """
+        stream = await self.add_request(
+            request_id,
+            prompt,
+            sampling_params,
+            arrival_time,
+            prompt_token_ids=prompt_token_ids,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            tokenization_kwargs=tokenization_kwargs,
+            prompt_adapter_request=prompt_adapter_request,
+        )
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
+    async def add_request(
+        self,
+        request_id: str | None,
+        prompt: PromptType | None,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        prompt_adapter_request: Any = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Admit a request now and return its stream, which `generate` would yield; raises what `generate` raises."""
+        for name, value in (
+            ("lora_request", lora_request),
+            ("trace_headers", trace_headers),
+            ("data_parallel_rank", data_parallel_rank),
+            ("prompt_adapter_request", prompt_adapter_request),
+        ):
+            if value is not None:
+                raise NotImplementedError(f"{name} is not served yet; leave it None")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+            raise ValueError(f"priority must be an integer of 32 bits, got {priority!r}")
+        if priority and self.vllm_config.scheduler_config.policy != "priority":
+            raise ValueError(f"priority={priority} needs an engine with scheduling_policy='priority'")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        self._attach()
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
+        if request_id in self._streams:
+            raise ValueError(f"request_id {request_id!r} is in use by a live request; choose another")
+        self._streams[request_id] = None
+        try:
+            stream = await self._admit(
+                request_id,
+                prompt,
+                prompt_token_ids,
+                params.clone() if params is not None else SamplingParams(),
+                priority,
+                arrival_time,
+                tokenization_kwargs or {},
+            )
+        except BaseException:
+            del self._streams[request_id]
+            raise
+        return self._consume(stream)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End these requests; their streams end with finish_reason "abort". Unknown ids are no error."""
+        self._attach()
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            stream = self._streams.get(one)
+            if stream is not None:
+                self._abort(stream)
+
+    async def check_health(self) -> None:
+        """Return if the core is well.
+
+        Raises EngineDeadError when it is gone for good, and EngineError when it lives but has made no progress for
+        `engine_iteration_timeout_s`, or answers nothing while it has nothing to do.
+        """
+        self._attach()
+        try:
+            await self._call("ping", _PING_TIMEOUT_S)
+        except TimeoutError as error:
+            page = self._process.status_page() if self._process else None
+            status = page.read() if page else None
+            limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
+            if status and status.state == CoreState.STEPPING and status.state_age < limit:
+                return  # in a long step, and so slow to answer
+            raise EngineError(f"the core has not answered for {_PING_TIMEOUT_S:g} s: {status}") from error
+
+    async def core_status(self) -> dict[str, Any]:
+        """What the core holds: incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age."""
+        self._attach()
+        status: dict[str, Any] = await self._call("status", _PING_TIMEOUT_S)
+        page = self._process.status_page() if self._process else None
+        status["incarnation"] = self._connection.incarnation
+        status["restarts"] = 0
+        status["heartbeat_age"] = page.read().heartbeat_age if page else None
+        return status
+
+    async def get_num_unfinished_requests(self) -> int:
+        """Requests whose streams have not ended."""
+        return len(self._streams)
+
+    @property
+    def is_running(self) -> bool:
+        return self._accepts and not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_shut_down or self.errored
+
+    @property
+    def errored(self) -> bool:
+        self._notice_death()
+        return self._dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the core is gone for good; None while it is not."""
+        self._notice_death()
+        return self._dead_error
+
+    def start_background_loop(self) -> None:
+        """Accept requests, after `start_engine_loop=False`."""
+        self._accepts = True
+
+    def get_tokenizer(self, lora_request: Any = None) -> Any:
+        """The Hugging Face tokenizer; `await` on the result gives the same object."""
+        if self._tokenizer is None:
+            raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True")
+        return self._tokenizer
+
+    async def get_vllm_config(self) -> VllmConfig:
+        return self.vllm_config
+
+    async def get_model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        return self.vllm_config.parallel_config
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        return self.vllm_config.scheduler_config
+
+    async def get_lora_config(self) -> LoRAConfig | None:
+        return self.vllm_config.lora_config
+
+    async def get_decoding_config(self) -> DecodingConfig:
+        return self.vllm_config.decoding_config
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the core, by force after `timeout` seconds, and leave nothing behind; live streams fail. Idempotent.
+
+        A core that `connect` attached to goes on without this client's requests.
+        """
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self._fail_everything(EngineDeadError("the engine was shut down"))
+        self._finalizer.detach()
+        _release(self._connection, self._process, self._microbatch, timeout)
+
+    def shutdown_background_loop(self) -> None:
+        """`shutdown` under its older name."""
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    async def _admit(
+        self,
+        request_id: str,
+        prompt: PromptType | None,
+        prompt_token_ids: list[int] | None,
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float | None,
+        tokenization_kwargs: dict[str, Any],
+    ) -> RequestStream:
+        """Tokenize, check, and send the request to the core."""
+        arrival_time = time.time() if arrival_time is None else arrival_time
+        text, token_ids = parse_prompt(prompt, prompt_token_ids)
+        if token_ids is None:
+            if self._microbatch is None:
+                raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
+            token_ids = (await self._microbatch(text, **tokenization_kwargs)).input_ids
+            self._attach()
+        model = self.vllm_config.model_config
+        prompt_ids = np.asarray(token_ids, np.int32)
+        check_request(
+            request_id,
+            prompt_ids,
+            np.zeros(0, np.int32),
+            params,
+            model.max_model_len,
+            model.architecture.vocab_size,
+        )
+        if params.seed is None:
+            # Drawn here, so that another core could go on with the request.
+            params.seed = random.getrandbits(63)
+        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
+        if slot >= wire.MAX_LIVE_REQUESTS:
+            raise ValueError(f"{wire.MAX_LIVE_REQUESTS} requests are live; wait for some to finish")
+        detokenizer = None
+        if params.detokenize and self._tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(
+                self._tokenizer,
+                token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        stream = RequestStream(request_id, text, token_ids, params, detokenizer, arrival_time)
+        self._connection.send(
+            wire.AddRequest(
+                self._connection.incarnation,
+                slot,
+                request_id,
+                prompt_ids.astype("<i4").tobytes(),
+                params,
+                priority,
+            )
+        )
+        self._streams[request_id] = self._by_slot[slot] = stream
+        self._slot_of[request_id] = slot
+        self._log_request(stream)
+        return stream
+
+    async def _consume(self, stream: RequestStream) -> AsyncGenerator[RequestOutput, None]:
+        try:
+            while True:
+                output = await stream.next()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._abort(stream)
+
+    def _abort(self, stream: RequestStream) -> None:
+        if not stream.is_over:
+            stream.end(wire.Finished(0, len(stream.token_ids), "abort"))
+            slot = self._slot_of.pop(stream.request_id)
+            del self._streams[stream.request_id]
+            if not self.is_stopped:
+                self._connection.send(wire.AbortRequests(self._connection.incarnation, [slot]))
+
+    def _attach(self) -> None:
+        """Make the running loop the one that hears from the core; raises EngineDeadError if there is no core."""
+        self._notice_death()
+        if self._dead_error is not None:
+            raise self._dead_error
+        if self._is_shut_down:
+            raise EngineDeadError("the engine was shut down")
+        if not self._accepts:
+            raise EngineError("start_engine_loop was False: call start_background_loop() first")
+        # The loop must not keep an engine alive that its owner has dropped.
+        this = weakref.ref(self)
+
+        def on_message(message: wire.CoreMessage) -> None:
+            if (engine := this()) is not None:
+                engine._on_message(message)
+
+        def on_disconnect() -> None:
+            if (engine := this()) is not None and engine._process is None:
+                engine._die(f"the connection to the core at {engine._connection.address} broke")
+
+        def on_exit() -> None:
+            if (engine := this()) is not None:
+                engine._notice_death()
+
+        exit_watch = (self._process.pid_fd, on_exit) if self._process else None
+        self._connection.attach(on_message, on_disconnect, exit_watch)
+
+    def _on_message(self, message: wire.CoreMessage) -> None:
+        if isinstance(message, wire.StepOutput):
+            self._on_step_output(message)
+        elif isinstance(message, wire.Reply):
+            call = self._calls.pop(message.call_id, None)
+            if call is not None and not call.done():
+                if message.error is None:
+                    call.set_result(message.result)
+                else:
+                    call.set_exception(EngineError(message.error))
+
+    def _on_step_output(self, message: wire.StepOutput) -> None:
+        streams = self._by_slot
+        touched: dict[int, RequestStream] = {}
+        for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
+            stream = streams.get(slot)
+            if stream is not None and not stream.is_over:
+                if stream.take_in(token, position):
+                    touched[slot] = stream
+                else:
+                    self._lose(stream, position)
+                    self._connection.send(wire.AbortRequests(self._connection.incarnation, [slot]))
+        for end in message.finished:
+            stream = streams.pop(end.slot, None)
+            if stream is None:
+                continue
+            heapq.heappush(self._free_slots, end.slot)
+            self._end(stream, end)
+        for stream in touched.values():
+            stream.wake_for_tokens()
+
+    def _end(self, stream: RequestStream, end: wire.Finished) -> None:
+        if stream.is_over:
+            return
+        if end.reason == "error":
+            stream.fail(EngineGenerateError(f"request {stream.request_id} failed: {end.error}"))
+        elif end.num_output != len(stream.token_ids):
+            self._lose(stream, end.num_output)
+            return
+        else:
+            stream.end(end)
+        self._forget(stream)
+
+    def _lose(self, stream: RequestStream, position: int) -> None:
+        stream.fail(
+            EngineGenerateError(
+                f"request {stream.request_id}: output {position} arrived where {len(stream.token_ids)} was expected"
+            )
+        )
+        self._forget(stream)
+
+    def _forget(self, stream: RequestStream) -> None:
+        self._streams.pop(stream.request_id, None)
+        self._slot_of.pop(stream.request_id, None)
+
+    async def _call(self, name: str, timeout: float) -> Any:
+        """Run an operation in the core; raises TimeoutError when it does not answer within `timeout` seconds."""
+        call_id = next(self._call_ids)
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = reply
+        self._connection.send(wire.Call(self._connection.incarnation, call_id, name))
+        try:
+            async with asyncio.timeout(timeout):
+                return await reply
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _notice_death(self) -> None:
+        process = self._process
+        if process is not None and self._dead_error is None and not self._is_shut_down and not process.is_alive():
+            self._die(process.describe_end())
+
+    def _die(self, cause: str) -> None:
+        if self._dead_error is None and not self._is_shut_down:
+            self._dead_error = EngineDeadError(cause)
+            logger.error("%s", cause)
+            self._connection.detach()
+            self._fail_everything(self._dead_error)
+
+    def _fail_everything(self, error: EngineDeadError) -> None:
+        for stream in list(self._by_slot.values()):
+            stream.fail(error)
+            self._forget(stream)
+        self._by_slot.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        self._calls.clear()
+
+    def _log_request(self, stream: RequestStream) -> None:
+        config = self.vllm_config.observability_config
+        if config.disable_log_requests or not logger.isEnabledFor(logging.INFO):
+            return
+        logger.info(
+            "request %s: prompt %r (%d tokens), %s",
+            stream.request_id,
+            None if stream.prompt is None else stream.prompt[: config.max_log_len],
+            len(stream.prompt_token_ids),
+            stream.params,
+        )
+
+
+def _load_tokenizer(config: ModelConfig) -> Any:
+    if config.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        config.folder if config.tokenizer == config.path else type(config.folder)(config.tokenizer),
+        mode=config.tokenizer_mode,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.chat_template,
+        cache_dir=cache_root(),
+    )
+
+
+def _release(
+    connection: CoreConnection | None,
+    process: CoreProcess | None,
+    microbatch: AsyncMicrobatchTokenizer | None,
+    timeout: float | None = None,
+) -> None:
+    """End everything that an engine holds; also called when it is collected and at the end of the interpreter."""
+    if microbatch is not None:
+        microbatch.close()
+    if connection is not None:
+        if process is None and connection.incarnation:
+            with contextlib.suppress(Exception):
+                connection.send(wire.Bye(connection.incarnation))
+        connection.close(0 if process else _BYE_LINGER_MS)
+    if process is not None:
+        process.stop(timeout)
+
+
+AsyncLLMEngine = AsyncLLM
+"""The same class under its older name."""

@@ -1,0 +1,168 @@
+"""The client's socket to a core, driven by whatever event loop is running."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from vllm_mp import wire
+from vllm_mp.config import VllmConfig
+from vllm_mp.curve_key import read_key_file
+from vllm_mp.errors import EngineStartError
+
+logger = logging.getLogger(__name__)
+
+_POLL_MS = 50
+_HEARTBEAT_MS = 5000
+
+
+class CoreConnection:
+    """A DEALER socket to one core.
+
+    It is made, and greets the core, without an event loop. `attach` hands it to a running loop, later also to another
+    one; messages that arrive while no loop runs wait in the socket.
+    """
+
+    def __init__(self, address: str, key_file: str | None = None) -> None:
+        self.address = address
+        self.num_dropped = 0
+        self.incarnation = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        if address.startswith("tcp://"):
+            if key_file is None:
+                raise ValueError(f"{address} is a TCP address, which needs key_file=, a copy of the core's key file")
+            public, secret = read_key_file(key_file)
+            self._socket.curve_serverkey = self._socket.curve_publickey = public
+            self._socket.curve_secretkey = secret
+            # A peer that vanishes without closing the connection is only found out by asking.
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+        elif not address.startswith("ipc://"):
+            raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watched: dict[int, Callable[[], None]] = {}
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ValueError(f"cannot connect to {address}: {error.strerror}; check the address") from error
+
+    def greet(self, timeout: float, check: Callable[[], None]) -> tuple[wire.Welcome, VllmConfig]:
+        """Say hello and wait for the core's welcome, which comes when it can serve.
+
+        `check` is called twenty times a second and raises when waiting is pointless. Raises EngineStartError when the
+        core refuses, speaks another protocol, or has not answered after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        self._socket.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION)))
+        while True:
+            if self._socket.poll(_POLL_MS):
+                try:
+                    message = wire.decode_core_message(self._socket.recv())
+                except msgspec.MsgspecError as error:
+                    raise EngineStartError(f"what answers at {self.address} is not a core: {error}") from error
+                if isinstance(message, wire.Welcome):
+                    self.incarnation = message.incarnation
+                    return message, msgspec.json.decode(message.config, type=VllmConfig)
+                if isinstance(message, wire.Refused):
+                    raise EngineStartError(message.reason)
+            check()
+            if time.monotonic() > deadline:
+                raise EngineStartError(f"the core at {self.address} did not answer within {timeout:g} s")
+
+    def send(self, message: wire.ClientMessage) -> None:
+        """Send, from the loop's thread."""
+        self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        # Sending may swallow the wake-up that announced a message, as the descriptor speaks only of changes.
+        if self._loop is not None and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._watched[self._socket.getsockopt(zmq.FD)])
+
+    def attach(
+        self,
+        on_message: Callable[[wire.CoreMessage], None],
+        on_disconnect: Callable[[], None],
+        on_exit: tuple[int, Callable[[], None]] | None = None,
+    ) -> None:
+        """Deliver to these callbacks on the running loop, taking over from an earlier one that runs no more.
+
+        `on_exit` is a descriptor that becomes readable when the core's process ends, and what to call then. Raises
+        RuntimeError if the loop that the connection is attached to runs in another thread.
+        """
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise RuntimeError(
+                "this engine is in use by an event loop in another thread; call it from there "
+                "(asyncio.run_coroutine_threadsafe), or make an engine for each loop"
+            )
+        self.detach()
+
+        def receive() -> None:
+            while not self._socket.closed:
+                try:
+                    frame = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                message = self._decode(frame)
+                if message is not None:
+                    on_message(message)
+
+        def monitor() -> None:
+            while not self._monitor.closed and self._monitor.poll(0):
+                recv_monitor_message(self._monitor)
+                on_disconnect()
+
+        self._loop = loop
+        self._watched = {self._socket.getsockopt(zmq.FD): receive, self._monitor.getsockopt(zmq.FD): monitor}
+        if on_exit is not None:
+            self._watched[on_exit[0]] = on_exit[1]
+        for descriptor, callback in self._watched.items():
+            loop.add_reader(descriptor, callback)
+        # What came before the loop looked announces itself no more.
+        loop.call_soon(receive)
+        loop.call_soon(monitor)
+
+    def detach(self) -> None:
+        """Leave the loop; from any thread."""
+        loop, self._loop = self._loop, None
+        watched, self._watched = self._watched, {}
+        if loop is None or loop.is_closed():
+            return
+        if loop.is_running() and asyncio._get_running_loop() is not loop:
+            for descriptor in watched:
+                loop.call_soon_threadsafe(loop.remove_reader, descriptor)
+        else:
+            for descriptor in watched:
+                loop.remove_reader(descriptor)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket, giving what is under way `linger_ms` milliseconds; idempotent."""
+        self.detach()
+        if not self._socket.closed:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=linger_ms)
+            self._context.term()
+
+    def _decode(self, frame: bytes) -> wire.CoreMessage | None:
+        try:
+            message = wire.decode_core_message(frame)
+        except msgspec.MsgspecError as error:
+            self.num_dropped += 1
+            logger.warning("dropped a message from the core that is not of the protocol: %s", error)
+            return None
+        if not isinstance(message, wire.Refused) and message.incarnation != self.incarnation:
+            self.num_dropped += 1
+            return None
+        return message

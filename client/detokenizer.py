@@ -1,0 +1,336 @@
+"""Incremental detokenization: token ids in, whole characters out."""
+
+from __future__ import annotations
+
+import codecs
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"
+# UTF-8 spends at most 4 bytes on a character, so at most 4 tokens with any bytes hold parts of one.
+_MAX_CHAR_TOKENS = 4
+# In tokens, the preferred size first. A run of byte tokens can only be cut between characters, and the last whole one
+# starts at most 7 tokens before the end: 3 of an incomplete character, and its own 4.
+_CONTEXT_SIZES = (6, 5, 7, 4, 3, 2, 1)
+_MAX_WINDOW = 16
+
+
+class IncrementalDetokenizer:
+    """Turns a growing list of token ids into text, and never emits half a character.
+
+    All that `append` and `flush` return, put together, is the text of prompt + output without the text of the
+    prompt. The prompt matters because text depends on what is before it: a sentencepiece word keeps its leading
+    space only where it is not the first, and a prompt may end in the middle of a character, which then counts as
+    output.
+
+    Ids that the tokenizer does not know (models pad their vocabularies) are empty text. The tokenizer's
+    vocabulary is read once per tokenizer: tokens added to it later may be missed.
+
+    Args:
+        tokenizer: a `transformers` tokenizer, fast or slow.
+        prompt_token_ids: the ids that the output continues; only the last few are looked at.
+        skip_special_tokens: leave special tokens (end of text, …) out of the text.
+        spaces_between_special_tokens: False joins added tokens that follow each other without the space that
+            some tokenizers put there. Without effect when special tokens are skipped.
+    """
+
+    __slots__ = ("_stream",)
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
+        vocabulary = _vocabularies.get(tokenizer)
+        if vocabulary is None:
+            vocabulary = _vocabularies[tokenizer] = _Vocabulary(tokenizer)
+        self._stream: _Stream
+        if vocabulary.token_bytes is not None:
+            # These tokenizers never put a space between special tokens, so that option has nothing to do.
+            self._stream = _ByteStream(vocabulary.token_bytes[skip_special_tokens], prompt_token_ids)
+            return
+        skipped: frozenset[int] = vocabulary.special_ids if skip_special_tokens else frozenset()
+        joined = {} if skip_special_tokens or spaces_between_special_tokens else vocabulary.added_tokens
+        self._stream = _TextWindow(_decoder(tokenizer, vocabulary), skipped, joined, prompt_token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Adds output tokens, any number at once, and returns the text that became certain, possibly ""."""
+        return self._stream.append(token_ids)
+
+    def flush(self) -> str:
+        """Returns what is still held back when the output ends: an incomplete character as U+FFFD, or ""."""
+        return self._stream.flush()
+
+
+class _Stream(Protocol):
+    def append(self, token_ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteStream:
+    """Detokenization for byte-level tokenizers, where every token is a fixed string of bytes.
+
+    The text is those bytes read as UTF-8, whatever the tokens' borders, so Python's incremental decoder does it all.
+    """
+
+    __slots__ = ("_decode", "_token_bytes")
+
+    def __init__(self, token_bytes: _TokenBytes, prompt_token_ids: Sequence[int]) -> None:
+        self._token_bytes = token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        tail = b""
+        for token_id in reversed(prompt_token_ids):
+            tail = token_bytes[token_id] + tail
+            if len(tail) >= _MAX_CHAR_TOKENS:
+                break
+        self._decode(tail)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        token_bytes = self._token_bytes
+        if len(token_ids) == 1:
+            return self._decode(token_bytes[token_ids[0]])
+        return self._decode(b"".join([token_bytes[token_id] for token_id in token_ids]))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _TextWindow:
+    """Detokenization for any other tokenizer, by decoding a short window of the last tokens over and over.
+
+    The window begins with tokens whose text is out already, as context. `_emitted` is the part of the window's text
+    that is out; the text after it is new, except for a trailing run of U+FFFD, which is a character in the
+    making and is held back. Nothing is emitted while the window's text does not start with `_emitted`: byte-fallback
+    decoders turn a whole run of byte tokens into U+FFFD for as long as its last character is incomplete.
+
+    The work per token is bounded. A window that has grown long is cut to a few tokens whose text is a suffix of
+    what was emitted; where there are none, because only broken bytes come, all but the last 4 tokens are final.
+    """
+
+    __slots__ = ("_decode", "_emitted", "_follows_added", "_joined", "_skipped", "_whole", "_window")
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        skipped: frozenset[int],
+        joined: dict[int, str],
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        self._decode = decode
+        self._skipped = skipped
+        self._joined = joined
+        self._follows_added = len(prompt_token_ids) > 0 and int(prompt_token_ids[-1]) in joined
+        recent = self._last_kept(prompt_token_ids, 2 * _MAX_WINDOW)
+        for size in (*_CONTEXT_SIZES, 2 * _MAX_WINDOW):
+            self._window = recent[-size:]
+            self._emitted = self._certain(self._window, self._decode(self._window))
+            if self._emitted[:1] not in ("", _REPLACEMENT):
+                break
+        # How many of the window's tokens were all emitted when its text last ended with a whole character.
+        self._whole = len(self._window)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        if self._joined:
+            return "".join([self._append_apart(token_id) for token_id in token_ids])
+        return self._extend(token_ids)
+
+    def flush(self) -> str:
+        text = self._decode(self._window)
+        delta = self._new_part(text, len(self._window))
+        self._emitted = text
+        self._whole = len(self._window)
+        return delta
+
+    def _extend(self, token_ids: Sequence[int]) -> str:
+        window, emitted = self._window, self._emitted
+        before = len(window)
+        if self._skipped:
+            skipped = self._skipped
+            window += [token_id for token_id in token_ids if token_id not in skipped]
+        else:
+            window += token_ids
+        if len(window) == before:
+            return ""
+        text = self._decode(window)
+        if text[-1:] != _REPLACEMENT:
+            delta = self._new_part(text, len(window))
+            self._emitted = text
+            self._whole = len(window)
+            if not delta and emitted:
+                # Tokens without text are no context for what follows, and must not crowd out those that are.
+                del window[before:]
+                self._whole = before
+        else:
+            certain = self._certain(window, text)
+            if certain.startswith(emitted):
+                delta = certain[len(emitted) :]
+                self._emitted = certain
+            else:
+                delta = ""
+        if len(window) > _MAX_WINDOW and delta and self._slide():
+            return delta
+        if len(window) > 2 * _MAX_WINDOW:
+            delta += self._cut()
+        return delta
+
+    def _certain(self, window: list[int], text: str) -> str:
+        """`text`, decoded from `window`, without the character in the making at its end."""
+        certain = text.rstrip(_REPLACEMENT)
+        if len(text) - len(certain) > 1:
+            # Maybe a run of byte tokens that only its last ones spoil.
+            for spoiling in range(1, min(_MAX_CHAR_TOKENS, len(window))):
+                shorter = self._decode(window[:-spoiling])
+                if shorter[-1:] != _REPLACEMENT:
+                    return max(shorter, certain, key=len)
+        return certain
+
+    def _new_part(self, text: str, size: int) -> str:
+        """What `text`, decoded from the window's first `size` tokens, adds to what was emitted."""
+        if text.startswith(self._emitted):
+            return text[len(self._emitted) :]
+        # The decoder rewrote emitted text, which cannot be taken back: broken bytes spoil the run they are in.
+        return self._decode(self._window[self._whole : size])
+
+    def _slide(self) -> bool:
+        """Cuts the window to its last few tokens, if some number of them will do as context."""
+        window = self._window
+        for size in _CONTEXT_SIZES:
+            tail = window[-size:]
+            certain = self._certain(tail, self._decode(tail))
+            if certain and self._emitted.endswith(certain):
+                self._window = tail
+                self._emitted = certain
+                self._whole = max(0, self._whole - (len(window) - size))
+                return True
+        return False
+
+    def _cut(self) -> str:
+        """Takes all but the window's last 4 tokens as final, and returns their new text."""
+        final = self._window[:-_MAX_CHAR_TOKENS]
+        text = self._decode(final)
+        tail = self._window[-2 * _MAX_CHAR_TOKENS :]
+        if len(self._emitted) > len(text):
+            delta = ""
+            self._emitted = self._certain(tail, self._decode(tail))
+        else:
+            delta = self._new_part(text, len(final))
+            self._emitted = self._decode(tail[:_MAX_CHAR_TOKENS])
+        self._window = tail
+        self._whole = _MAX_CHAR_TOKENS
+        return delta
+
+    def _append_apart(self, token_id: int) -> str:
+        """Adds one token, where an added token right after another stands without the decoder's space."""
+        content = self._joined.get(token_id)
+        follows, self._follows_added = self._follows_added, content is not None
+        if content is None or not follows:
+            return self._extend((token_id,))
+        held = self.flush()
+        self._window = [token_id]
+        self._emitted = self._decode(self._window)
+        self._whole = 1
+        return held + content
+
+    def _last_kept(self, token_ids: Sequence[int], size: int) -> list[int]:
+        """The last `size` of `token_ids` that are not skipped, or all of them if there are fewer."""
+        kept: list[int] = []
+        for token_id in reversed(token_ids):
+            if token_id not in self._skipped:
+                kept.append(token_id)
+                if len(kept) == size:
+                    break
+        kept.reverse()
+        return kept
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte for each character of a byte-level vocabulary (GPT-2's `bytes_to_unicode`, turned around).
+
+    Printable Latin-1 stands for itself, the other bytes for U+0100 and up.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of each token of a byte-level vocabulary, worked out when first asked for."""
+
+    def __init__(self, id_to_token: Callable[[int], str | None], skipped: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(skipped, b""))
+        self._id_to_token = id_to_token
+
+    def __missing__(self, token_id: int) -> bytes:
+        try:
+            token = self._id_to_token(token_id) or ""
+        except OverflowError:
+            token = ""
+        try:
+            token_bytes = bytes([_BYTE_OF[char] for char in token])
+        except KeyError:
+            token_bytes = token.encode()
+        self[token_id] = token_bytes
+        return token_bytes
+
+
+class _Vocabulary:
+    """What the detokenizers of one tokenizer share. Holds no reference to the tokenizer itself."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids: frozenset[int]
+        # By skip_special_tokens; only for byte-level tokenizers.
+        self.token_bytes: tuple[_TokenBytes, _TokenBytes] | None = None
+        self.known_ids: frozenset[int] | None = None
+        if not tokenizer.is_fast:
+            self.special_ids = frozenset(tokenizer.all_special_ids)
+            self.known_ids = frozenset(tokenizer.get_vocab().values()) | added.keys()
+            return
+        from tokenizers.decoders import ByteLevel
+
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        backend = tokenizer.backend_tokenizer
+        if isinstance(backend.decoder, ByteLevel):
+            id_to_token = backend.id_to_token
+            self.token_bytes = (
+                _TokenBytes(id_to_token, frozenset()),
+                _TokenBytes(id_to_token, self.special_ids),
+            )
+
+
+_vocabularies: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary) -> Callable[[list[int]], str]:
+    """A function that decodes ids as they are: nothing skipped, nothing cleaned up, unknown ids without text."""
+    if vocabulary.known_ids is not None:
+        known = vocabulary.known_ids
+
+        def decode_slow(token_ids: list[int]) -> str:
+            ids = [int(token_id) for token_id in token_ids if token_id in known]
+            text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            return text
+
+        return decode_slow
+    decode = tokenizer.backend_tokenizer.decode
+
+    def decode_fast(token_ids: list[int]) -> str:
+        try:
+            text: str = decode(token_ids, skip_special_tokens=False)
+        except OverflowError:
+            text = decode([i for i in token_ids if 0 <= i < 2**32], skip_special_tokens=False)
+        return text
+
+    return decode_fast

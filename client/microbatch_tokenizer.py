@@ -1,0 +1,271 @@
+"""Tokenizing off the event loop, in small batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+_ALONE = "alone"
+
+
+class AsyncMicrobatchTokenizer:
+    """Runs a `transformers` tokenizer for many callers on one worker thread, so that the event loop never blocks.
+
+    Requests that arrive together run as one batched call. Encodes batch when they agree on `add_special_tokens` and
+    on truncation (none, or to the model's maximum), decodes when they agree on all keywords; everything else runs
+    one by one. A lone request that finds the tokenizer idle does not wait for others.
+
+    A caller gets what a call of its own would have returned or raised: a batch that fails is run again item by
+    item, and a caller that is cancelled costs the others nothing. The object is tied to no event loop: it may be
+    made before one runs, and used under several.
+
+    Args:
+        tokenizer: the tokenizer to call.
+        max_batch_size: the most requests in one call, at least 1.
+        batch_wait_timeout_s: how long the first of several requests may wait for more of its kind, in seconds.
+
+    Raises:
+        ValueError: `max_batch_size` or `batch_wait_timeout_s` is out of range.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_batch_size: int = 32, batch_wait_timeout_s: float = 0.002
+    ) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
+        if not (batch_wait_timeout_s >= 0 and math.isfinite(batch_wait_timeout_s)):
+            raise ValueError(f"batch_wait_timeout_s={batch_wait_timeout_s} must be finite and at least 0 seconds")
+        self.tokenizer = tokenizer
+        self.max_batch_size = max_batch_size
+        self.batch_wait_timeout_s = batch_wait_timeout_s
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="vllm-mp-tokenizer")
+        self._batchers: dict[asyncio.AbstractEventLoop, _Batcher] = {}
+        self._closed = False
+
+    async def __call__(self, prompt: str, **kwargs: Any) -> BatchEncoding:
+        """Encodes `prompt` as `tokenizer(prompt, **kwargs)` does.
+
+        Raises:
+            RuntimeError: the tokenizer was closed. All else is what the tokenizer itself raises.
+        """
+        return await self._submit(_encode_kind(self.tokenizer, prompt, kwargs), True, prompt, kwargs)
+
+    async def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
+        """Decodes `token_ids` as `tokenizer.decode(token_ids, **kwargs)` does.
+
+        Raises:
+            RuntimeError: the tokenizer was closed. All else is what the tokenizer itself raises.
+        """
+        text: str = await self._submit(_decode_kind(token_ids, kwargs), False, token_ids, kwargs)
+        return text
+
+    def close(self) -> None:
+        """Ends the worker thread; callers that still wait get a RuntimeError. May be called twice, from any thread."""
+        self._closed = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for loop, batcher in list(self._batchers.items()):
+            # A closed loop has no callers left.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(batcher.fail_all)
+
+    async def _submit(self, kind: Hashable, encodes: bool, payload: Any, kwargs: dict[str, Any]) -> Any:
+        if self._closed:
+            raise _closed_error()
+        loop = asyncio.get_running_loop()
+        batcher = self._batchers.get(loop)
+        if batcher is None:
+            for closed in [other for other in list(self._batchers) if other.is_closed()]:
+                del self._batchers[closed]
+            batcher = _Batcher(self.tokenizer, self._executor, self.max_batch_size, self.batch_wait_timeout_s)
+            self._batchers[loop] = batcher
+        future: asyncio.Future[Any] = loop.create_future()
+        batcher.add(loop, kind, _Request(encodes, payload, kwargs, future, loop.time()))
+        return await future
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    encodes: bool
+    payload: Any
+    kwargs: dict[str, Any]
+    future: asyncio.Future[Any]
+    arrived: float
+    """In the event loop's seconds."""
+
+
+_Outcome = tuple[_Request, Any, BaseException | None]
+
+
+class _Batcher:
+    """The queues of one event loop, one for each kind of work. All but `_work` runs on that loop.
+
+    At most one batch of a loop is at the worker thread; while it runs, the next ones gather.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        executor: ThreadPoolExecutor,
+        max_batch_size: int,
+        batch_wait_timeout_s: float,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._max_batch_size = max_batch_size
+        self._batch_wait_timeout_s = batch_wait_timeout_s
+        self._queues: dict[Hashable, deque[_Request]] = {}
+        self._running: list[_Request] = []
+        self._dispatch_soon = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, loop: asyncio.AbstractEventLoop, kind: Hashable, request: _Request) -> None:
+        self._queues.setdefault(kind, deque()).append(request)
+        if not self._running and not self._dispatch_soon:
+            # Not at once: others may be about to arrive in the same tick.
+            self._dispatch_soon = True
+            loop.call_soon(self._dispatch, loop)
+
+    def fail_all(self) -> None:
+        """Answers every caller with an error, because the tokenizer was closed."""
+        waiting = [*self._running, *(request for queue in self._queues.values() for request in queue)]
+        self._queues.clear()
+        for request in waiting:
+            if not request.future.done():
+                request.future.set_exception(_closed_error())
+
+    def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sends the batch that is due first to the worker thread, or comes back when one is due."""
+        self._dispatch_soon = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running:
+            return
+        due, kind = math.inf, None
+        for candidate in list(self._queues):
+            queue = self._queues[candidate]
+            while queue and queue[0].future.done():
+                queue.popleft()
+            if not queue:
+                del self._queues[candidate]
+            elif (candidate_due := self._due(candidate, queue)) < due:
+                due, kind = candidate_due, candidate
+        if kind is None:
+            return
+        if due > loop.time():
+            self._timer = loop.call_at(due, self._dispatch, loop)
+            return
+        queue = self._queues[kind]
+        size = 1 if kind == _ALONE else min(len(queue), self._max_batch_size)
+        self._running = [queue.popleft() for _ in range(size)]
+        try:
+            self._executor.submit(self._work, loop, self._running)
+        except RuntimeError:
+            # Closed from another thread since, or the interpreter is ending.
+            self.fail_all()
+
+    def _due(self, kind: Hashable, queue: deque[_Request]) -> float:
+        """When a queue's next batch should run, in the event loop's seconds."""
+        gathers = kind != _ALONE and 1 < len(queue) < self._max_batch_size
+        return queue[0].arrived + (self._batch_wait_timeout_s if gathers else 0.0)
+
+    def _work(self, loop: asyncio.AbstractEventLoop, batch: list[_Request]) -> None:
+        outcomes = _run(self._tokenizer, [request for request in batch if not request.future.cancelled()])
+        # The loop may be closed by now, and its callers gone with it.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._finish, loop, outcomes)
+
+    def _finish(self, loop: asyncio.AbstractEventLoop, outcomes: list[_Outcome]) -> None:
+        self._running = []
+        for request, result, error in outcomes:
+            if request.future.done():
+                continue
+            if error is None:
+                request.future.set_result(result)
+            else:
+                request.future.set_exception(error)
+        self._dispatch(loop)
+
+
+def _encode_kind(tokenizer: PreTrainedTokenizerBase, prompt: Any, kwargs: dict[str, Any]) -> Hashable:
+    """The queue for an encode: those in one queue may share a call, except in the one that runs one by one."""
+    # In a batch, a list would be read as a pair or as words.
+    if not isinstance(prompt, str) or not kwargs.keys() <= {"add_special_tokens", "truncation", "max_length"}:
+        return _ALONE
+    add_special_tokens = kwargs.get("add_special_tokens", True)
+    truncation, max_length = kwargs.get("truncation"), kwargs.get("max_length")
+    if not isinstance(add_special_tokens, bool):
+        return _ALONE
+    if truncation is True and (max_length is None or max_length == getattr(tokenizer, "model_max_length", None)):
+        return "encode", add_special_tokens, "model_max"
+    # A max_length alone means truncation too.
+    if (truncation is None or truncation is False) and max_length is None:
+        return "encode", add_special_tokens, "none"
+    return _ALONE
+
+
+def _decode_kind(token_ids: Any, kwargs: dict[str, Any]) -> Hashable:
+    """The queue for a decode, as `_encode_kind`."""
+    if not isinstance(token_ids, (list, tuple)) or (token_ids and not isinstance(token_ids[0], int)):
+        return _ALONE
+    try:
+        return "decode", frozenset(kwargs.items())
+    except TypeError:
+        return _ALONE
+
+
+def _run(tokenizer: PreTrainedTokenizerBase, requests: list[_Request]) -> list[_Outcome]:
+    """The outcome of each request, by one call where possible. Runs on the worker thread."""
+    if len(requests) > 1:
+        # Any failure, even a panic in the tokenizer, is found again below, by the request that is to blame.
+        with contextlib.suppress(BaseException):
+            results = _batch(tokenizer, requests)
+            return [(request, result, None) for request, result in zip(requests, results, strict=True)]
+    return [_alone(tokenizer, request) for request in requests]
+
+
+def _batch(tokenizer: PreTrainedTokenizerBase, requests: list[_Request]) -> list[Any]:
+    payloads, kwargs = [request.payload for request in requests], requests[0].kwargs
+    if not requests[0].encodes:
+        texts: list[Any] = tokenizer.batch_decode(payloads, **kwargs)
+        return texts
+    from transformers import BatchEncoding
+
+    encoded = tokenizer(payloads, **kwargs)
+    encodings = encoded.encodings
+    return [
+        BatchEncoding({key: values[i] for key, values in encoded.items()}, [encodings[i]] if encodings else None)
+        for i in range(len(encoded["input_ids"]))
+    ]
+
+
+def _alone(tokenizer: PreTrainedTokenizerBase, request: _Request) -> _Outcome:
+    if request.future.cancelled():
+        return request, None, None
+    call = tokenizer if request.encodes else tokenizer.decode
+    try:
+        return request, call(request.payload, **request.kwargs), None
+    except Exception as error:
+        if not isinstance(error, StopIteration):
+            return request, None, error
+        cause: BaseException = error
+    except BaseException as error:
+        cause = error
+    # A panic in the tokenizer's Rust code is no Exception, and would go past the caller's handlers; StopIteration
+    # cannot be raised through an await.
+    failure = RuntimeError(f"the tokenizer failed: {cause!r}")
+    failure.__cause__ = cause
+    return request, None, failure
+
+
+def _closed_error() -> RuntimeError:
+    return RuntimeError("the tokenizer is closed: make a new AsyncMicrobatchTokenizer")

@@ -1,0 +1,84 @@
+"""What callers may pass as a prompt."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+    multi_modal_data: Any
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str
+    cache_salt: str
+    multi_modal_data: Any
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+class ParsedPrompt(NamedTuple):
+    """Text to tokenize, or token ids; with both, the ids count and the text is only repeated in the outputs."""
+
+    text: str | None
+    token_ids: list[int] | None
+
+
+def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
+    """Read any form of prompt.
+
+    Raises TypeError or ValueError, naming what is wrong, for other types, missing or contradictory parts and
+    text that is not valid Unicode; NotImplementedError for parts that are not served.
+    """
+    text: Any = None
+    ids: Any = prompt_token_ids
+    if isinstance(prompt, dict):
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"}
+        if unknown:
+            raise ValueError(f"a prompt has no field {sorted(unknown)[0]!r}; give 'prompt' or 'prompt_token_ids'")
+        if prompt.get("multi_modal_data"):
+            raise NotImplementedError("multi_modal_data is not served yet; leave it out")
+        text = prompt.get("prompt")
+        ids = prompt.get("prompt_token_ids", ids)
+    elif isinstance(prompt, str):
+        text = prompt
+    elif isinstance(prompt, bytes | bytearray):
+        raise TypeError("the prompt is bytes; decode it to str first")
+    elif prompt is not None:
+        ids = prompt
+    if text is None and ids is None:
+        raise ValueError("the prompt has neither text nor token ids; give one of them")
+    return ParsedPrompt(None if text is None else _check_text(text), None if ids is None else _check_ids(ids))
+
+
+def _check_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"the prompt must be a str, got {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt is not valid Unicode: {text[error.start]!r} at character {error.start} is half of a "
+            "surrogate pair; decode the bytes that it came from as UTF-8"
+        ) from error
+    return text
+
+
+def _check_ids(ids: Any) -> list[int]:
+    try:
+        array = np.asarray(ids)
+    except ValueError:
+        array = np.asarray(["not one list"])
+    if array.size == 0 and array.ndim == 1:
+        return []
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError("prompt_token_ids must be one list of integers")
+    if array.min() < 0 or array.max() >= 2**31:
+        raise ValueError(f"prompt_token_ids must be in the model's vocabulary, got {array.min()} to {array.max()}")
+    result: list[int] = array.tolist()
+    return result

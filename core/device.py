@@ -1,0 +1,102 @@
+"""What the core runs on: device, type of weights, threads and memory for the cache."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from vllm_mp.config import VllmConfig
+
+_CPU_CACHE_LIMIT = 4 * 2**30
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def choose_device(config: VllmConfig) -> torch.device:
+    """The device that `device_config` asks for, written back to it; raises ValueError if it is not there."""
+    wanted = config.device_config.device
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ValueError(
+            "device='cuda': PyTorch finds no CUDA device; set device='cpu', or check the driver and that the "
+            "installed torch is a CUDA build"
+        )
+    config.device_config.device = "cuda" if wanted == "auto" and has_cuda else wanted.replace("auto", "cpu")
+    return torch.device(config.device_config.device)
+
+
+def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
+    """The type of weights and activations, written back to `model_config`."""
+    model = config.model_config
+    if model.dtype == "auto":
+        checkpoint = model.architecture.dtype
+        if device.type == "cpu":
+            model.dtype = "bfloat16" if _cpu_multiplies_bfloat16() else "float32"
+        elif checkpoint in ("float16", "bfloat16"):
+            model.dtype = checkpoint
+        else:
+            model.dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return _DTYPES[model.dtype]
+
+
+def set_threads(config: VllmConfig) -> None:
+    """Give the CPU kernels the configured number of threads, or one for each core that may be used."""
+    torch.set_num_threads(config.device_config.num_threads or len(os.sched_getaffinity(0)))
+
+
+def cache_blocks(config: VllmConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """How many KV blocks to allocate, the padding block included; to be called with the weights loaded.
+
+    Raises ValueError when a single request of `max_model_len` tokens would not fit.
+    """
+    model, cache = config.model_config, config.cache_config
+    token_bytes = model.architecture.kv_bytes_per_token(dtype.itemsize)
+    block_bytes = token_bytes * cache.block_size
+    request_blocks = -(-model.max_model_len // cache.block_size)
+    useful = request_blocks * config.scheduler_config.max_num_seqs
+    if cache.kv_cache_memory_bytes is not None:
+        memory, source = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif device.type == "cuda":
+        memory, source = _free_cuda_memory(cache.gpu_memory_utilization, device), "gpu_memory_utilization"
+    else:
+        memory, source = min(_CPU_CACHE_LIMIT, available_memory() // 4), "a quarter of the free memory"
+    blocks = min(memory // block_bytes, useful + 1)
+    if blocks < request_blocks + 1:
+        fits = max(0, blocks - 1) * cache.block_size
+        raise ValueError(
+            f"no space for the cache: max_model_len={model.max_model_len} needs "
+            f"{(request_blocks + 1) * block_bytes:,} bytes of KV cache, {source} gives {memory:,}, enough for "
+            f"{fits} tokens; set kv_cache_memory_bytes higher or max_model_len to at most {fits}"
+            if fits
+            else f"no space for the cache: {source} gives {memory:,} bytes, one block of {cache.block_size} "
+            f"tokens takes {block_bytes:,}; set kv_cache_memory_bytes to at least "
+            f"{(request_blocks + 1) * block_bytes:,}"
+        )
+    return int(blocks)
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be taken without swapping, within the limit of the control group."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
+    except OSError:
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+
+
+def _free_cuda_memory(utilization: float, device: torch.device) -> int:
+    """Bytes that weights and the largest step leave of the share of the device that the core may use."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return max(0, int(total * utilization) - (total - free) + reserve - peak)

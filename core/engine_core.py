@@ -1,0 +1,97 @@
+"""The core's loop: receive, schedule, run, publish."""
+
+import logging
+import os
+from typing import Any
+
+import torch
+import zmq
+
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.batch import Batch
+from vllm_mp.core.block_pool import BlockPool
+from vllm_mp.core.model_runner import ModelRunner
+from vllm_mp.core.sampler import Sampler
+from vllm_mp.core.scheduler import Scheduler
+from vllm_mp.core.server import Server
+from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.status_page import StatusPage
+
+logger = logging.getLogger(__name__)
+
+_BEAT_MS = 1000
+
+
+class EngineCore:
+    """Runs requests until it is told to stop: never sleeping while there is work, blocked in poll without."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        device: torch.device,
+        runner: ModelRunner,
+        server: Server,
+        socket: "zmq.Socket[bytes]",
+        stop: StopSignal,
+        page: StatusPage,
+    ) -> None:
+        scheduler_config, cache = config.scheduler_config, config.cache_config
+        model = config.model_config
+        self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
+        self._pool = BlockPool(cache.num_blocks)
+        self._scheduler = Scheduler(scheduler_config, self._batch, self._pool, cache.block_size)
+        self._sampler = Sampler(self._batch, device)
+        self._runner = runner
+        self._server = server
+        self._page = page
+        self._step = 0
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(stop.fd, zmq.POLLIN)
+        self._stop = stop
+        server.serve(self._scheduler, {"ping": lambda: None, "status": self.status})
+
+    def run(self) -> None:
+        """Serve until told to stop; where the stop is to drain, until no request is left."""
+        self._note_state()
+        while not self._stop.is_set or (self._stop.drain and self._scheduler.has_work):
+            self._wait()
+            self._server.receive(admit=not self._stop.is_set)
+            self._run_step()
+
+    def status(self) -> dict[str, Any]:
+        """What the core holds, in plain numbers."""
+        return {
+            "pid": os.getpid(),
+            "step": self._step,
+            "num_running": self._scheduler.num_running,
+            "num_waiting": self._scheduler.num_waiting,
+            "num_preemptions": self._scheduler.num_preemptions,
+            "free_blocks": self._pool.num_free,
+            "total_blocks": self._pool.num_blocks,
+            "num_dropped_messages": self._server.num_dropped,
+        }
+
+    def _wait(self) -> None:
+        """Return at once while there is work, else when a message or the stop arrives."""
+        if not self._scheduler.has_work and not self._poller.poll(_BEAT_MS):
+            self._page.beat()
+
+    def _run_step(self) -> None:
+        step = self._scheduler.schedule()
+        if step is None:
+            return
+        self._step += 1
+        self._page.begin_step(self._step, self._batch.client[step.rows], self._batch.slot[step.rows])
+        tokens = self._runner.execute(step, self._batch, self._sampler)
+        result = self._scheduler.update(step, tokens)
+        self._note_state()
+        self._server.publish(self._step, result)
+
+    def _note_state(self) -> None:
+        self._page.end_step(
+            self._scheduler.num_running,
+            self._scheduler.num_waiting,
+            self._pool.num_free,
+            self._pool.num_blocks,
+        )

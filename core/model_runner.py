@@ -1,0 +1,121 @@
+"""Runs the model over the rows that the scheduler chose."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.batch import Batch
+from vllm_mp.core.device import cache_blocks
+from vllm_mp.core.models import build_model
+from vllm_mp.core.request import Request
+from vllm_mp.core.sampler import Sampler
+from vllm_mp.core.scheduler import Step
+from vllm_mp.core.weights import load_weights
+from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.sampling_params import SamplingParams
+
+
+class ModelRunner:
+    """Owns the weights and the KV cache."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Load the model; `progress` is called with the share that is done, 0 to 1.
+
+        Raises ValueError for weights that are missing or do not fit, and when the cache has no space.
+        """
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        model_config = config.model_config
+        self._model = build_model(model_config.architecture, dtype, device)
+        load_weights(self._model, model_config.folder, model_config.load_format, model_config.seed, progress)
+        if device.type == "cuda":
+            self._profile()
+        config.cache_config.num_blocks = cache_blocks(config, device, dtype)
+        self._kv_caches = self._allocate(config.cache_config.num_blocks)
+
+    @torch.inference_mode()
+    def execute(self, step: Step, batch: Batch, sampler: Sampler) -> npt.NDArray[np.int64]:
+        """Compute the step; the new tokens [num_sampled] of the rows that it samples."""
+        input_ids, positions, metadata = self._inputs(step, batch)
+        hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+        if not step.samples.any():
+            return np.zeros(0, np.int64)
+        last = (np.cumsum(step.counts) - 1)[step.samples]
+        logits = self._model.compute_logits(hidden[self._to_device(last)])
+        tokens = sampler.sample(logits, step.rows[step.samples])
+        return tokens.cpu().numpy()
+
+    def _inputs(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
+        rows, counts = step.rows, step.counts
+        block_size = self._config.cache_config.block_size
+        ends = np.cumsum(counts)
+        row_of = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed[rows], counts)
+        input_ids = batch.token_ids[row_of, positions].astype(np.int64)
+        slots = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
+        slots += positions % block_size
+        seq_lens = batch.num_computed[rows] + counts
+        max_seq_len = int(seq_lens.max())
+        blocks = batch.block_table[rows, : -(-max_seq_len // block_size)]
+        metadata = AttentionMetadata(
+            query_start=self._to_device(np.concatenate([[0], ends]).astype(np.int32)),
+            seq_lens=self._to_device(seq_lens.astype(np.int32)),
+            block_table=self._to_device(blocks),
+            slot_mapping=self._to_device(slots),
+            query_lens=counts.tolist(),
+            host_seq_lens=seq_lens.tolist(),
+            num_decodes=step.num_decodes,
+            max_seq_len=max_seq_len,
+        )
+        return self._to_device(input_ids), self._to_device(positions), metadata
+
+    def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each, all zero.
+
+        Zero, not merely allocated: padding is read before it is masked, and a NaN would pass through the mask.
+        """
+        arch = self._config.model_config.architecture
+        shape = (num_blocks, self._config.cache_config.block_size, arch.num_kv_heads, arch.head_dim)
+
+        def cache() -> Tensor:
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+        return [(cache(), cache()) for _ in range(arch.num_layers)]
+
+    def _profile(self) -> None:
+        """Run the largest prefill and the largest draw once: their peak of memory is what the cache must leave."""
+        scheduler, model = self._config.scheduler_config, self._config.model_config
+        block_size = self._config.cache_config.block_size
+        count = min(scheduler.max_num_batched_tokens, model.max_model_len)
+        num_blocks = -(-count // block_size)
+        batch = Batch(1, count, block_size, [])
+        prompt = np.zeros(count, np.int32)
+        request = Request(0, 0, "profile", SamplingParams(), prompt, count, count + 1, (0, 0))
+        batch.add(request, np.arange(1, num_blocks + 1, dtype=np.int32))
+        self._kv_caches = self._allocate(num_blocks + 1)
+        step = Step(np.array([0]), np.array([count]), 0, np.array([True]))
+        self.execute(step, batch, Sampler(batch, self._device))
+        self._kv_caches = []
+        logits = torch.zeros(
+            (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device
+        )
+        logits.sort(dim=-1).values.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        torch.cuda.synchronize(self._device)

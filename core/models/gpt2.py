@@ -1,0 +1,118 @@
+"""GPT-2 (Radford et al. 2019), DialoGPT included: learned positions, layer norms, biases everywhere."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_mp.architecture import Architecture
+from vllm_mp.core.models.linear import Linear
+from vllm_mp.core.models.loading import fill
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import AttentionMetadata
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation through `ops.layer_norm`."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a layer norm and added to the residual stream."""
+
+    def __init__(self, arch: Architecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.num_heads = arch.num_heads
+        self.scale = arch.attention_scale[layer]
+        self.activation = ops.ACTIVATIONS[arch.activation]
+        hidden, inner = arch.hidden_size, arch.intermediate_size
+        self.ln_1 = LayerNorm(hidden, arch.norm_eps, dtype, device)
+        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device)
+        self.o_proj = Linear(hidden, hidden, True, dtype, device)
+        self.ln_2 = LayerNorm(hidden, arch.norm_eps, dtype, device)
+        self.up_proj = Linear(hidden, inner, True, dtype, device)
+        self.down_proj = Linear(inner, hidden, True, dtype, device)
+
+    def forward(self, x: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+        tokens, hidden = x.shape
+        q, k, v = self.qkv_proj(self.ln_1(x)).view(tokens, 3, self.num_heads, -1).unbind(1)
+        ops.write_kv(k, v, *kv_cache, metadata.slot_mapping)
+        attended = ops.paged_attention(q, *kv_cache, metadata, self.scale)
+        x = x + self.o_proj(attended.reshape(tokens, hidden))
+        mlp: Tensor = self.down_proj(self.activation(self.up_proj(self.ln_2(x))))
+        return x + mlp
+
+
+class GPT2LMHeadModel(nn.Module):
+    """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
+
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.arch = arch
+        at: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.wte = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self.wpe = nn.Parameter(torch.empty(arch.max_position, arch.hidden_size, **at))
+        self.h = nn.ModuleList(Block(arch, i, dtype, device) for i in range(arch.num_layers))
+        self.ln_f = LayerNorm(arch.hidden_size, arch.norm_eps, dtype, device)
+        self.lm_head = self.wte
+        if not arch.tie_word_embeddings:
+            self.lm_head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        x = F.embedding(input_ids, self.wte) + F.embedding(positions, self.wpe)
+        for block, kv_cache in zip(self.h, kv_caches, strict=True):
+            x = block(x, kv_cache, metadata)
+        normed: Tensor = self.ln_f(x)
+        return normed
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.lm_head)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        fill(
+            self._destinations(),
+            tensors,
+            prefix="transformer.",
+            # Causal masks, which old files carry as buffers.
+            ignored=lambda name: name.endswith((".attn.bias", ".attn.masked_bias")),
+            tied=("lm_head.weight", "wte.weight") if self.arch.tie_word_embeddings else None,
+        )
+
+    def _destinations(self) -> dict[str, Tensor]:
+        """Checkpoint names (without `transformer.`) and the parameters that they fill."""
+        places: dict[str, Tensor] = {"wte.weight": self.wte, "wpe.weight": self.wpe}
+        if not self.arch.tie_word_embeddings:
+            places["lm_head.weight"] = self.lm_head
+        named: dict[str, LayerNorm | Linear] = {"ln_f": self.ln_f}
+        for i, block in enumerate(self.h):
+            assert isinstance(block, Block)
+            named |= {
+                f"h.{i}.ln_1": block.ln_1,
+                f"h.{i}.attn.c_attn": block.qkv_proj,
+                f"h.{i}.attn.c_proj": block.o_proj,
+                f"h.{i}.ln_2": block.ln_2,
+                f"h.{i}.mlp.c_fc": block.up_proj,
+                f"h.{i}.mlp.c_proj": block.down_proj,
+            }
+        for name, module in named.items():
+            # transformers' Conv1D keeps its weight [in, out], the transpose of a linear layer's.
+            places[f"{name}.weight"] = module.weight.t() if isinstance(module, Linear) else module.weight
+            if module.bias is not None:
+                places[f"{name}.bias"] = module.bias
+        return places

@@ -1,0 +1,181 @@
+"""The Llama family: Llama, SmolLM, Mistral, Qwen2 and Qwen3 (Touvron et al. 2023 and descendants).
+
+One decoder, whose members differ by what `Architecture` says: biases, query/key norms, windows, scaling.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_mp.architecture import Architecture
+from vllm_mp.core.models.linear import Linear
+from vllm_mp.core.models.loading import fill
+from vllm_mp.core.models.rotary import cos_sin_cache
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import AttentionMetadata
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention over the paged cache, with q, k and v in one projection."""
+
+    def __init__(self, arch: Architecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.heads = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)
+        self.head_dim = arch.head_dim
+        self.eps = arch.norm_eps
+        self.scale = arch.attention_scale[layer]
+        self.window = arch.sliding_window[layer]
+        q_size = arch.num_heads * arch.head_dim
+        qkv_size = sum(self.heads) * arch.head_dim
+        self.qkv_proj = Linear(arch.hidden_size, qkv_size, arch.attention_bias, dtype, device)
+        self.o_proj = Linear(q_size, arch.hidden_size, arch.attention_output_bias, dtype, device)
+        self.qk_norm = arch.qk_norm
+        if arch.qk_norm:
+            self.q_norm = nn.Parameter(torch.empty(arch.head_dim, dtype=dtype, device=device))
+            self.k_norm = nn.Parameter(torch.empty(arch.head_dim, dtype=dtype, device=device))
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        q, k, v = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim).split(self.heads, 1)
+        if self.qk_norm:
+            q = ops.rms_norm(q, self.q_norm, self.eps)
+            k = ops.rms_norm(k, self.k_norm, self.eps)
+        q, k = ops.rotary(q, k, positions, cos_sin)
+        ops.write_kv(k, v, *kv_cache, metadata.slot_mapping)
+        attended = ops.paged_attention(q, *kv_cache, metadata, self.scale, self.window)
+        out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1))
+        return out
+
+
+class MLP(nn.Module):
+    """The gated feed-forward network, with gate and up in one projection."""
+
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        inner, hidden = arch.intermediate_size, arch.hidden_size
+        self.gate_up_proj = Linear(hidden, 2 * inner, arch.mlp_bias, dtype, device)
+        self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device)
+        self.activation = None if arch.activation in ("silu", "swish") else ops.ACTIVATIONS[arch.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        if self.activation is None:
+            product = ops.silu_and_mul(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, -1)
+            product = self.activation(gate) * up
+        out: Tensor = self.down_proj(product)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, arch: Architecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = arch.norm_eps
+        self.input_norm = nn.Parameter(torch.empty(arch.hidden_size, dtype=dtype, device=device))
+        self.post_attention_norm = nn.Parameter(torch.empty(arch.hidden_size, dtype=dtype, device=device))
+        self.attention = Attention(arch, layer, dtype, device)
+        self.mlp = MLP(arch, dtype, device)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """`x` is what the layer before has yet to add to `residual`; returns the same pair."""
+        if residual is None:
+            x, residual = ops.rms_norm(x, self.input_norm, self.eps), x
+        else:
+            x, residual = ops.add_rms_norm(x, residual, self.input_norm, self.eps)
+        x = self.attention(x, positions, cos_sin, kv_cache, metadata)
+        x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
+        return self.mlp(x), residual
+
+
+class LlamaForCausalLM(nn.Module):
+    """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
+
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        assert arch.rope is not None
+        self.arch = arch
+        at: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.embed_tokens = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
+        self.norm = nn.Parameter(torch.empty(arch.hidden_size, **at))
+        self.lm_head = self.embed_tokens
+        if not arch.tie_word_embeddings:
+            self.lm_head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        table = cos_sin_cache(arch.rope, arch.head_dim, arch.max_position, dtype, device)
+        self.cos_sin: Tensor
+        self.register_buffer("cos_sin", table, persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        x = F.embedding(input_ids, self.embed_tokens)
+        residual: Tensor | None = None
+        cos_sin = self.cos_sin  # a module's attributes are slow to look up
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, positions, cos_sin, kv_cache, metadata)
+        assert residual is not None
+        return ops.add_rms_norm(x, residual, self.norm, self.arch.norm_eps)[0]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.lm_head)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
+        fill(
+            self._destinations(),
+            tensors,
+            prefix="model.",
+            ignored=lambda name: name.endswith("rotary_emb.inv_freq"),
+            tied=tied,
+        )
+
+    def _destinations(self) -> dict[str, Tensor]:
+        """Checkpoint names (without `model.`) and the parameters, or rows of fused ones, that they fill."""
+        arch = self.arch
+        places: dict[str, Tensor] = {"embed_tokens.weight": self.embed_tokens, "norm.weight": self.norm}
+        if not arch.tie_word_embeddings:
+            places["lm_head.weight"] = self.lm_head
+        kv_size = arch.num_kv_heads * arch.head_dim
+        qkv_sizes = [arch.num_heads * arch.head_dim, kv_size, kv_size]
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            at = f"layers.{i}."
+            places[at + "input_layernorm.weight"] = layer.input_norm
+            places[at + "post_attention_layernorm.weight"] = layer.post_attention_norm
+            if arch.qk_norm:
+                places[at + "self_attn.q_norm.weight"] = layer.attention.q_norm
+                places[at + "self_attn.k_norm.weight"] = layer.attention.k_norm
+            for kind, tensor in layer.attention.qkv_proj.named_parameters():
+                for part, rows in zip("qkv", torch.split(tensor, qkv_sizes), strict=True):
+                    places[f"{at}self_attn.{part}_proj.{kind}"] = rows
+            for kind, tensor in layer.attention.o_proj.named_parameters():
+                places[f"{at}self_attn.o_proj.{kind}"] = tensor
+            for kind, tensor in layer.mlp.gate_up_proj.named_parameters():
+                places[f"{at}mlp.gate_proj.{kind}"], places[f"{at}mlp.up_proj.{kind}"] = tensor.chunk(2)
+            for kind, tensor in layer.mlp.down_proj.named_parameters():
+                places[f"{at}mlp.down_proj.{kind}"] = tensor
+        return places

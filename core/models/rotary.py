@@ -1,0 +1,63 @@
+"""Cosines and sines of rotary position embeddings, with the context extensions that checkpoints use.
+
+The arithmetic is float32 in the order in which transformers does it, so that the tables agree bit for bit.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm_mp.architecture import Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per token of each rotated pair: float32 [head_dim / 2], on the CPU."""
+    base = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.type == "linear":
+        return base / rope.factor
+    if rope.type == "llama3":
+        return _llama3(rope, base)
+    if rope.type == "yarn":
+        return _yarn(rope, head_dim)
+    return base
+
+
+def cos_sin_cache(rope: Rope, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The table `ops.rotary` reads: [max_position, head_dim], cosines of each frequency, then sines."""
+    positions = torch.arange(max_position, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim).to(device))
+    table = torch.empty(max_position, head_dim, dtype=dtype, device=device)
+    table[:, : head_dim // 2] = angles.cos().mul_(rope.attention_factor)
+    table[:, head_dim // 2 :] = angles.sin().mul_(rope.attention_factor)
+    return table
+
+
+def _llama3(rope: Rope, base: Tensor) -> Tensor:
+    """Llama 3.1: slow frequencies are divided by the factor, fast ones kept, those between interpolated."""
+    context = rope.original_max_position
+    wavelength = 2 * math.pi / base
+    scaled = torch.where(wavelength > context / rope.low_freq_factor, base / rope.factor, base)
+    smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smoothed = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    between = (wavelength >= context / rope.high_freq_factor) & (wavelength <= context / rope.low_freq_factor)
+    return torch.where(between, smoothed, scaled)
+
+
+def _yarn(rope: Rope, head_dim: int) -> Tensor:
+    """YaRN (Peng et al. 2023): slow dimensions interpolated, fast ones kept, a linear ramp between."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp's slope stays finite
+    periods = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * periods) * (1 - kept) + 1.0 / periods * kept

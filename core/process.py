@@ -1,0 +1,160 @@
+"""The life of a core process: start, signals, the parent's death, a clean end."""
+
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_mp.config import CoreLaunch
+from vllm_mp.core.listener import Listener
+from vllm_mp.core.server import Server
+from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.status_page import CoreState, StatusPage
+
+if TYPE_CHECKING:
+    from vllm_mp.core.engine_core import EngineCore
+
+logger = logging.getLogger("vllm_mp.core")
+
+_STOP_GRACE_S = 5.0
+_LINGER_MS = 1000
+
+
+def main() -> int:
+    """Run a core as the launch line on standard input says; returns the exit code.
+
+    A stand-alone core that is told to stop ends with 0. One that belongs to a parent and is stopped by a signal from
+    elsewhere dies by that signal, so that the parent learns the cause.
+    """
+    launch = _read_launch()
+    logging.basicConfig(
+        level=os.environ.get("VLLM_MP_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s core: %(message)s",
+        stream=sys.stderr,
+    )
+    stop = StopSignal()
+    stop.listen(drains=not launch.supervised)
+    stopped = threading.Event()
+    if launch.supervised:
+        _follow_parent(launch, stop, stopped)
+    try:
+        failed = _serve(launch, stop)
+    finally:
+        stopped.set()
+    if launch.supervised and os.getppid() != launch.parent_pid:
+        _remove_runtime_dir(launch)
+    if launch.supervised and stop.signal is not None:
+        signal.signal(stop.signal, signal.SIG_DFL)
+        signal.raise_signal(stop.signal)
+    return 1 if failed else 0
+
+
+def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
+    """Bind, load, run; True if that failed for a reason that has been logged and told to the clients."""
+    page = StatusPage.create(Path(launch.status_path), launch.incarnation)
+    try:
+        listener = Listener(launch.address, launch.key_file)
+    except ValueError as error:
+        logger.error("%s", error)
+        return True
+    server = Server(listener.socket, launch.config, launch.incarnation)
+    try:
+        core = _load(launch, page, server, listener, stop)
+        if core is not None:
+            core.run()
+    except ValueError as error:
+        logger.error("%s", error)
+        server.refuse(str(error))
+        return True
+    except Exception as error:
+        logger.exception("the core failed")
+        server.refuse(f"{type(error).__name__}: {error}")
+        return True
+    finally:
+        page.enter(CoreState.STOPPED)
+        listener.close(_LINGER_MS)
+    return False
+
+
+def _load(
+    launch: CoreLaunch, page: StatusPage, server: Server, listener: Listener, stop: StopSignal
+) -> "EngineCore | None":
+    """The core with its weights loaded; None if it was told to stop meanwhile."""
+    started = time.monotonic()
+    # Torch takes a second or more to import: after the address is known to be good, so that a bad one costs nothing.
+    from vllm_mp.core.device import choose_device, choose_dtype, set_threads
+    from vllm_mp.core.engine_core import EngineCore
+    from vllm_mp.core.model_runner import ModelRunner
+
+    config = launch.config
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    set_threads(config)
+    page.enter(CoreState.LOADING)
+
+    def progress(share: float) -> None:
+        if stop.is_set:
+            raise StopSignal.Stopped
+        page.enter(CoreState.LOADING, share)
+
+    try:
+        runner = ModelRunner(config, device, dtype, progress)
+    except StopSignal.Stopped:
+        return None
+    logger.info(
+        "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
+        config.model_config.model,
+        config.model_config.dtype,
+        device,
+        config.cache_config.num_blocks - 1,
+        config.cache_config.block_size,
+        time.monotonic() - started,
+        launch.address,
+    )
+    return EngineCore(config, device, runner, server, listener.socket, stop, page)
+
+
+def _read_launch() -> CoreLaunch:
+    """The first line of standard input, which stays open: its end is the death of the parent."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 65_536)
+        if not chunk:
+            raise SystemExit("python -m vllm_mp.core reads its configuration as a line of JSON on standard input")
+        line += chunk
+    return msgspec.json.decode(bytes(line), type=CoreLaunch)
+
+
+def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Event) -> None:
+    """Start a thread that stops the core when its parent dies, at once if the loop does not end by itself.
+
+    It watches the standard input, whose other end the parent holds, and the parent's pid, because a child that
+    the parent forked may hold that end too. The kernel's parent-death signal would not do: it comes when the
+    *thread* that started the core ends.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(0, select.POLLHUP)
+        while not poll.poll(500) and os.getppid() == launch.parent_pid:
+            pass
+        stop.set()
+        if not stopped.wait(_STOP_GRACE_S):
+            _remove_runtime_dir(launch)
+            os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _remove_runtime_dir(launch: CoreLaunch) -> None:
+    """What the parent would have done."""
+    if launch.runtime_dir is not None:
+        shutil.rmtree(launch.runtime_dir, ignore_errors=True)

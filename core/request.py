@@ -1,0 +1,33 @@
+"""A request as the scheduler holds it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp.sampling_params import SamplingParams
+
+NO_ROW = -1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate; while it runs, its tokens and counters live in its row of the `Batch`."""
+
+    client: int
+    slot: int
+    request_id: str
+    params: SamplingParams
+    tokens: npt.NDArray[np.int32]
+    """[num_tokens] prompt and answer so far; up to date only while the request waits."""
+    num_prompt: int
+    max_total: int
+    """Tokens, prompt included, at which the answer ends for length."""
+    order: tuple[int, int]
+    """(priority, arrival number): what runs first, and is preempted last."""
+    row: int = field(default=NO_ROW)
+    aborted: bool = False
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt

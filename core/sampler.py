@@ -1,0 +1,106 @@
+"""From logits to tokens, for a whole batch at once."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vllm_mp.core.batch import Batch, Rows
+
+
+class Sampler:
+    """Greedy and random choice under each row's own parameters.
+
+    The order of operations is vLLM's: stop tokens are barred below `min_tokens`, then temperature, min-p, top-k,
+    top-p. The draw inverts the cumulative distribution, in the order of token ids, at a number that is a function
+    of the request's seed and the token's position alone. So a request draws the same numbers whatever else is in
+    the batch, and a request that is taken up again in the middle goes on as if it had never stopped.
+    """
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self._batch = batch
+        self._device = device
+
+    def sample(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; `logits` may be overwritten."""
+        batch = self._batch
+        self._bar_stop_tokens(logits, rows)
+        greedy = batch.temperature[rows] == 0
+        if greedy.all():
+            return logits.argmax(dim=-1)
+        if not greedy.any():
+            return self._draw(logits, rows)
+        tokens = logits.argmax(dim=-1)
+        chosen = np.flatnonzero(~greedy)
+        index = torch.from_numpy(chosen).to(self._device)
+        tokens[index] = self._draw(logits[index], rows[chosen])
+        return tokens
+
+    def _bar_stop_tokens(self, logits: Tensor, rows: Rows) -> None:
+        batch = self._batch
+        for i in np.flatnonzero(batch.num_tokens[rows] < batch.min_total[rows]).tolist():
+            row = int(rows[i])
+            barred = list(batch.request(row).params.stop_token_ids or ())
+            if batch.stops_at_eos[row]:
+                barred.extend(batch.eos_token_ids.tolist())
+            logits[i, barred] = -torch.inf
+
+    def _draw(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Tokens int64 [n], drawn for `logits` [n, vocab]."""
+        batch = self._batch
+        scaled = logits.float() / self._column(batch.temperature[rows])
+        min_p, top_k, top_p = batch.min_p[rows], batch.top_k[rows], batch.top_p[rows]
+        if (min_p > 0).any():
+            # In logits, a probability below min_p times the highest is a distance of more than -log(min_p).
+            floor = scaled.amax(dim=-1, keepdim=True) + self._column(min_p).log()
+            scaled.masked_fill_(scaled < floor, -torch.inf)
+        if (top_k > 0).any():
+            self._keep_top_k(scaled, top_k)
+        if (top_p < 1).any():
+            self._keep_top_p(scaled, self._column(top_p))
+        cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        uniform = uniform_draws(batch.seed[rows], batch.num_tokens[rows] - batch.num_prompt[rows])
+        target = self._column(uniform) * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+    def _keep_top_k(self, scaled: Tensor, top_k: npt.NDArray[np.int64]) -> None:
+        """Bar, in place, what is less likely than the k-th token; ties with it stay."""
+        limits = np.where(top_k > 0, np.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
+        limited = limits < scaled.shape[-1]
+        if not limited.any():
+            return
+        largest = scaled.topk(int(limits[limited].max()), dim=-1).values
+        last = torch.from_numpy(np.where(limited, limits, 1) - 1).to(self._device).unsqueeze(-1)
+        floor = largest.gather(-1, last)
+        floor.masked_fill_(torch.from_numpy(~limited).to(self._device).unsqueeze(-1), -torch.inf)
+        scaled.masked_fill_(scaled < floor, -torch.inf)
+
+    def _keep_top_p(self, scaled: Tensor, top_p: Tensor) -> None:
+        """Bar, in place, all but the smallest set of tokens whose probability reaches `top_p` [n, 1]."""
+        ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
+        probability = ordered.softmax(dim=-1)
+        before = probability.cumsum(dim=-1) - probability
+        barred = (before >= top_p) & (top_p < 1)
+        barred[:, 0] = False
+        scaled.scatter_(-1, index, ordered.masked_fill_(barred, -torch.inf))
+
+    def _column(self, values: npt.NDArray[np.floating]) -> Tensor:
+        return torch.from_numpy(values).to(self._device).unsqueeze(-1)
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The output function of splitmix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), [n], each a function of one seed and one output position.
+
+    Of 52 bits, so that their product with a sum in float64 stays below the sum.
+    """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        state = _mix(seeds + golden) + (positions.astype(np.uint64) + np.uint64(1)) * golden
+        return (_mix(_mix(state)) >> np.uint64(12)).astype(np.float64) * 2.0**-52

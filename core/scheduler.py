@@ -1,0 +1,227 @@
+"""Which requests run in the next step, and what becomes of them after it.
+
+One token budget covers a whole step; there are no phases. A request in decode wants one token, one in prefill
+wants the rest of its prompt and gets a chunk of what the budget has left. When the cache runs out of blocks, the
+request that is last in order gives its blocks up and waits again; its tokens are computed anew on its return.
+"""
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp.config import SchedulerConfig
+from vllm_mp.core.batch import Batch, Rows
+from vllm_mp.core.block_pool import BlockPool
+from vllm_mp.core.request import NO_ROW, Request
+from vllm_mp.wire import Finished
+
+
+class Step(NamedTuple):
+    """What one step computes; rows that want a single token come first."""
+
+    rows: Rows
+    """[num_rows] rows of the batch."""
+    counts: npt.NDArray[np.int64]
+    """[num_rows] tokens to compute of each."""
+    num_decodes: int
+    """The first that many rows compute a single token."""
+    samples: npt.NDArray[np.bool_]
+    """[num_rows] which rows reach their last known token and so get a new one."""
+
+
+class StepResult(NamedTuple):
+    """The tokens of a step by column [num_sampled], and the requests that it ended."""
+
+    clients: npt.NDArray[np.uint32]
+    slots: npt.NDArray[np.uint32]
+    tokens: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    finished: list[tuple[int, Finished]]
+    """(client, end of the request)."""
+
+
+class Scheduler:
+    """Owns the waiting requests, the rows of the batch and the blocks of the pool."""
+
+    def __init__(self, config: SchedulerConfig, batch: Batch, pool: BlockPool, block_size: int) -> None:
+        self.config = config
+        self.batch = batch
+        self.pool = pool
+        self.block_size = block_size
+        self.num_preemptions = 0
+        self._requests: dict[tuple[int, int], Request] = {}
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._num_waiting = 0
+        self._arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.batch)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def is_live(self, client: int, slot: int) -> bool:
+        return (client, slot) in self._requests
+
+    def slots_of(self, client: int) -> list[int]:
+        """The live slots of `client`."""
+        return [slot for owner, slot in self._requests if owner == client]
+
+    def order_of(self, priority: int) -> tuple[int, int]:
+        """The place in line of a request that arrives now."""
+        self._arrivals += 1
+        return (priority if self.config.policy == "priority" else 0, self._arrivals)
+
+    def add(self, request: Request) -> None:
+        """Let `request` wait; its (client, slot) must not be live and its tokens must fit the context."""
+        self._requests[request.client, request.slot] = request
+        self._wait(request)
+
+    def abort(self, client: int, slot: int) -> Finished | None:
+        """End a request wherever it is; None if it is not live."""
+        request = self._requests.get((client, slot))
+        if request is None:
+            return None
+        if request.row == NO_ROW:
+            request.aborted = True
+            self._num_waiting -= 1
+            num_output = request.num_output
+            request.tokens = request.tokens[:0]  # the entry stays queued until it is reached
+            del self._requests[client, slot]
+        else:
+            num_output = int(self.batch.num_tokens[request.row]) - request.num_prompt
+            self._release(request)
+        return Finished(slot, num_output, "abort")
+
+    def schedule(self) -> Step | None:
+        """Choose the next step's tokens, making room and admitting as the budget allows; None without work."""
+        if not self._requests:
+            return None
+        batch = self.batch
+        self._give_blocks_to_growing_rows()
+        rows = batch.order
+        wanted = batch.num_tokens[rows] - batch.num_computed[rows]
+        decodes = rows[wanted == 1]
+        chunks = self._chunk_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
+        if chunks:
+            rows = np.concatenate([decodes, np.array([row for row, _ in chunks], np.int64)])
+            counts = np.array([1] * len(decodes) + [count for _, count in chunks], np.int64)
+        else:
+            rows, counts = decodes, np.ones(len(decodes), np.int64)
+        return Step(rows, counts, len(decodes), batch.num_computed[rows] + counts == batch.num_tokens[rows])
+
+    def update(self, step: Step, tokens: npt.NDArray[np.int64]) -> StepResult:
+        """Book the step: `tokens` [num_sampled] are those of the rows that `step.samples` marks, in order."""
+        batch = self.batch
+        batch.num_computed[step.rows] += step.counts
+        rows = step.rows[step.samples]
+        before = batch.num_tokens[rows]
+        batch.token_ids[rows, before] = tokens
+        batch.num_tokens[rows] = before + 1
+        slots, clients = batch.slot[rows], batch.client[rows]
+
+        at_eos = batch.stops_at_eos[rows] & np.isin(tokens, batch.eos_token_ids)
+        stopped_by: dict[int, int] = {}
+        for i in np.flatnonzero(batch.has_stop_ids[rows] & ~at_eos).tolist():
+            stop_token_ids = batch.request(int(rows[i])).params.stop_token_ids or ()
+            if tokens[i] in stop_token_ids:
+                stopped_by[i] = int(tokens[i])
+        ended = at_eos | (before + 1 >= batch.max_total[rows])
+        ended[list(stopped_by)] = True
+
+        finished = []
+        for i in np.flatnonzero(ended).tolist():
+            request = batch.request(int(rows[i]))
+            reason = "stop" if at_eos[i] or i in stopped_by else "length"
+            num_output = int(before[i]) + 1 - request.num_prompt
+            finished.append((request.client, Finished(request.slot, num_output, reason, stopped_by.get(i))))
+            self._release(request)
+        return StepResult(clients, slots, tokens, before - batch.num_prompt[rows], finished)
+
+    def _chunk_prefills(self, prefilling: Rows, budget: int) -> list[tuple[int, int]]:
+        """(row, tokens) for the prompts in progress and, while the budget lasts, for newly admitted ones."""
+        config, batch = self.config, self.batch
+        chunks: list[tuple[int, int]] = []
+        # Where several prompts may be in progress they share the budget, so that a short one behind a long one
+        # is not kept waiting.
+        shares = 1
+        if config.enable_chunked_prefill:
+            shares = min(config.max_num_partial_prefills, len(prefilling) + self._num_waiting)
+        num_partial = 0
+
+        def chunk(wanted: int) -> int:
+            return min(wanted, -(-budget // max(1, shares - num_partial)))
+
+        for row in prefilling.tolist():
+            wanted = int(batch.num_tokens[row] - batch.num_computed[row])
+            count = chunk(wanted)
+            if count > 0:
+                chunks.append((row, count))
+                budget -= count
+            num_partial += count < wanted
+        while budget > 0 and num_partial < config.max_num_partial_prefills:
+            request = self._next_admissible()
+            if request is None:
+                break
+            wanted = len(request.tokens)
+            count = chunk(wanted)
+            if count < wanted and not config.enable_chunked_prefill:
+                break
+            chunks.append((self._admit(request), count))
+            budget -= count
+            num_partial += count < wanted
+        return chunks
+
+    def _next_admissible(self) -> Request | None:
+        """The first in line, if there is a row and there are blocks for it."""
+        while self._waiting and self._waiting[0][1].aborted:
+            heapq.heappop(self._waiting)
+        if not self._waiting or self.batch.is_full:
+            return None
+        request = self._waiting[0][1]
+        # A block for each running request stays free, or the next few tokens would preempt what is admitted now.
+        if self._blocks_for(len(request.tokens)) + len(self.batch) > self.pool.num_free and len(self.batch):
+            return None
+        return request
+
+    def _admit(self, request: Request) -> int:
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        return self.batch.add(request, self.pool.allocate(self._blocks_for(len(request.tokens))))
+
+    def _give_blocks_to_growing_rows(self) -> None:
+        """A block more for every row whose last token has no place yet, preempting from the end of the order."""
+        batch = self.batch
+        while True:
+            rows = batch.order
+            growing = rows[batch.num_tokens[rows] > batch.num_blocks[rows] * self.block_size]
+            if len(growing) <= self.pool.num_free:
+                break
+            self._preempt(batch.request(int(rows[-1])))
+        if len(growing):
+            batch.block_table[growing, batch.num_blocks[growing]] = self.pool.allocate(len(growing))
+            batch.num_blocks[growing] += 1
+
+    def _preempt(self, request: Request) -> None:
+        self.pool.free(self.batch.remove(request.row))
+        self.num_preemptions += 1
+        self._wait(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.free(self.batch.remove(request.row))
+        del self._requests[request.client, request.slot]
+
+    def _wait(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.order, request))
+        self._num_waiting += 1
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,208 @@
+"""The core's side of the wire: who the clients are, what they ask, what goes back to them."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from vllm_mp import wire
+from vllm_mp.admission import check_request
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.request import Request
+from vllm_mp.core.scheduler import Scheduler, StepResult
+
+logger = logging.getLogger(__name__)
+
+_FRAMES_A_STEP = 4096
+
+
+class Server:
+    """Turns frames into requests for the scheduler and step results into frames.
+
+    Nothing that arrives may hurt the core: what cannot be decoded, comes from a stranger or is meant for another
+    incarnation is counted in `num_dropped`; a request that cannot run is answered with its error.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", config: VllmConfig, incarnation: int) -> None:
+        self.num_dropped = 0
+        self._admits = True
+        self._socket = socket
+        self._config = config
+        self._incarnation = incarnation
+        self._vocab_size = config.model_config.architecture.vocab_size
+        self._identities: dict[bytes, int] = {}
+        self._clients: dict[int, bytes] = {}
+        self._next_client = 0
+        self._scheduler: Scheduler | None = None
+        self._calls: dict[str, Callable[[], Any]] = {}
+
+    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[[], Any]]) -> None:
+        """Begin to admit: `calls` are the operations that clients may name."""
+        self._scheduler = scheduler
+        self._calls = calls
+
+    def refuse(self, reason: str) -> None:
+        """Tell every client that has said hello, or has it under way, why the core will not serve."""
+        while self._socket.poll(0):
+            identity, *frames = self._socket.recv_multipart()
+            message = self._decode(frames)
+            if isinstance(message, wire.Hello):
+                self._send(identity, wire.Refused(reason))
+
+    def receive(self, admit: bool = True) -> None:
+        """Handle what has arrived, without waiting; new requests are turned away unless `admit`."""
+        self._admits = admit
+        for _ in range(_FRAMES_A_STEP):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._decode(frames)
+            if message is not None:
+                self._handle(identity, message)
+
+    def publish(self, step: int, result: StepResult) -> None:
+        """Send each client its part of a step's result."""
+        finished: dict[int, list[wire.Finished]] = {}
+        for client, end in result.finished:
+            finished.setdefault(client, []).append(end)
+        for client in np.unique(result.clients).tolist():
+            own = result.clients == client
+            columns = wire.pack_tokens(result.slots[own].astype(np.int64), result.tokens[own], result.positions[own])
+            self._send_to(client, wire.StepOutput(self._incarnation, step, *columns, finished=finished.get(client, [])))
+
+    def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
+        if len(frames) != 1:
+            return self._drop(f"{len(frames)} frames where one was expected")
+        try:
+            return wire.decode_client_message(frames[0])
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as error:
+            return self._drop(str(error))
+
+    def _drop(self, why: str) -> None:
+        self.num_dropped += 1
+        # Powers of two, so that a flood of garbage does not flood the log.
+        if self.num_dropped & (self.num_dropped - 1) == 0:
+            logger.warning("dropped a message that is not of the protocol (%d so far): %s", self.num_dropped, why)
+
+    def _handle(self, identity: bytes, message: wire.ClientMessage) -> None:
+        if isinstance(message, wire.Hello):
+            self._greet(identity, message)
+            return
+        client = self._identities.get(identity)
+        if client is None:
+            self._drop("a message from a client that has not said hello")
+        elif message.incarnation != self._incarnation:
+            self._drop(f"a message for incarnation {message.incarnation} of the core, this is {self._incarnation}")
+        elif isinstance(message, wire.AddRequest):
+            self._add(client, message)
+        elif isinstance(message, wire.AbortRequests):
+            self._abort(client, message.slots)
+        elif isinstance(message, wire.Call):
+            self._call(client, message)
+        else:
+            self._forget(client)
+
+    def _greet(self, identity: bytes, hello: wire.Hello) -> None:
+        if hello.version != wire.PROTOCOL_VERSION:
+            self._send(
+                identity,
+                wire.Refused(
+                    f"the core speaks version {wire.PROTOCOL_VERSION} of the protocol, the client version "
+                    f"{hello.version}; install the same vllm-mp on both sides"
+                ),
+            )
+            return
+        client = self._identities.get(identity)
+        if client is None:
+            client = self._next_client
+            self._next_client += 1
+            self._identities[identity] = client
+            self._clients[client] = identity
+        config = msgspec.json.encode(self._config)
+        self._send_to(client, wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, client, os.getpid(), config))
+
+    def _add(self, client: int, message: wire.AddRequest) -> None:
+        scheduler = self._running_scheduler()
+        if not 0 <= message.slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, message.slot):
+            self._drop(f"slot {message.slot} of client {client} is not free")
+            return
+        try:
+            request = self._make_request(client, message)
+        except (ValueError, NotImplementedError) as error:
+            end = wire.Finished(message.slot, len(message.output) // 4, "error", error=str(error))
+            self._send_ends(client, [end])
+            return
+        scheduler.add(request)
+
+    def _make_request(self, client: int, message: wire.AddRequest) -> Request:
+        if not self._admits:
+            raise ValueError("the core is shutting down; send the request to another one")
+        prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
+        model = self._config.model_config
+        max_total = check_request(
+            message.request_id, prompt, output, message.params, model.max_model_len, self._vocab_size
+        )
+        return Request(
+            client=client,
+            slot=message.slot,
+            request_id=message.request_id,
+            params=message.params,
+            tokens=np.concatenate([prompt, output]),
+            num_prompt=len(prompt),
+            max_total=max_total,
+            order=self._running_scheduler().order_of(message.priority),
+        )
+
+    def _abort(self, client: int, slots: list[int]) -> None:
+        ends = [self._running_scheduler().abort(client, slot) for slot in slots]
+        self._send_ends(client, [end for end in ends if end is not None])
+
+    def _call(self, client: int, message: wire.Call) -> None:
+        call = self._calls.get(message.name)
+        if call is None:
+            reply = wire.Reply(
+                self._incarnation,
+                message.call_id,
+                error=f"the core has no operation {message.name[:100]!r}; it has {', '.join(sorted(self._calls))}",
+            )
+        else:
+            reply = wire.Reply(self._incarnation, message.call_id, result=call())
+        self._send_to(client, reply)
+
+    def _send_ends(self, client: int, ends: list[wire.Finished]) -> None:
+        if ends:
+            self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b"", finished=ends))
+
+    def _send_to(self, client: int, message: wire.CoreMessage) -> None:
+        identity = self._clients.get(client)
+        if identity is not None and not self._send(identity, message):
+            logger.info("client %d is gone", client)
+            self._forget(client)
+
+    def _send(self, identity: bytes, message: wire.CoreMessage) -> bool:
+        """False if the peer is gone."""
+        try:
+            self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def _forget(self, client: int) -> None:
+        """Drop a client and all its requests."""
+        identity = self._clients.pop(client)
+        del self._identities[identity]
+        scheduler = self._running_scheduler()
+        for slot in scheduler.slots_of(client):
+            scheduler.abort(client, slot)
+
+    def _running_scheduler(self) -> Scheduler:
+        if self._scheduler is None:
+            raise RuntimeError("the core does not serve yet")
+        return self._scheduler

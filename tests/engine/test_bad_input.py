@@ -1,0 +1,192 @@
+"""Bad requests get a message that names what is wrong, and cost nobody else anything."""
+
+import asyncio
+import math
+
+import pytest
+from harness import answer, eventually, greedy
+
+from vllm_mp import SamplingParams, wire
+from vllm_mp.client.core_connection import CoreConnection
+
+PROMPT = "Hello"
+
+
+def refusal(llm, prompt, params=None, expected=(ValueError, TypeError, NotImplementedError), **arguments):
+    """The message that a request is refused with."""
+
+    async def run():
+        with pytest.raises(expected) as caught:
+            async for _ in llm.generate(prompt, params or greedy(4), **arguments):
+                pass
+        return str(caught.value)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([1, 2, 49152], "49152"),
+        ([1, -1], "-1"),
+        ([1, 2**40], "vocabulary"),
+        ([1.5], "integers"),
+        ([[1], [2]], "one list"),
+        (["a"], "integers"),
+        ([True], "integers"),
+        (b"bytes", "decode"),
+        ("\ud83d", "not valid Unicode"),
+        (17, "one list"),
+        ({}, "neither"),
+        ({"promt": "x"}, "promt"),
+        ({"prompt": 3}, "str"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
+        (None, "neither"),
+        ([1] * 1024, "1024 tokens"),
+        ("word " * 5000, "max_model_len=1024"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_bad_prompts_are_refused_by_name(llm, prompt, words):
+    assert words in refusal(llm, prompt)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"lora_request": object()}, "lora_request"),
+        ({"trace_headers": {}}, "trace_headers"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank"),
+        ({"priority": 3}, "scheduling_policy"),
+        ({"priority": 1.5}, "priority"),
+        ({"request_id": 7}, "request_id"),
+        ({"request_id": "x" * 2000}, "request_id"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(llm, arguments, words):
+    assert words in refusal(llm, PROMPT, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(n=2), "n=2"),
+        (SamplingParams(logprobs=1), "logprobs"),
+        (SamplingParams(stop="x"), "stop"),
+        (SamplingParams(presence_penalty=1.0), "presence_penalty"),
+        (SamplingParams(stop_token_ids=[49152]), "stop_token_ids"),
+        ({"temperature": 0}, "SamplingParams"),
+    ],
+    ids=str,
+)
+def test_parameters_that_cannot_be_served_are_refused_by_name(llm, params, words):
+    assert words in refusal(llm, PROMPT, params)
+
+
+def test_a_live_request_id_cannot_be_used_twice_but_a_finished_one_can(llm):
+    async def run():
+        first = await llm.add_request("same", PROMPT, greedy(20))
+        with pytest.raises(ValueError, match="same"):
+            await llm.add_request("same", PROMPT, greedy(20))
+        assert [output.finished async for output in first] == [True]
+        assert (await answer(llm, PROMPT, greedy(2), "same")).finished
+
+    asyncio.run(run())
+
+
+def test_bad_requests_leave_the_others_alone(llm):
+    async def run():
+        good = [asyncio.create_task(answer(llm, PROMPT, greedy(30))) for _ in range(4)]
+        for prompt in ("", [99999], "\udc00", [1] * 2000):
+            with pytest.raises(ValueError):
+                await answer(llm, prompt, greedy(4))
+        texts = {(await task).outputs[0].text for task in good}
+        await llm.check_health()
+        return texts
+
+    assert len(asyncio.run(run())) == 1
+
+
+def test_what_a_client_should_have_refused_the_core_refuses_and_lives(llm):
+    client = CoreConnection(llm._connection.address)
+    welcome, _ = client.greet(10, lambda: None)
+    bad = [
+        (b"", SamplingParams(seed=1), "empty"),
+        (b"\x01\x00\x00", SamplingParams(seed=1), "multiple"),
+        (wire.pack_ids([50_000]), SamplingParams(seed=1), "50000"),
+        (wire.pack_ids([-5]), SamplingParams(seed=1), "-5"),
+        (wire.pack_ids([1] * 1024), SamplingParams(seed=1), "1024 tokens"),
+        (wire.pack_ids([1]), SamplingParams(seed=1, n=3), "n=3"),
+    ]
+    for slot, (ids, params, words) in enumerate(bad):
+        client.send(wire.AddRequest(welcome.incarnation, slot, "bad", ids, params))
+        message = wire.decode_core_message(client._socket.recv())
+        (end,) = message.finished
+        assert (end.slot, end.reason) == (slot, "error")
+        assert words in end.error
+    client.close()
+    assert asyncio.run(answer(llm, PROMPT, greedy(4))).finished
+
+
+def test_garbage_frames_are_counted_and_dropped(llm):
+    async def status():
+        return (await llm.core_status())["num_dropped_messages"]
+
+    before = asyncio.run(status())
+    stranger = CoreConnection(llm._connection.address)
+    frames = [
+        [b""],
+        [b"garbage"],
+        [b"\x93\x02\x00\x00"],
+        [wire.encode(wire.Call(llm._connection.incarnation, 1, "status"))],  # without hello
+        [b"a", b"b", b"c"],
+        [b"\x91" * 100_000],
+        [wire.encode(wire.Hello(1))[:-1]],
+    ]
+    for frame in frames:
+        stranger._socket.send_multipart(frame)
+
+    async def run():
+        async def all_counted():
+            return await status() == before + len(frames)
+
+        await eventually(all_counted)
+        assert (await answer(llm, PROMPT, greedy(4))).finished
+
+    asyncio.run(run())
+    stranger.close()
+
+
+def test_parameters_out_of_range_are_refused_at_construction():
+    for name, value in [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_k", -2),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("n", 0),
+        ("seed", 2**70),
+        ("presence_penalty", 3.0),
+        ("repetition_penalty", 0.0),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {1: math.nan}),
+        ("allowed_token_ids", []),
+        ("stop", [""]),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+    for name, value in [("temperature", "hot"), ("max_tokens", 1.5), ("ignore_eos", 1), ("stop", [3]), ("n", True)]:
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: value})
+    with pytest.raises(ValueError, match="min_tokens"):
+        SamplingParams(min_tokens=9, max_tokens=8)

@@ -1,0 +1,286 @@
+"""How engines begin and end, and what they leave behind: nothing."""
+
+import asyncio
+import gc
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import answer, eventually, greedy, is_empty
+
+from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineError, EngineStartError, SamplingParams
+
+SCRIPT_OPTIONS = "dtype='float32', max_model_len=256, kv_cache_memory_bytes=2**26"
+
+
+def run_script(default_model, code, cwd, **options):
+    """Run `code` as a user's script, with `ARGS` for the engine's options."""
+    script = cwd / "app.py"
+    args = f"AsyncEngineArgs(model={str(default_model)!r}, {SCRIPT_OPTIONS})"
+    script.write_text(
+        "import asyncio, os, sys\nfrom vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams\n"
+        f"ARGS = {args}\n" + textwrap.dedent(code)
+    )
+    return subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=cwd, check=False, **options
+    )
+
+
+def wait_until_gone(pid):
+    try:
+        psutil.Process(pid).wait(20)
+    except psutil.NoSuchProcess:
+        return
+
+
+def runtime_dirs():
+    return {path for path in Path(tempfile.gettempdir()).glob("vllm_mp-*") if path.is_dir()}
+
+
+def test_an_app_that_makes_its_engine_at_import_time_needs_no_guard(default_model, tmp_path):
+    before = runtime_dirs()
+    done = run_script(
+        default_model,
+        """
+        llm = AsyncLLM.from_engine_args(ARGS)
+        print("made", os.getpid())
+
+        async def main():
+            async for output in llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=5)):
+                pass
+            print(output.outputs[0].text)
+
+        asyncio.run(main())
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("made") == 1, "the script ran once, not once more in the core"
+    assert "Paris" in done.stdout
+    assert done.stderr == ""
+    assert runtime_dirs() == before, "the end of the interpreter cleans up"
+
+
+def test_an_engine_can_be_made_inside_a_running_loop_and_as_a_context(default_model, tmp_path):
+    done = run_script(
+        default_model,
+        """
+        async def main():
+            async with AsyncLLM.from_engine_args(ARGS) as llm:
+                print((await llm.core_status())["pid"])
+                async for output in llm.generate("1, 2, 3,", SamplingParams(temperature=0, max_tokens=6)):
+                    pass
+                print(output.outputs[0].text)
+            assert llm.is_stopped and not llm.is_running
+            print(sorted(os.listdir("/proc/self/fd")))
+
+        asyncio.run(main())
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    pid, text = done.stdout.splitlines()[:2]
+    assert "4, 5" in text
+    assert not psutil.pid_exists(int(pid))
+
+
+def test_the_core_leaves_when_its_client_is_killed(default_model, tmp_path):
+    before = runtime_dirs()
+    done = run_script(
+        default_model,
+        """
+        llm = AsyncLLM.from_engine_args(ARGS)
+
+        async def main():
+            stream = llm.generate("Hello", SamplingParams(max_tokens=200, ignore_eos=True))
+            await anext(stream)
+            print((await llm.core_status())["pid"], flush=True)
+            os.kill(os.getpid(), 9)
+
+        asyncio.run(main())
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGKILL
+    wait_until_gone(int(done.stdout))
+    assert runtime_dirs() == before
+
+
+def test_an_engine_that_is_dropped_ends_its_core(default_model):
+    async def run():
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=str(default_model), max_model_len=256, kv_cache_memory_bytes=2**26)
+        )
+        assert (await answer(engine, "Hi", greedy(3))).finished
+        pid = (await engine.core_status())["pid"]
+        del engine
+        gc.collect()
+        await asyncio.to_thread(wait_until_gone, pid)
+
+    asyncio.run(run())
+
+
+def test_shutdown_is_idempotent_and_fails_live_and_later_requests(make_engine):
+    engine = make_engine(max_model_len=256)
+
+    async def run():
+        stream = engine.generate("Hello", SamplingParams(max_tokens=200, ignore_eos=True))
+        await anext(stream)
+        pid = (await engine.core_status())["pid"]
+        engine.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await answer(engine, "Hello", greedy(3))
+        return pid
+
+    pid = asyncio.run(run())
+    engine.shutdown()
+    assert not psutil.pid_exists(pid)
+    assert engine.is_stopped
+    assert not engine.errored
+
+
+def test_sixty_four_streams_with_random_aborts_leave_nothing_behind(make_engine):
+    engine = make_engine(max_num_seqs=32, kv_cache_memory_bytes=2**27, max_model_len=512)
+    rng = random.Random(5)
+    word_ids = engine.get_tokenizer()("one two three four five six seven eight").input_ids
+
+    async def one(i):
+        ids = [rng.choice(word_ids) for _ in range(rng.randrange(1, 200))]
+        params = SamplingParams(max_tokens=rng.randrange(1, 60), seed=i, ignore_eos=True)
+        fate = i % 4
+        if fate == 0:
+            return await answer(engine, ids, params)
+        stream = engine.generate(ids, params, f"request-{i}")
+        leave_after = rng.randrange(0, 12)
+        count = 0
+        async for output in stream:
+            count += 1
+            if count > leave_after and not output.finished:
+                if fate == 1:
+                    break
+                if fate == 2:
+                    await engine.abort(f"request-{i}")
+                else:
+                    raise asyncio.CancelledError
+        await stream.aclose()
+        return None
+
+    async def run():
+        await engine.check_health()
+        process = psutil.Process()
+        core = psutil.Process((await engine.core_status())["pid"])
+        before = process.num_fds(), core.num_fds(), core.num_threads(), len(asyncio.all_tasks())
+        for _ in range(2):
+            results = await asyncio.gather(*(one(i) for i in range(64)), return_exceptions=True)
+            errors = [result for result in results if isinstance(result, Exception)]
+            assert not errors, errors
+            await eventually(lambda: is_empty(engine))
+        gc.collect()
+        await asyncio.sleep(0)
+        assert await engine.get_num_unfinished_requests() == 0
+        assert not engine._by_slot
+        assert not engine._streams
+        assert not engine._slot_of
+        await eventually(lambda: _settled(process, core, before))
+
+    asyncio.run(run())
+
+
+async def _settled(process, core, before):
+    tasks = [task for task in asyncio.all_tasks() if "microbatch" not in repr(task)]
+    now = process.num_fds(), core.num_fds(), core.num_threads(), len(tasks)
+    return all(a <= b for a, b in zip(now, before, strict=True))
+
+
+def test_requests_wait_for_start_background_loop_where_that_is_asked_for(make_engine, default_model):
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=str(default_model), max_model_len=128), start_engine_loop=False
+    )
+    try:
+        assert not engine.is_running
+        with pytest.raises(EngineError, match="start_background_loop"):
+            asyncio.run(answer(engine, "Hi", greedy(2)))
+        engine.start_background_loop()
+        assert engine.is_running
+        assert asyncio.run(answer(engine, "Hi", greedy(2))).finished
+    finally:
+        engine.shutdown_background_loop()
+
+
+def test_the_configuration_and_the_tokenizer_can_be_asked_for(llm):
+    async def run():
+        assert (await llm.get_vllm_config()).cache_config.num_blocks > 0
+        assert (await llm.get_model_config()).max_model_len == 1024
+        assert (await llm.get_scheduler_config()).max_num_seqs == 256
+        assert (await llm.get_parallel_config()).world_size == 1
+        assert await llm.get_lora_config() is None
+        assert (await llm.get_decoding_config()) is not None
+        assert await llm.get_tokenizer() is llm.get_tokenizer()
+        status = await llm.core_status()
+        assert status["incarnation"] == 1
+        assert status["heartbeat_age"] < 5
+        await llm.check_health()
+
+    asyncio.run(run())
+    assert llm.is_running
+    assert not llm.errored
+    assert llm.dead_error is None
+
+
+def test_an_engine_without_a_tokenizer_takes_and_gives_token_ids(make_engine):
+    engine = make_engine(skip_tokenizer_init=True, max_model_len=128)
+    output = asyncio.run(answer(engine, [504, 3575, 282], greedy(4)))
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].text == ""
+    with pytest.raises(ValueError, match="tokenizer"):
+        asyncio.run(answer(engine, "text", greedy(4)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_cache_memory_bytes": 1000}, "no space for the cache"),
+        ({"kv_cache_memory_bytes": 2**22}, "max_model_len"),
+        ({"device": "cuda"}, "device='cuda'"),
+    ],
+    ids=str,
+)
+def test_a_core_that_cannot_start_says_why(default_model, options, words):
+    before = runtime_dirs()
+    with pytest.raises(EngineStartError, match=re.escape(words)):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), max_model_len=1024, **options))
+    assert runtime_dirs() == before
+
+
+def test_broken_weights_are_named_at_start(default_model, tmp_path):
+    for file in default_model.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = next(default_model.glob("*.safetensors"))
+    (tmp_path / weights.name).write_bytes(weights.read_bytes()[:100_000])
+    with pytest.raises((EngineStartError, ValueError), match=weights.name):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)))
+
+
+def test_unreadable_weights_are_named_at_start(default_model, tmp_path):
+    for file in default_model.iterdir():
+        os.symlink(file, tmp_path / file.name)
+    config = tmp_path / "config.json"
+    config.unlink()
+    config.write_text("{ not json")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)))
+    config.write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    with pytest.raises(ValueError, match="MambaForCausalLM"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)))

@@ -1,0 +1,167 @@
+"""A core that was started by hand, with clients that come and go."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import answer, eventually, greedy, is_empty
+
+from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
+
+OPTIONS = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27)]
+
+
+@contextlib.contextmanager
+def standalone(default_model, address, *options):
+    """A core of `vllm-mp engine`; ended by SIGTERM if it still runs."""
+    command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", str(default_model)]
+    process = subprocess.Popen([*command, *OPTIONS, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/a core.sock"
+    with standalone(default_model, address) as process:
+        first = AsyncLLM.connect(address)
+        second = AsyncLLM.connect(address)
+
+        async def run():
+            texts = [
+                output.outputs[0].text
+                for output in await asyncio.gather(
+                    *(answer(client, "The capital of France is", greedy(6)) for client in (first, second))
+                )
+            ]
+            assert texts[0] == texts[1]
+            stream = first.generate("Hello", SamplingParams(max_tokens=400, ignore_eos=True))
+            await anext(stream)
+            first.shutdown()
+            with pytest.raises(EngineDeadError):
+                await anext(stream)
+            await eventually(lambda: is_empty(second))
+            assert (await second.core_status())["pid"] == process.pid
+
+        asyncio.run(run())
+        second.shutdown()
+        process.terminate()
+        assert process.wait(30) == 0
+    assert not list(Path(tmp_path).iterdir())
+
+
+def test_a_killed_client_costs_the_core_only_its_requests(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone(default_model, address):
+        survivor = AsyncLLM.connect(address)
+        code = (
+            "import asyncio, os\nfrom vllm_mp import AsyncLLM, SamplingParams\n"
+            f"llm = AsyncLLM.connect({address!r})\n"
+            "async def main():\n"
+            "    stream = llm.generate('Hello', SamplingParams(max_tokens=450, ignore_eos=True))\n"
+            "    await anext(stream)\n"
+            "    os.kill(os.getpid(), 9)\n"
+            "asyncio.run(main())\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+
+        async def run():
+            await eventually(lambda: is_empty(survivor))
+            assert (await answer(survivor, "Hello", greedy(3))).finished
+
+        asyncio.run(run())
+        survivor.shutdown()
+
+
+def test_connected_clients_learn_that_the_core_was_killed(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone(default_model, address) as process:
+        client = AsyncLLM.connect(address)
+
+        async def run():
+            stream = client.generate("Hello", SamplingParams(max_tokens=450, ignore_eos=True))
+            await anext(stream)
+            process.kill()
+            with pytest.raises(EngineDeadError, match="connection"):
+                async for _ in stream:
+                    pass
+
+        asyncio.run(asyncio.wait_for(run(), 30))
+        client.shutdown()
+
+
+def test_a_second_core_on_the_same_address_is_refused_and_the_first_goes_on(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone(default_model, address) as process:
+        client = AsyncLLM.connect(address)
+        with standalone(default_model, address) as second:
+            _, stderr = second.communicate(timeout=60)
+            assert second.returncode == 1
+            assert f"served by process {process.pid}" in stderr
+        assert asyncio.run(answer(client, "Hello", greedy(3))).finished
+        client.shutdown()
+
+
+def test_the_address_of_a_killed_core_can_be_used_again(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone(default_model, address) as process:
+        AsyncLLM.connect(address).shutdown()
+        process.kill()
+        process.wait()
+    with standalone(default_model, address):
+        client = AsyncLLM.connect(address)
+        assert asyncio.run(answer(client, "Hello", greedy(3))).finished
+        client.shutdown()
+
+
+def test_ctrl_c_lets_what_runs_finish_and_admits_no_more(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone(default_model, address) as process:
+        client = AsyncLLM.connect(address)
+
+        async def run():
+            stream = client.generate("Hello", SamplingParams(max_tokens=60, ignore_eos=True))
+            await anext(stream)
+            process.send_signal(signal.SIGINT)
+            outputs = [output async for output in stream]
+            assert len(outputs[-1].outputs[0].token_ids) == 60
+
+        asyncio.run(run())
+        client.shutdown()
+        assert process.wait(30) == 0
+
+
+def test_tcp_needs_the_key(default_model, tmp_path):
+    key, other = tmp_path / "key", tmp_path / "other"
+    address = "tcp://127.0.0.1:47613"
+    with standalone(default_model, address) as process:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "--key-file" in stderr
+    with standalone(default_model, address, "--key-file", str(key)):
+        client = AsyncLLM.connect(address, key_file=str(key))
+        assert asyncio.run(answer(client, "Hello", greedy(3))).finished
+        from vllm_mp.curve_key import ensure_key_file
+
+        ensure_key_file(other)
+        with pytest.raises(EngineStartError, match="did not answer"):
+            AsyncLLM.connect(address, key_file=str(other), timeout=1)
+        with pytest.raises(ValueError, match="key_file"):
+            AsyncLLM.connect(address)
+        client.shutdown()
+    assert os.stat(key).st_mode & 0o777 == 0o600
+
+
+def test_connecting_to_nobody_fails_in_time_and_names_the_address(tmp_path):
+    with pytest.raises(EngineStartError, match=r"nobody\.sock"):
+        AsyncLLM.connect(f"ipc://{tmp_path}/nobody.sock", timeout=0.3)
+    with pytest.raises(ValueError, match="ipc://"):
+        AsyncLLM.connect("http://localhost")

@@ -1,0 +1,34 @@
+"""What tests of a real engine share."""
+
+import asyncio
+import time
+
+from vllm_mp import RequestOutputKind, SamplingParams
+
+ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 2**28, "disable_log_requests": True}
+"""Float32, so that answers can be compared token by token."""
+
+
+def greedy(max_tokens, **params):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY, **params)
+
+
+async def answer(engine, prompt, params, request_id=None):
+    """The last output of a request."""
+    async for output in engine.generate(prompt, params, request_id):
+        last = output
+    return last
+
+
+async def eventually(condition, timeout=30.0):
+    """Wait until `await condition()` holds."""
+    deadline = time.monotonic() + timeout
+    while not await condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+async def is_empty(engine):
+    """The core holds no request and no block, by its own count."""
+    status = await engine.core_status()
+    return status["num_running"] == status["num_waiting"] == 0 and status["free_blocks"] == status["total_blocks"]

@@ -1,0 +1,34 @@
+import numpy as np
+import pytest
+
+from vllm_mp.core.block_pool import BlockPool
+
+
+def test_blocks_are_handed_out_once_and_never_the_padding_block():
+    pool = BlockPool(8)
+    blocks = np.concatenate([pool.allocate(3), pool.allocate(4)])
+    assert sorted(blocks.tolist()) == [1, 2, 3, 4, 5, 6, 7]
+    assert pool.num_free == 0
+
+
+def test_freed_blocks_can_be_used_again():
+    pool = BlockPool(5)
+    first = pool.allocate(4)
+    pool.free(first[:2])
+    assert pool.num_free == 2
+    assert set(pool.allocate(2).tolist()) == set(first[:2].tolist())
+
+
+def test_freeing_a_block_twice_or_the_padding_block_is_an_error():
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.free(blocks)
+    with pytest.raises(RuntimeError, match="free already"):
+        pool.free(blocks)
+    with pytest.raises(RuntimeError):
+        pool.free(np.array([0], np.int32))
+
+
+def test_asking_for_more_than_is_free_is_an_error():
+    with pytest.raises(RuntimeError, match="4 blocks asked for, 3 free"):
+        BlockPool(4).allocate(4)

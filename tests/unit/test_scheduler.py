@@ -1,0 +1,238 @@
+"""The scheduler with a stand-in for the model: every step's tokens are chosen by the test."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_mp.config import SchedulerConfig
+from vllm_mp.core.batch import Batch
+from vllm_mp.core.block_pool import BlockPool
+from vllm_mp.core.request import NO_ROW, Request
+from vllm_mp.core.scheduler import Scheduler
+from vllm_mp.sampling_params import SamplingParams
+
+EOS = 2
+BLOCK = 4
+
+
+class Engine:
+    """A scheduler and what it owns."""
+
+    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, **config):
+        settings = {
+            "max_num_partial_prefills": 1,
+            "enable_chunked_prefill": True,
+            "policy": "fcfs",
+            "stream_interval": 1,
+        }
+        self.batch = Batch(max_num_seqs, max_model_len, BLOCK, [EOS])
+        self.pool = BlockPool(num_blocks + 1)
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **{**settings, **config}
+        )
+        self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK)
+        self.max_model_len = max_model_len
+        self.outputs: dict[int, list[int]] = {}
+        self.ends: dict[int, str] = {}
+
+    def add(self, slot, num_prompt=5, max_tokens=8, priority=0, **params):
+        request = Request(
+            client=0,
+            slot=slot,
+            request_id=str(slot),
+            params=SamplingParams(max_tokens=max_tokens, seed=1, **params),
+            tokens=np.arange(10, 10 + num_prompt, dtype=np.int32),
+            num_prompt=num_prompt,
+            max_total=min(self.max_model_len, num_prompt + max_tokens),
+            order=self.scheduler.order_of(priority),
+        )
+        self.scheduler.add(request)
+        return request
+
+    def step(self, token=7):
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        result = self.scheduler.update(step, np.full(int(step.samples.sum()), token))
+        for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
+            output = self.outputs.setdefault(int(slot), [])
+            assert position == len(output), "positions are consecutive"
+            output.append(int(tok))
+        for _, end in result.finished:
+            assert end.num_output == len(self.outputs[end.slot])
+            self.ends[end.slot] = end.reason
+        self.check()
+        return step
+
+    def run(self, token=7):
+        for _ in range(10_000):
+            if self.step(token) is None:
+                return
+        raise AssertionError("the scheduler does not come to an end")
+
+    def check(self):
+        """Every block has one owner; every row belongs to one live request."""
+        rows = self.batch.order
+        owned = [
+            block for row in rows for block in self.batch.block_table[row, : self.batch.num_blocks[row]].tolist()
+        ]
+        assert len(owned) == len(set(owned))
+        assert 0 not in owned
+        assert len(owned) + self.pool.num_free == self.pool.num_blocks
+        assert all(self.batch.request(int(row)).row == row for row in rows)
+        orders = [self.batch.request(int(row)).order for row in rows]
+        assert orders == sorted(orders)
+        used = self.batch.num_tokens[rows]
+        assert (used - 1 <= self.batch.num_blocks[rows] * BLOCK).all()
+
+
+def test_a_request_runs_to_its_length_and_gives_everything_back():
+    engine = Engine()
+    engine.add(3, num_prompt=5, max_tokens=8)
+    engine.run()
+    assert engine.outputs == {3: [7] * 8}
+    assert engine.ends == {3: "length"}
+    assert engine.pool.num_free == 100
+    assert not engine.scheduler.has_work
+
+
+def test_the_end_of_sequence_stops_unless_it_is_ignored():
+    engine = Engine()
+    engine.add(0)
+    engine.add(1, ignore_eos=True)
+    engine.add(2, stop_token_ids=[EOS], ignore_eos=True)
+    engine.run(token=EOS)
+    assert engine.ends == {0: "stop", 1: "length", 2: "stop"}
+    assert [len(engine.outputs[i]) for i in range(3)] == [1, 8, 1]
+
+
+def test_the_answer_ends_at_the_context():
+    engine = Engine(max_model_len=16)
+    engine.add(0, num_prompt=10, max_tokens=1000)
+    engine.run()
+    assert len(engine.outputs[0]) == 6
+    assert engine.ends == {0: "length"}
+
+
+def test_a_step_never_exceeds_its_budget_and_long_prompts_take_several():
+    engine = Engine(budget=8, max_num_seqs=4)
+    for slot, length in enumerate((20, 3, 9)):
+        engine.add(slot, num_prompt=length)
+    sizes = []
+    while (step := engine.step()) is not None:
+        sizes.append(int(step.counts.sum()))
+        assert (step.counts[: step.num_decodes] == 1).all()
+    assert max(sizes) == 8
+    assert sizes[:2] == [8, 8]
+    assert all(len(engine.outputs[slot]) == 8 for slot in range(3))
+
+
+def test_running_requests_get_a_token_in_every_step_while_a_long_prompt_is_read():
+    engine = Engine(budget=8, max_num_seqs=4)
+    engine.add(0, num_prompt=2, max_tokens=20)
+    engine.step()
+    engine.add(1, num_prompt=40)
+    for count in range(2, 7):
+        engine.step()
+        assert len(engine.outputs[0]) == count
+
+
+def test_without_chunked_prefill_a_prompt_is_read_in_one_step():
+    engine = Engine(budget=64, max_num_seqs=8, enable_chunked_prefill=False)
+    for slot in range(6):
+        engine.add(slot, num_prompt=30)
+    while (step := engine.step()) is not None:
+        assert set(step.counts.tolist()) <= {1, 30}
+    assert all(len(output) == 8 for output in engine.outputs.values())
+
+
+def test_several_prompts_may_be_in_progress_where_that_is_allowed():
+    engine = Engine(budget=8, max_num_seqs=4, max_num_partial_prefills=2)
+    engine.add(0, num_prompt=60, max_tokens=1)
+    engine.add(1, num_prompt=8)
+    for _ in range(2):
+        assert sorted(engine.step().counts.tolist()) == [4, 4]
+    assert len(engine.outputs[1]) == 1, "the short prompt does not wait for the long one"
+    engine.run()
+
+
+def test_without_blocks_the_last_in_order_is_preempted_and_loses_nothing():
+    engine = Engine(num_blocks=8, max_num_seqs=4, max_model_len=32)
+    for slot in range(4):
+        engine.add(slot, num_prompt=4, max_tokens=20)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    assert all(engine.outputs[slot] == [7] * 20 for slot in range(4))
+    assert engine.pool.num_free == 8
+
+
+def test_the_first_in_order_is_never_preempted():
+    engine = Engine(num_blocks=8, max_num_seqs=4, max_model_len=32)
+    for slot in range(4):
+        engine.add(slot, num_prompt=4, max_tokens=20)
+    for count in range(1, 21):
+        engine.step()
+        assert len(engine.outputs[0]) == count
+
+
+def test_fcfs_finishes_equal_requests_in_their_order():
+    engine = Engine(max_num_seqs=2)
+    for slot in range(6):
+        engine.add(slot)
+    engine.run()
+    assert list(engine.ends) == [0, 1, 2, 3, 4, 5]
+
+
+def test_priority_runs_lower_values_first_and_preempts_higher_ones():
+    engine = Engine(num_blocks=8, max_num_seqs=1, max_model_len=32, policy="priority")
+    for slot, priority in enumerate((5, 1, 3)):
+        engine.add(slot, priority=priority)
+    engine.run()
+    assert list(engine.ends) == [1, 2, 0]
+
+
+def test_aborting_frees_rows_and_blocks_wherever_the_request_is():
+    engine = Engine(max_num_seqs=1)
+    running, waiting = engine.add(0), engine.add(1)
+    engine.step()
+    assert running.row != NO_ROW
+    assert waiting.row == NO_ROW
+    assert engine.scheduler.abort(0, 1).num_output == 0
+    assert engine.scheduler.abort(0, 0).num_output == 1
+    assert engine.scheduler.abort(0, 0) is None
+    assert engine.pool.num_free == 100
+    assert not engine.scheduler.has_work
+    assert engine.step() is None
+    assert engine.scheduler.num_waiting == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_interleaving_of_arrivals_aborts_and_steps_keeps_every_block_accounted_for(data):
+    engine = Engine(
+        num_blocks=data.draw(st.integers(8, 20)),
+        max_num_seqs=data.draw(st.integers(1, 6)),
+        max_model_len=32,
+        budget=data.draw(st.integers(6, 24)),
+        max_num_partial_prefills=data.draw(st.integers(1, 3)),
+        policy=data.draw(st.sampled_from(["fcfs", "priority"])),
+    )
+    live, limits = set(), {}
+    for slot in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["add", "add", "abort", "step", "step"]))
+        if action == "add":
+            prompt, limit = data.draw(st.integers(1, 31)), data.draw(st.integers(1, 40))
+            engine.add(slot, num_prompt=prompt, max_tokens=limit, priority=data.draw(st.integers(-2, 2)))
+            live.add(slot)
+            limits[slot] = min(limit, 32 - prompt)
+        elif action == "abort" and live:
+            victim = data.draw(st.sampled_from(sorted(live)))
+            live.discard(victim)
+            ended = victim in engine.ends
+            assert (engine.scheduler.abort(0, victim) is None) == ended
+            engine.check()
+        else:
+            engine.step()
+    engine.run()
+    assert all(len(engine.outputs[slot]) == limits[slot] for slot in live)
+    assert engine.pool.num_free == engine.pool.num_blocks

@@ -1,0 +1,429 @@
+"""What a decoder model looks like: the normalised form of a Hugging Face `config.json`.
+
+Nothing here needs torch or transformers, so the client half can read a model's shape too. A field that a
+configuration leaves out takes the default of the transformers class that would have read it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+Config = dict[str, Any]
+
+ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
+DTYPES: Final = ("float32", "float16", "bfloat16")
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position parameters, with every default resolved. Only the fields of its `type` have a meaning.
+
+    `original_max_position` is in tokens; `attention_factor` multiplies cosines and sines (YaRN).
+    """
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder-only model: its family, sizes and variations.
+
+    `sliding_window` and `attention_scale` have one entry a layer: the window in tokens (None: the whole
+    context) and what multiplies query-key products. `rope` is None for learned positions. `max_position` is
+    the longest context in tokens that the model is made for; lowering it (`msgspec.structs.replace`) changes
+    no frequency.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: tuple[int | None, ...]
+    attention_scale: tuple[float, ...]
+    rope: Rope | None
+    dtype: str | None
+
+    @classmethod
+    def from_hf_config(cls, config: Config) -> "Architecture":
+        """Read the contents of a `config.json`, in the form of transformers v5 or of older hub files.
+
+        Raises ValueError, naming the field, its value and what is allowed, for an architecture that is not in
+        `SUPPORTED`, a quantized checkpoint, and fields that are missing, ill-typed, contradictory or
+        unsupported.
+        """
+        name = architecture_name(config)
+        if name not in _READERS:
+            raise ValueError(
+                f"architecture {name!r} has no native implementation; supported are {', '.join(SUPPORTED)}. "
+                "Use a checkpoint of one of these."
+            )
+        if config.get("quantization_config"):
+            quantization = config["quantization_config"]
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise ValueError(
+                f"config field 'quantization_config' (quant_method {method!r}) describes a quantized "
+                "checkpoint, which is not supported; use the same model in float16, bfloat16 or float32"
+            )
+        return _READERS[name](name, config)
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of KV cache that one token takes over all layers, at `dtype_bytes` an element."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+
+def architecture_name(config: Config) -> str:
+    """The architecture that a configuration names, or that its `model_type` implies.
+
+    Raises ValueError when it says neither.
+    """
+    names = config.get("architectures")
+    if isinstance(names, list | tuple) and names and isinstance(names[0], str):
+        return names[0]
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[model_type]
+    raise ValueError(
+        f"config has no usable 'architectures' (got {names!r}), and its 'model_type' {model_type!r} is none "
+        f'of {", ".join(_BY_MODEL_TYPE)}; add "architectures": [one of {", ".join(SUPPORTED)}] to config.json'
+    )
+
+
+def _read_llama(name: str, config: Config) -> Architecture:
+    bias = _flag(config, "attention_bias", False)
+    return _llama_family(
+        name,
+        config,
+        max_position=2048,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        mlp_bias=_flag(config, "mlp_bias", False),
+    )
+
+
+def _read_mistral(name: str, config: Config) -> Architecture:
+    layers = _integer(config, "num_hidden_layers")
+    window = _optional_integer(config, "sliding_window", 4096)
+    return _llama_family(name, config, max_position=131_072, num_kv_heads=8, sliding_window=(window,) * layers)
+
+
+def _read_qwen2(name: str, config: Config) -> Architecture:
+    return _llama_family(
+        name,
+        config,
+        max_position=32_768,
+        num_kv_heads=32,
+        attention_bias=True,
+        sliding_window=_qwen_windows(config),
+    )
+
+
+def _read_qwen3(name: str, config: Config) -> Architecture:
+    bias = _flag(config, "attention_bias", False)
+    return _llama_family(
+        name,
+        config,
+        max_position=32_768,
+        num_kv_heads=32,
+        head_dim=128,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        qk_norm=True,
+        sliding_window=_qwen_windows(config),
+    )
+
+
+def _llama_family(
+    name: str,
+    config: Config,
+    *,
+    max_position: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    attention_bias: bool = False,
+    attention_output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    sliding_window: tuple[int | None, ...] | None = None,
+) -> Architecture:
+    """The fields that all of the Llama family have; the keywords are a class's defaults and variations."""
+    hidden_size = _integer(config, "hidden_size")
+    num_layers = _integer(config, "num_hidden_layers")
+    num_heads = _integer(config, "num_attention_heads")
+    kv_heads = _optional_integer(config, "num_key_value_heads", num_kv_heads) or num_heads
+    dim = _optional_integer(config, "head_dim", head_dim) or _even_split(config, hidden_size, num_heads)
+    max_position = _integer(config, "max_position_embeddings", max_position)
+    if num_heads % kv_heads:
+        raise ValueError(
+            f"config field 'num_key_value_heads' is {kv_heads}; it must divide num_attention_heads ({num_heads})"
+        )
+    if dim % 2:
+        raise ValueError(f"config field 'head_dim' is {dim}; rotary positions need an even number")
+    rope = _read_rope(config, max_position)
+    if rope.type == "yarn":
+        # A checkpoint may state the stretched length only through the factor (Qwen2.5 does).
+        max_position = max(max_position, int(rope.factor * rope.original_max_position))
+    return Architecture(
+        name=name,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        max_position=max_position,
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        activation=_choice(config, "hidden_act", "silu", ACTIVATIONS),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", False),
+        attention_bias=attention_bias,
+        attention_output_bias=attention_output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        sliding_window=sliding_window or (None,) * num_layers,
+        attention_scale=(dim**-0.5,) * num_layers,
+        rope=rope,
+        dtype=_dtype(config),
+    )
+
+
+def _read_gpt2(name: str, config: Config) -> Architecture:
+    hidden_size = _integer(config, "n_embd")
+    num_layers = _integer(config, "n_layer")
+    num_heads = _integer(config, "n_head")
+    head_dim = _even_split(config, hidden_size, num_heads, "n_embd", "n_head")
+    if _flag(config, "add_cross_attention", False):
+        raise ValueError("config field 'add_cross_attention' is true; only decoder-only models are supported (false)")
+    scale = head_dim**-0.5 if _flag(config, "scale_attn_weights", True) else 1.0
+    by_layer = _flag(config, "scale_attn_by_inverse_layer_idx", False)
+    return Architecture(
+        name=name,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_optional_integer(config, "n_inner", None) or 4 * hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        max_position=_integer(config, "n_positions", 1024),
+        norm_eps=_number(config, "layer_norm_epsilon", 1e-5),
+        activation=_choice(config, "activation_function", "gelu_new", ACTIVATIONS),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", True),
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        sliding_window=(None,) * num_layers,
+        attention_scale=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(num_layers)),
+        rope=None,
+        dtype=_dtype(config),
+    )
+
+
+_READERS: Final[dict[str, Callable[[str, Config], Architecture]]] = {
+    "LlamaForCausalLM": _read_llama,
+    "MistralForCausalLM": _read_mistral,
+    "Qwen2ForCausalLM": _read_qwen2,
+    "Qwen3ForCausalLM": _read_qwen3,
+    "GPT2LMHeadModel": _read_gpt2,
+}
+_BY_MODEL_TYPE: Final = dict(zip(("llama", "mistral", "qwen2", "qwen3", "gpt2"), _READERS, strict=True))
+SUPPORTED: Final[tuple[str, ...]] = tuple(_READERS)
+
+
+def _qwen_windows(config: Config) -> tuple[int | None, ...]:
+    layers = _integer(config, "num_hidden_layers")
+    window = None
+    if _flag(config, "use_sliding_window", False):
+        window = _optional_integer(config, "sliding_window", 4096)
+    types = config.get("layer_types")
+    if types is None:
+        first = _integer(config, "max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    allowed = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in allowed for kind in types):
+        raise ValueError(
+            f"config field 'layer_types' is {_shorten(types)}; it must list {layers} entries "
+            f"(num_hidden_layers), each one of {', '.join(allowed)}"
+        )
+    if window is None and "sliding_attention" in types:
+        raise ValueError(
+            "config field 'layer_types' names 'sliding_attention' but there is no window: set "
+            "'use_sliding_window' to true and 'sliding_window' to a number of tokens, or make every layer "
+            "'full_attention'"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _read_rope(config: Config, max_position: int) -> Rope:
+    """Rotary parameters from `rope_parameters` (v5), or `rope_scaling` and `rope_theta` beside it (v4)."""
+    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    given = config.get(source) or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"config field '{source}' is {_shorten(given)}; it must be one flat object for all layers")
+    merged: Config = {f"{source}.{key}": value for key, value in given.items()}
+    theta_key = f"{source}.rope_theta"
+    theta = _number(merged, theta_key) if given.get("rope_theta") else _number(config, "rope_theta", 10_000.0)
+    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise ValueError(
+            f"config field 'partial_rotary_factor' is {partial!r}; only 1.0 (all of the head) is supported"
+        )
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"config field '{source}.rope_type' is {kind!r}; supported are {', '.join(ROPE_TYPES)}"
+            + (" (longrope changes frequencies with the length of a sequence)" if kind in ("longrope", "su") else "")
+        )
+    if kind in ("default", "dynamic"):
+        # Dynamic NTK scaling stretches a sequence only past max_position_embeddings, where every further
+        # token would change the keys that are cached already. `max_position` stops there, and up to there it
+        # is the default.
+        return Rope(theta=theta, type=kind)
+    factor = _number(merged, f"{source}.factor", minimum=1.0)
+    if kind == "linear":
+        return Rope(theta=theta, type=kind, factor=factor)
+    # Phi-3's habit, which transformers follows for all: a value beside the rope parameters wins over one
+    # inside.
+    original = _optional_integer(config, "original_max_position_embeddings", None)
+    original = original or _integer(merged, f"{source}.original_max_position_embeddings", max_position)
+    if kind == "llama3":
+        low = _number(merged, f"{source}.low_freq_factor")
+        high = _number(merged, f"{source}.high_freq_factor")
+        if high <= low:
+            raise ValueError(
+                f"config field '{source}.high_freq_factor' is {high}; it must be above low_freq_factor, {low}"
+            )
+        return Rope(
+            theta=theta,
+            type=kind,
+            factor=factor,
+            original_max_position=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    return Rope(
+        theta=theta,
+        type=kind,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=_optional_number(merged, f"{source}.beta_fast") or 32.0,
+        beta_slow=_optional_number(merged, f"{source}.beta_slow") or 1.0,
+        truncate=_flag(merged, f"{source}.truncate", True),
+        attention_factor=_yarn_attention_factor(merged, source, factor),
+    )
+
+
+def _yarn_attention_factor(rope: Config, source: str, factor: float) -> float:
+    """What YaRN multiplies cosines and sines by (Peng et al. 2023), with DeepSeek's mscale variant."""
+    given = _optional_number(rope, f"{source}.attention_factor")
+    if given is not None:
+        return given
+    mscale = _optional_number(rope, f"{source}.mscale")
+    mscale_all_dim = _optional_number(rope, f"{source}.mscale_all_dim")
+    growth = 0.1 * math.log(factor)
+    if mscale and mscale_all_dim:
+        return (mscale * growth + 1.0) / (mscale_all_dim * growth + 1.0)
+    return growth + 1.0
+
+
+def _even_split(
+    config: Config,
+    hidden_size: int,
+    num_heads: int,
+    size_field: str = "hidden_size",
+    heads_field: str = "num_attention_heads",
+) -> int:
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"config field '{size_field}' is {hidden_size}; it must be a multiple of {heads_field} ({num_heads})"
+        )
+    return hidden_size // num_heads
+
+
+_MISSING: Final = object()
+
+
+def _integer(config: Config, field: str, default: int | None = None, minimum: int = 1) -> int:
+    value = config.get(field, _MISSING if default is None else default)
+    if value is _MISSING:
+        raise ValueError(f"config field '{field}' is missing; it must be an integer of at least {minimum}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"config field '{field}' is {_shorten(value)}; it must be an integer of at least {minimum}")
+    return value
+
+
+def _optional_integer(config: Config, field: str, default: int | None) -> int | None:
+    """As `_integer`, where null is a value of its own."""
+    return None if config.get(field, default) is None else _integer(config, field, default)
+
+
+def _number(config: Config, field: str, default: float | None = None, minimum: float = 0.0) -> float:
+    value = config.get(field, _MISSING if default is None else default)
+    allowed = f"a finite number {'above 0' if minimum == 0 else f'of at least {minimum}'}"
+    if value is _MISSING:
+        raise ValueError(f"config field '{field}' is missing; it must be {allowed}")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value <= 0
+        or value < minimum
+    ):
+        raise ValueError(f"config field '{field}' is {_shorten(value)}; it must be {allowed}")
+    return float(value)
+
+
+def _optional_number(config: Config, field: str) -> float | None:
+    return None if config.get(field) is None else _number(config, field)
+
+
+def _flag(config: Config, field: str, default: bool) -> bool:
+    value = config.get(field, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"config field '{field}' is {_shorten(value)}; it must be true or false")
+    return value
+
+
+def _choice(config: Config, field: str, default: str, allowed: tuple[str, ...]) -> str:
+    value = config.get(field, default)
+    if value not in allowed:
+        raise ValueError(f"config field '{field}' is {_shorten(value)}; supported are {', '.join(allowed)}")
+    return str(value)
+
+
+def _dtype(config: Config) -> str | None:
+    field = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    value = config.get(field)
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"config field '{field}' is {value!r}; supported are {', '.join(DTYPES)}")
+    return name
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

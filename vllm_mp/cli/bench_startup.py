@@ -1,0 +1,104 @@
+"""How long a fresh process takes to its first token, and what the engine costs at rest."""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_mp.engine_args import AsyncEngineArgs
+
+HELP = "measure import, start, memory of the client, and the CPU time of an idle engine"
+
+_IMPORT = """
+import json, sys, time
+started = time.perf_counter()
+import vllm_mp
+print(json.dumps({"import_s": time.perf_counter() - started, "torch": "torch" in sys.modules}))
+"""
+
+_START = """
+import asyncio, json, sys, time
+options, idle_s = json.loads(sys.argv[1]), float(sys.argv[2])
+from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
+
+def cpu_s(pid):
+    fields = open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+def memory_mb():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) / 1000
+
+async def main(llm):
+    result = {"ready": time.monotonic()}
+    async for output in llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8)):
+        result.setdefault("first_token", time.monotonic())
+    status = await llm.core_status()
+    before = cpu_s(status["pid"])
+    time.sleep(idle_s)
+    result["idle_cpu_percent"] = 100 * (cpu_s(status["pid"]) - before) / idle_s
+    result["client_mb"] = memory_mb()
+    result["torch"] = "torch" in sys.modules
+    print(json.dumps(result))
+
+llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+asyncio.run(main(llm))
+llm.shutdown()
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=3, help="starts to take the median of (%(default)s)")
+    parser.add_argument(
+        "--idle-seconds", type=float, default=5.0, help="how long to watch the idle engine (%(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    AsyncEngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    engine_args.create_engine_config()  # fetch and convert before the clock runs
+    options = json.dumps(dataclasses.asdict(engine_args))
+    imports = [_probe(_IMPORT) for _ in range(2 * args.rounds + 1)]
+    starts = []
+    for _ in range(args.rounds):
+        started = time.monotonic()
+        probe = _probe(_START, options, str(args.idle_seconds))
+        starts.append({**probe, "ready_s": probe["ready"] - started, "first_token_s": probe["first_token"] - started})
+    figures = {
+        "import vllm_mp, s": _median(imports, "import_s"),
+        "process start to engine ready, s": _median(starts, "ready_s"),
+        "process start to first token, s": _median(starts, "first_token_s"),
+        "client memory with tokenizer, MB": _median(starts, "client_mb"),
+        "idle core, % of one CPU": _median(starts, "idle_cpu_percent"),
+    }
+    for name, value in figures.items():
+        print(f"{name:<36} {value:8.3f}")
+    print(f"{'torch loaded by the client':<36} {any(probe['torch'] for probe in imports + starts)!s:>8}")
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model, "cores": os.cpu_count(), **figures}, indent=2) + "\n")
+    return 0
+
+
+def _probe(code: str, *arguments: str) -> dict[str, Any]:
+    """Run `code` in a fresh interpreter; the JSON object of its last line."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"the measured process failed:\n{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _median(probes: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(probe[name] for probe in probes)

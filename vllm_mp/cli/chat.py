@@ -1,0 +1,95 @@
+"""Talk with a model in the terminal."""
+
+import argparse
+import asyncio
+import sys
+
+import uvloop
+
+from vllm_mp.cli.generate import chat_prompt, show, stream_answer
+from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
+from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.sampling_params import SamplingParams
+
+HELP = "chat with a model in the terminal"
+
+_USAGE = "/clear forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", help="the system message")
+    parser.add_argument("--connect", metavar="ADDRESS", help="use the core that serves this address")
+    parser.add_argument("--key-file", help="key file of that core, for a tcp:// address")
+    add_sampling_flags(parser)
+    AsyncEngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if args.connect:
+            llm = AsyncLLM.connect(args.connect, key_file=args.key_file)
+        else:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+        try:
+            chat_prompt(llm, [{"role": "user", "content": "?"}])  # a model without a template is refused here
+            if sys.stdin.isatty():
+                print(f"{llm.model_config.served_model_name}. {_USAGE}")
+            _converse(runner, llm, params, args.system)
+        finally:
+            llm.shutdown()
+    return 0
+
+
+def _converse(runner: asyncio.Runner, llm: AsyncLLM, params: SamplingParams, system: str | None) -> None:
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    while (line := _read_line()) is not None:
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/clear":
+            messages = list(start)
+            continue
+        if not line:
+            continue
+        messages.append({"role": "user", "content": line})
+        pieces: list[str] = []
+
+        def take(piece: str, pieces: list[str] = pieces) -> None:
+            pieces.append(piece)
+            show(piece)
+
+        try:
+            prompt = _fitting_prompt(llm, messages, len(start))
+            runner.run(stream_answer(llm, prompt, params, take))
+        except KeyboardInterrupt:
+            show(" [stopped]")
+        except ValueError as error:
+            messages.pop()
+            print(f"vllm-mp: {error}", file=sys.stderr)
+            continue
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+        print()
+
+
+def _read_line() -> str | None:
+    """The next line of the user; None at the end of the input."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print("\n" + _USAGE)
+
+
+def _fitting_prompt(llm: AsyncLLM, messages: list[dict[str, str]], num_kept: int) -> list[int]:
+    """The conversation as token ids; where it fills the context, without its oldest turns, which are dropped."""
+    limit = llm.model_config.max_model_len
+    prompt = chat_prompt(llm, messages)
+    while len(prompt) >= limit and len(messages) > num_kept + 1:
+        del messages[num_kept : num_kept + 2]
+        print("(the conversation is longer than the context; its oldest turn is forgotten)", file=sys.stderr)
+        prompt = chat_prompt(llm, messages)
+    return prompt

@@ -1,0 +1,42 @@
+"""Run a core on its own, for clients that connect to it."""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+
+import msgspec
+
+from vllm_mp.config import CoreLaunch
+from vllm_mp.curve_key import ensure_key_file
+from vllm_mp.engine_args import AsyncEngineArgs
+
+HELP = "run a core that clients reach at an address (AsyncLLM.connect)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--listen", required=True, metavar="ADDRESS", help="ipc:///PATH/TO/SOCKET or tcp://HOST:PORT")
+    parser.add_argument("--key-file", help="key file for tcp://, made if it does not exist; clients need a copy")
+    AsyncEngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Become the core: this process is replaced and keeps its pid, so signals to it reach the core."""
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    if args.key_file:
+        ensure_key_file(args.key_file)
+    launch = CoreLaunch(
+        config=config,
+        address=args.listen,
+        incarnation=time.time_ns(),
+        status_path=os.path.join(tempfile.gettempdir(), f"vllm_mp-{os.getpid()}.status"),
+        supervised=False,
+        key_file=args.key_file,
+    )
+    # A file without a name, because a pipe may be too small for the configuration.
+    with tempfile.TemporaryFile() as file:
+        file.write(msgspec.json.encode(launch) + b"\n")
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    os.execv(sys.executable, [sys.executable, "-m", "vllm_mp.core"])

@@ -1,0 +1,69 @@
+"""Print what a report of a problem needs: versions, machine, devices, paths."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_mp.model_files import cache_root
+
+HELP = "print versions, machine and paths, for reports of problems"
+
+_PACKAGES = (
+    "vllm-mp",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "triton",
+    "pyzmq",
+    "msgspec",
+    "uvloop",
+    "numpy",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = [("python", f"{platform.python_version()} ({sys.executable})"), ("platform", platform.platform())]
+    rows += [(name, _version(name)) for name in _PACKAGES]
+    rows += [
+        ("cpu", f"{_cpu()}, {len(os.sched_getaffinity(0))} cores"),
+        ("memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"),
+        ("gpu", _gpus()),
+        ("cache", str(cache_root())),
+    ]
+    rows += [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_MP_", "CUDA_"))]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpus() -> str:
+    query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    if shutil.which("nvidia-smi") is None:
+        return "none (no nvidia-smi)"
+    result = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=False)
+    return result.stdout.strip().replace("\n", "; ") or "none"

@@ -1,0 +1,156 @@
+"""The resolved configuration of an engine, in the parts that vLLM's users know.
+
+Everything here is plain data that crosses to the core process as JSON; it is made by
+`EngineArgs.create_engine_config`, which validates it.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_mp.architecture import Architecture
+
+
+class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
+    """The model, where it lies, and how it is loaded."""
+
+    model: str
+    """As the user named it."""
+    path: str
+    """The local folder that holds config.json, weights and tokenizer."""
+    tokenizer: str
+    """The local folder that holds the tokenizer."""
+    tokenizer_mode: str
+    skip_tokenizer_init: bool
+    trust_remote_code: bool
+    served_model_name: str
+    chat_template: str | None
+    load_format: str
+    dtype: str
+    """"auto" until the core has chosen for its device; then "float32", "float16" or "bfloat16"."""
+    seed: int
+    max_model_len: int
+    """Most tokens, prompt and answer together, that one request may have."""
+    enforce_eager: bool
+    hf_config: dict[str, Any]
+    """config.json, as it is."""
+    eos_token_ids: list[int]
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """What `hf_config` means, in this engine's terms."""
+        return Architecture.from_hf_config(self.hf_config)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path)
+
+    def get_vocab_size(self) -> int:
+        return self.architecture.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return self.architecture.hidden_size
+
+
+class CacheConfig(msgspec.Struct, kw_only=True):
+    """The paged KV cache. Sizes in tokens and bytes; `num_blocks` is 0 until the core has sized it."""
+
+    block_size: int
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    cache_dtype: str
+    enable_prefix_caching: bool
+    num_blocks: int = 0
+
+
+class SchedulerConfig(msgspec.Struct, kw_only=True):
+    """Limits of one step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_partial_prefills: int
+    enable_chunked_prefill: bool
+    policy: str
+    stream_interval: int
+
+
+class ParallelConfig(msgspec.Struct, kw_only=True):
+    """How many devices work on the model."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    distributed_executor_backend: str = "mp"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class DeviceConfig(msgspec.Struct, kw_only=True):
+    """`device` is "auto" until the core has chosen; then "cpu" or "cuda"."""
+
+    device: str
+    num_threads: int
+    """Threads of the core's CPU kernels; 0 means one for each core that the process may use."""
+
+
+class LoRAConfig(msgspec.Struct, kw_only=True):
+    """Adapters; none are served by this version."""
+
+    max_loras: int
+    max_lora_rank: int
+
+
+class DecodingConfig(msgspec.Struct, kw_only=True):
+    """Structured output; none is served by this version."""
+
+    backend: str = "none"
+
+
+class ObservabilityConfig(msgspec.Struct, kw_only=True):
+    """What the client writes to its log."""
+
+    disable_log_stats: bool
+    disable_log_requests: bool
+    max_log_len: int | None
+
+
+class LivenessConfig(msgspec.Struct, kw_only=True):
+    """How the client judges whether the core lives."""
+
+    engine_iteration_timeout_s: float
+    start_timeout_s: float
+
+
+class VllmConfig(msgspec.Struct, kw_only=True):
+    """Everything that client and core agree on."""
+
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    parallel_config: ParallelConfig
+    device_config: DeviceConfig
+    decoding_config: DecodingConfig
+    observability_config: ObservabilityConfig
+    liveness_config: LivenessConfig
+    lora_config: LoRAConfig | None = None
+
+
+class CoreLaunch(msgspec.Struct, kw_only=True):
+    """What a core process reads from its standard input before it does anything."""
+
+    config: VllmConfig
+    address: str
+    """Where to listen: ipc://PATH or tcp://HOST:PORT."""
+    incarnation: int
+    status_path: str
+    supervised: bool
+    """True: the core belongs to the process that started it, and leaves when that one does."""
+    runtime_dir: str | None = None
+    """Removed by a supervised core whose parent has died."""
+    parent_pid: int = 0
+    key_file: str | None = None
+    """CURVE certificate for tcp."""

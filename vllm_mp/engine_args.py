@@ -1,0 +1,342 @@
+"""The options of an engine: one flat dataclass, from which the shell's flags and their help are made too."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from vllm_mp.architecture import Architecture
+from vllm_mp.config import (
+    CacheConfig,
+    DecodingConfig,
+    DeviceConfig,
+    LivenessConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
+
+_DTYPES = {"half": "float16", "float": "float32"}
+_DEFAULT_MAX_NUM_SEQS = 256
+_DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    served: bool = True,
+) -> Any:
+    """A field with what its flag, its help and its validation need. `served=False`: only the default works."""
+    return dataclasses.field(
+        default=default,
+        metadata={"help": help, "choices": choices, "low": low, "high": high, "served": served},
+    )
+
+
+@dataclasses.dataclass
+class EngineArgs:
+    """The options of an engine, each also a flag of the shell commands (`--max-model-len`, ...).
+
+    Construction raises TypeError for an unknown field or a value of the wrong type, ValueError for a value out
+    of range, and NotImplementedError for one that this version does not serve; the message names the field, the
+    value and what is allowed.
+    """
+
+    model: str = _option(DEFAULT_MODEL, "hub id, local folder, .gguf file, or the alias of the default model")
+    tokenizer: str | None = _option(None, "hub id or folder of the tokenizer; the model's own by default")
+    tokenizer_mode: str = _option("auto", "auto: the fast tokenizer if there is one", choices=("auto", "slow"))
+    skip_tokenizer_init: bool = _option(False, "load no tokenizer: prompts and answers are token ids")
+    revision: str | None = _option(None, "branch, tag or commit of the model on the hub")
+    hf_token: str | None = _option(None, "token for the hub")
+    trust_remote_code: bool = _option(False, "allow code that comes with a tokenizer to run")
+    download_dir: str | None = _option(None, "folder for downloads from the hub")
+    load_format: str = _option(
+        "auto",
+        "format of the weights; dummy: random ones",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    dtype: str = _option(
+        "auto",
+        "type of weights and activations; auto: the checkpoint's 16-bit type, or bfloat16 for float32 ones",
+        choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
+    )
+    seed: int = _option(0, "seed of random weights", low=0, high=2**63 - 1)
+    max_model_len: int | None = _option(
+        None, "most tokens of prompt and answer together; the model's context by default", low=1
+    )
+    served_model_name: str | None = _option(None, "name of the model in answers; `model` by default")
+    device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
+    enforce_eager: bool = _option(False, "never capture CUDA graphs")
+    num_threads: int = _option(0, "threads of the core on a CPU; 0: one for each available core", low=0, high=1024)
+    gpu_memory_utilization: float = _option(
+        0.9, "share of the device's memory that the core may use", low=0.01, high=1.0
+    )
+    kv_cache_memory_bytes: int | None = _option(
+        None,
+        "bytes of KV cache; by default what gpu_memory_utilization leaves, on a CPU a quarter of the free "
+        "memory up to 4 GiB",
+        low=1,
+    )
+    swap_space: float = _option(0.0, "GiB of host memory for evicted KV blocks", served=False)
+    block_size: int = _option(16, "tokens of one KV block", low=1, high=1024)
+    kv_cache_dtype: str = _option("auto", "type of the KV cache; auto: as dtype", served=False)
+    enable_prefix_caching: bool | None = _option(None, "share KV blocks of equal prefixes", served=False)
+    max_num_seqs: int | None = _option(None, "most requests in one step (256)", low=1, high=65_536)
+    max_num_batched_tokens: int | None = _option(None, "most tokens in one step (2048)", low=1, high=2**20)
+    max_num_partial_prefills: int = _option(1, "most prompts that may be in progress in one step", low=1)
+    enable_chunked_prefill: bool | None = _option(None, "let a long prompt take several steps (on by default)")
+    scheduling_policy: str = _option(
+        "fcfs", "order of waiting requests; priority: lower values first", choices=("fcfs", "priority")
+    )
+    stream_interval: int = _option(1, "tokens between two outputs of a stream", low=1, served=False)
+    tensor_parallel_size: int = _option(1, "devices that share each layer", low=1, served=False)
+    pipeline_parallel_size: int = _option(1, "groups of layers on devices of their own", low=1, served=False)
+    data_parallel_size: int = _option(1, "replicas of the model", low=1, served=False)
+    distributed_executor_backend: str | None = _option(
+        None, "what runs several devices", choices=("mp", "ray"), served=False
+    )
+    worker_use_ray: bool = _option(False, "run workers with Ray", served=False)
+    engine_use_ray: bool = _option(False, "run the engine with Ray", served=False)
+    enable_lora: bool = _option(False, "serve LoRA adapters", served=False)
+    max_loras: int = _option(1, "most adapters in one step", low=1, served=False)
+    max_lora_rank: int = _option(16, "highest rank of an adapter", low=1, served=False)
+    quantization: str | None = _option(None, "quantization of the weights", served=False)
+    generation_config: str = _option(
+        "auto", "where generation_config.json is: auto, the model's folder; vllm, ignore it; or a folder"
+    )
+    override_generation_config: dict[str, Any] | None = _option(
+        None, "values that replace those of generation_config.json", served=False
+    )
+    chat_template: str | None = _option(None, "chat template to use: the text, or a file that holds it")
+    disable_log_stats: bool = _option(False, "write no statistics to the log")
+    engine_iteration_timeout_s: float = _option(
+        60.0, "seconds without progress after which check_health calls the core hung", low=0.1
+    )
+    start_timeout_s: float = _option(600.0, "seconds that the core may take to come up", low=1.0)
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for option in dataclasses.fields(self):
+            _check(option, hints[option.name], getattr(self, option.name))
+        self.dtype = _DTYPES.get(self.dtype, self.dtype)
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for every option to `parser`."""
+        group = parser.add_argument_group("engine options")
+        hints = typing.get_type_hints(cls)
+        for option in dataclasses.fields(cls):
+            value_type = _value_type(hints[option.name])
+            flag = "--" + option.name.replace("_", "-")
+            text = option.metadata["help"] + ("" if option.metadata["served"] else " (not served yet)")
+            if option.default not in (None, False):
+                text += f" (default: {option.default})"
+            text = text.replace("%", "%%")
+            if value_type is bool:
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=option.default, help=text)
+            else:
+                parse = json.loads if value_type is dict else value_type
+                group.add_argument(
+                    flag, type=parse, default=option.default, choices=option.metadata["choices"], help=text
+                )
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> "typing.Self":
+        """The options from parsed flags; other attributes of `namespace` are left alone."""
+        names = [option.name for option in dataclasses.fields(cls)]
+        return cls(**{name: getattr(namespace, name) for name in names if hasattr(namespace, name)})
+
+    def create_engine_config(self) -> VllmConfig:
+        """Find the model (fetching and converting it if need be) and work out every setting.
+
+        Raises ValueError, naming field, value and remedy, for a model that cannot be found or read, an
+        architecture that is not known, or settings that contradict each other or the model.
+        """
+        folder = resolve_model(
+            self.model,
+            revision=self.revision,
+            hf_token=self.hf_token,
+            download_dir=self.download_dir,
+            load_format=self.load_format,
+        )
+        tokenizer = folder
+        if self.tokenizer is not None:
+            tokenizer = resolve_model(
+                self.tokenizer,
+                hf_token=self.hf_token,
+                download_dir=self.download_dir,
+                load_format="tokenizer",
+            )
+        hf_config = _read_json(folder / "config.json")
+        architecture = Architecture.from_hf_config(hf_config)
+        max_model_len = self._resolve_max_model_len(architecture)
+        return VllmConfig(
+            model_config=ModelConfig(
+                model=self.model,
+                path=str(folder),
+                tokenizer=str(tokenizer),
+                tokenizer_mode=self.tokenizer_mode,
+                skip_tokenizer_init=self.skip_tokenizer_init,
+                trust_remote_code=self.trust_remote_code,
+                served_model_name=self.served_model_name or self.model,
+                chat_template=self.chat_template,
+                load_format=self.load_format,
+                dtype=self.dtype,
+                seed=self.seed,
+                max_model_len=max_model_len,
+                enforce_eager=self.enforce_eager,
+                hf_config=hf_config,
+                eos_token_ids=self._eos_token_ids(folder, hf_config),
+            ),
+            cache_config=CacheConfig(
+                block_size=self.block_size,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                cache_dtype=self.kv_cache_dtype,
+                enable_prefix_caching=bool(self.enable_prefix_caching),
+            ),
+            scheduler_config=self._scheduler_config(max_model_len),
+            parallel_config=ParallelConfig(),
+            device_config=DeviceConfig(device=self.device, num_threads=self.num_threads),
+            decoding_config=DecodingConfig(),
+            observability_config=self._observability_config(),
+            liveness_config=LivenessConfig(
+                engine_iteration_timeout_s=self.engine_iteration_timeout_s,
+                start_timeout_s=self.start_timeout_s,
+            ),
+        )
+
+    def _observability_config(self) -> ObservabilityConfig:
+        return ObservabilityConfig(
+            disable_log_stats=self.disable_log_stats, disable_log_requests=True, max_log_len=None
+        )
+
+    def _resolve_max_model_len(self, architecture: Architecture) -> int:
+        if self.max_model_len is None:
+            return architecture.max_position
+        if self.max_model_len > architecture.max_position:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} is longer than the context of {self.model}, "
+                f"{architecture.max_position} tokens; set it to at most that"
+            )
+        return self.max_model_len
+
+    def _scheduler_config(self, max_model_len: int) -> SchedulerConfig:
+        chunked = self.enable_chunked_prefill is not False
+        max_num_batched_tokens = self.max_num_batched_tokens
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max(
+                _DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs or 0, 0 if chunked else max_model_len
+            )
+        if not chunked and max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={max_num_batched_tokens} is below max_model_len={max_model_len}, and "
+                "enable_chunked_prefill=False needs whole prompts to fit in a step; raise the first, lower the "
+                "second, or allow chunked prefill"
+            )
+        max_num_seqs = self.max_num_seqs
+        if max_num_seqs is None:
+            max_num_seqs = min(_DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens)
+        if max_num_seqs > max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs={max_num_seqs} is above max_num_batched_tokens={max_num_batched_tokens}, so a "
+                "step could not give every request a token; lower the first or raise the second"
+            )
+        return SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            enable_chunked_prefill=chunked,
+            policy=self.scheduling_policy,
+            stream_interval=self.stream_interval,
+        )
+
+    def _eos_token_ids(self, folder: Path, hf_config: dict[str, Any]) -> list[int]:
+        """End-of-sequence ids: generation_config.json's, which may name several, before config.json's."""
+        generation: dict[str, Any] = {}
+        if self.generation_config != "vllm":
+            source = folder if self.generation_config == "auto" else Path(self.generation_config)
+            if (source / "generation_config.json").exists():
+                generation = _read_json(source / "generation_config.json")
+            elif self.generation_config != "auto":
+                raise ValueError(
+                    f"generation_config={self.generation_config!r}: there is no generation_config.json in this "
+                    "folder; give 'auto', 'vllm' or a folder that holds one"
+                )
+        ids = generation.get("eos_token_id")
+        if ids is None:
+            ids = hf_config.get("eos_token_id")
+        return [ids] if isinstance(ids, int) else list(ids or ())
+
+
+@dataclasses.dataclass
+class AsyncEngineArgs(EngineArgs):
+    """`EngineArgs` and what concerns the asyncio client alone."""
+
+    disable_log_requests: bool = _option(False, "do not log each request")
+    max_log_len: int | None = _option(None, "most characters of a prompt in the log", low=0)
+    otlp_traces_endpoint: str | None = _option(None, "where traces are sent", served=False)
+
+    def _observability_config(self) -> ObservabilityConfig:
+        return ObservabilityConfig(
+            disable_log_stats=self.disable_log_stats,
+            disable_log_requests=self.disable_log_requests,
+            max_log_len=self.max_log_len,
+        )
+
+
+def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
+    name, meta = option.name, option.metadata
+    if value is None and type(None) in typing.get_args(hint):
+        return
+    expected = _value_type(hint)
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise TypeError(f"{name} must be of type {expected.__name__}, got {value!r}")
+    if meta["choices"] and value not in meta["choices"]:
+        raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got {value!r}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low, high = meta["low"], meta["high"]
+        # Written so that NaN is refused too.
+        if not (low if low is not None else -math.inf) <= value <= (high if high is not None else math.inf):
+            bounds = f"at least {low:g}" + (f" and at most {high:g}" if high is not None else "")
+            raise ValueError(f"{name} must be {bounds}, got {value}")
+    if not meta["served"] and value != option.default:
+        raise NotImplementedError(f"{name}={value!r} is not served yet; leave it at its default ({option.default!r})")
+
+
+def _value_type(hint: Any) -> type:
+    """`int` of `int | None`, `dict` of `dict[str, Any]`, and so on."""
+    if isinstance(hint, types.UnionType):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    origin = typing.get_origin(hint)
+    result: type = origin or hint
+    return result
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {path}: {os.strerror(error.errno or 0)}; check the folder and its rights"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch or save the model again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content

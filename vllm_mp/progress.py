@@ -1,0 +1,45 @@
+"""How far long work has come: a bar on a terminal, plain lines anywhere else."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Say = Callable[[str], None]
+Show = Callable[[float], None]
+
+
+class Progress:
+    """Announces the tasks of one long piece of work on stderr, or to `say` where one is given.
+
+    stdout is never written: it belongs to the answer that the user asked for.
+    """
+
+    def __init__(self, say: Say | None = None) -> None:
+        self._say = say
+
+    def line(self, text: str) -> None:
+        """Announce `text` on a line of its own."""
+        if self._say is not None:
+            self._say(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def task(self, text: str) -> Iterator[Show]:
+        """Announce a task; the function it yields takes the fraction done so far, 0.0 to 1.0.
+
+        The fraction moves a bar on a terminal and is dropped elsewhere, where the line has said it all.
+        """
+        if self._say is not None or not sys.stderr.isatty():
+            self.line(text)
+            yield lambda _fraction: None
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=1.0, desc=text, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}") as bar:
+
+            def show(fraction: float) -> None:
+                bar.update(min(max(fraction, bar.n), 1.0) - bar.n)
+
+            yield show
+            show(1.0)

@@ -1,0 +1,174 @@
+"""A page of shared memory in which the core says what it is doing.
+
+The core writes it before and after every step without a call to the system, and it outlives a kill: whoever
+supervises the core reads from it whether the core makes progress and which requests were in the step that was
+executing. One writer, any number of readers; a sequence number that is odd during a write (a seqlock) keeps
+readers from taking half an update.
+"""
+
+import enum
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_MAGIC = 0x564D_5053_0001
+_HEADER_BYTES = 4096
+MAX_STEP_REQUESTS = 65_536
+"""Most requests of one step that the page can name."""
+_SIZE = _HEADER_BYTES + 8 * MAX_STEP_REQUESTS
+
+
+class CoreState(enum.IntEnum):
+    STARTING = 0
+    LOADING = 1
+    IDLE = 2
+    STEPPING = 3
+    STOPPED = 4
+
+
+class _Field(enum.IntEnum):
+    """Positions of the page's 64-bit header fields."""
+
+    MAGIC = 0
+    SEQUENCE = 1
+    INCARNATION = 2
+    PID = 3
+    STATE = 4
+    STEP = 5
+    HEARTBEAT_NS = 6
+    STATE_SINCE_NS = 7
+    LOAD_PERMILLE = 8
+    NUM_RUNNING = 9
+    NUM_WAITING = 10
+    FREE_BLOCKS = 11
+    TOTAL_BLOCKS = 12
+    NUM_STEP_REQUESTS = 13
+
+
+class CoreStatus(NamedTuple):
+    """One consistent reading of the page. Times are in seconds."""
+
+    incarnation: int
+    pid: int
+    state: CoreState
+    step: int
+    heartbeat_age: float
+    """Since the core last wrote the page."""
+    state_age: float
+    """Since the state was entered; while STEPPING, how long the step has been running."""
+    load_progress: float
+    """0 to 1."""
+    num_running: int
+    num_waiting: int
+    free_blocks: int
+    total_blocks: int
+    step_requests: list[tuple[int, int]]
+    """(client index, slot) of each request in the step that is executing; empty between steps."""
+
+
+class StatusPage:
+    """The page in memory; made by `create` in the core, by `open` in whoever watches it."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._header: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, count=_HEADER_BYTES // 8)
+        self._step_requests: npt.NDArray[np.uint32] = np.frombuffer(memory, np.uint32, offset=_HEADER_BYTES).reshape(
+            -1, 2
+        )
+
+    @classmethod
+    def create(cls, path: Path, incarnation: int) -> "StatusPage":
+        """Make a fresh page at `path`, readable by its owner alone."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(descriptor, _SIZE)
+            page = cls(mmap.mmap(descriptor, _SIZE))
+        finally:
+            os.close(descriptor)
+        page._header[_Field.INCARNATION] = incarnation
+        page._header[_Field.PID] = os.getpid()
+        page.enter(CoreState.STARTING)
+        page._header[_Field.MAGIC] = _MAGIC
+        return page
+
+    @classmethod
+    def open(cls, path: Path) -> "StatusPage | None":
+        """Map the page at `path` for reading; None while there is no complete page there."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            if os.fstat(descriptor).st_size < _SIZE:
+                return None
+            page = cls(mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+        return page if page._header[_Field.MAGIC] == _MAGIC else None
+
+    def enter(self, state: CoreState, load_progress: float = 0.0) -> None:
+        """Note that the core has entered `state`, and beat."""
+        header = self._header
+        header[_Field.SEQUENCE] += 1
+        header[_Field.STATE] = state
+        header[_Field.LOAD_PERMILLE] = int(load_progress * 1000)
+        header[_Field.NUM_STEP_REQUESTS] = 0
+        header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
+        header[_Field.SEQUENCE] += 1
+
+    def beat(self) -> None:
+        """Note that the core is alive."""
+        self._header[_Field.HEARTBEAT_NS] = time.monotonic_ns()
+
+    def begin_step(self, step: int, clients: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> None:
+        """Put the requests of the step about to execute on the page."""
+        header, count = self._header, min(len(slots), MAX_STEP_REQUESTS)
+        header[_Field.SEQUENCE] += 1
+        self._step_requests[:count, 0] = clients[:count]
+        self._step_requests[:count, 1] = slots[:count]
+        header[_Field.NUM_STEP_REQUESTS] = count
+        header[_Field.STATE] = CoreState.STEPPING
+        header[_Field.STEP] = step
+        header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
+        header[_Field.SEQUENCE] += 1
+
+    def end_step(self, num_running: int, num_waiting: int, free_blocks: int, total_blocks: int) -> None:
+        """Take the step's requests off the page and note what the core holds."""
+        header = self._header
+        header[_Field.SEQUENCE] += 1
+        header[_Field.NUM_STEP_REQUESTS] = 0
+        header[_Field.STATE] = CoreState.IDLE
+        header[_Field.NUM_RUNNING] = num_running
+        header[_Field.NUM_WAITING] = num_waiting
+        header[_Field.FREE_BLOCKS] = free_blocks
+        header[_Field.TOTAL_BLOCKS] = total_blocks
+        header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
+        header[_Field.SEQUENCE] += 1
+
+    def read(self) -> CoreStatus:
+        """A consistent reading; of a writer killed during a write, the torn page after a few tries."""
+        for _ in range(1000):
+            before = int(self._header[_Field.SEQUENCE])
+            fields = self._header[: len(_Field)].tolist()
+            requests = self._step_requests[: fields[_Field.NUM_STEP_REQUESTS]].tolist()
+            if before % 2 == 0 and before == self._header[_Field.SEQUENCE]:
+                break
+        now = time.monotonic_ns()
+        return CoreStatus(
+            incarnation=fields[_Field.INCARNATION],
+            pid=fields[_Field.PID],
+            state=CoreState(fields[_Field.STATE]),
+            step=fields[_Field.STEP],
+            heartbeat_age=max(0.0, (now - fields[_Field.HEARTBEAT_NS]) / 1e9),
+            state_age=max(0.0, (now - fields[_Field.STATE_SINCE_NS]) / 1e9),
+            load_progress=fields[_Field.LOAD_PERMILLE] / 1000,
+            num_running=fields[_Field.NUM_RUNNING],
+            num_waiting=fields[_Field.NUM_WAITING],
+            free_blocks=fields[_Field.FREE_BLOCKS],
+            total_blocks=fields[_Field.TOTAL_BLOCKS],
+            step_requests=[(client, slot) for client, slot in requests],
+        )

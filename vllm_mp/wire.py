@@ -1,0 +1,192 @@
+"""The messages between client and core.
+
+A message is one ZeroMQ frame: a msgspec struct encoded as a msgpack array whose first element is its tag. The
+core's ROUTER socket knows a client by its identity frame; the client's DEALER socket has one peer.
+
+Evolution: fields are only ever added at the end, with a default; tags are never used again; any other change
+raises PROTOCOL_VERSION, which the first message of a client carries and the core compares.
+
+Two invariants make loss and repetition visible. Every message carries the core's incarnation, so nothing that
+was meant for, or sent by, an earlier core is taken. Every token carries its position in the answer, so a
+client takes each position once and in order.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp.sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_REQUEST_ID_BYTES = 1024
+MAX_LIVE_REQUESTS = 2**20
+"""Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    pass
+
+
+class Hello(_Message, tag=1):
+    """Client to core: the first message."""
+
+    version: int
+
+
+class AddRequest(_Message, tag=2):
+    """Client to core: run a request under `slot`, which names it in every later message of this client.
+
+    `prompt` and `output` are token ids as little-endian int32; `output` holds what the client has received from
+    an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set.
+    """
+
+    incarnation: int
+    slot: int
+    request_id: str
+    prompt: bytes
+    params: SamplingParams
+    priority: int = 0
+    output: bytes = b""
+
+
+class AbortRequests(_Message, tag=3):
+    """Client to core: stop these; each is answered by its `Finished`. Unknown slots are no error."""
+
+    incarnation: int
+    slots: list[int]
+
+
+class Call(_Message, tag=4):
+    """Client to core: run the named operation and answer with a `Reply`."""
+
+    incarnation: int
+    call_id: int
+    name: str
+
+
+class Bye(_Message, tag=5):
+    """Client to core: this client leaves; its requests are dropped without an answer."""
+
+    incarnation: int
+
+
+ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye
+
+
+class Welcome(_Message, tag=16):
+    """Core to client: the answer to Hello, sent when the core can serve. `config` is a `VllmConfig` as JSON."""
+
+    version: int
+    incarnation: int
+    client: int
+    pid: int
+    config: bytes
+
+
+class Refused(_Message, tag=17):
+    """Core to client: the answer to a Hello that cannot be served."""
+
+    reason: str
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """The end of a request; exactly one is sent for each slot added, and the slot is free after it.
+
+    `num_output` counts the tokens of the whole answer. `reason` is "stop", "length", "abort" or "error".
+    """
+
+    slot: int
+    num_output: int
+    reason: str
+    stop_reason: int | None = None
+    error: str | None = None
+
+
+class StepOutput(_Message, tag=18):
+    """Core to client: what one step brought this client, by column.
+
+    Entry i of the columns says that request `slots[i]` has the token `tokens[i]` at `positions[i]` of its
+    answer. Slots are uint16, or uint32 when a slot above 65,535 is among them; tokens are uint32; positions
+    are the lower 16 bits of the position, which is enough for a client that knows the position it waits for.
+    All little-endian. `finished` applies after the tokens.
+    """
+
+    incarnation: int
+    step: int
+    slots: bytes
+    tokens: bytes
+    positions: bytes
+    finished: list[Finished] = []  # noqa: RUF012 - msgspec copies empty defaults
+
+
+class Reply(_Message, tag=19):
+    """Core to client: the answer to a Call: a result of plain data, or an error."""
+
+    incarnation: int
+    call_id: int
+    result: Any = None
+    error: str | None = None
+
+
+CoreMessage = Welcome | Refused | StepOutput | Reply
+
+_encoder = msgspec.msgpack.Encoder()
+_client_decoder = msgspec.msgpack.Decoder(ClientMessage)
+_core_decoder = msgspec.msgpack.Decoder(CoreMessage)
+
+
+def encode(message: ClientMessage | CoreMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_client_message(frame: bytes) -> ClientMessage:
+    """Decode what a client sent; raises msgspec.MsgspecError, or ValueError for invalid parameters."""
+    return _client_decoder.decode(frame)
+
+
+def decode_core_message(frame: bytes) -> CoreMessage:
+    """Decode what a core sent; raises msgspec.MsgspecError."""
+    return _core_decoder.decode(frame)
+
+
+def pack_tokens(
+    slots: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> tuple[bytes, bytes, bytes]:
+    """The columns of a StepOutput from integer arrays [n]."""
+    slot_type = "<u2" if not len(slots) or slots.max() < 2**16 else "<u4"
+    return (
+        slots.astype(slot_type).tobytes(),
+        tokens.astype("<u4").tobytes(),
+        (positions & 0xFFFF).astype("<u2").tobytes(),
+    )
+
+
+def unpack_tokens(output: StepOutput) -> tuple[list[int], list[int], list[int]]:
+    """Slots, tokens and lower position bits of a StepOutput; raises ValueError if the columns disagree."""
+    count = len(output.tokens) // 4
+    slot_bytes = len(output.slots)
+    if (
+        len(output.tokens) != 4 * count
+        or len(output.positions) != 2 * count
+        or slot_bytes not in (2 * count, 4 * count)
+    ):
+        raise ValueError(f"columns disagree: {slot_bytes}, {len(output.tokens)}, {len(output.positions)} bytes")
+    slot_type = "<u2" if slot_bytes == 2 * count else "<u4"
+    return (
+        np.frombuffer(output.slots, slot_type).tolist(),
+        np.frombuffer(output.tokens, "<u4").tolist(),
+        np.frombuffer(output.positions, "<u2").tolist(),
+    )
+
+
+def pack_ids(token_ids: list[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return np.asarray(token_ids, "<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
+    """Token ids [n] from little-endian int32; raises ValueError if the length does not fit."""
+    return np.frombuffer(data, "<i4").astype(np.int32)
