@@ -10,7 +10,8 @@ import time
 import types
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -357,6 +358,7 @@ class AsyncLLM:
         arrival_time = time.time() if arrival_time is None else arrival_time
         text, token_ids = parse_prompt(prompt, prompt_token_ids)
         if token_ids is None:
+            assert text is not None
             if self._microbatch is None:
                 raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
             token_ids = (await self._microbatch(text, **tokenization_kwargs)).input_ids
@@ -549,15 +551,24 @@ class AsyncLLM:
 
 
 def _load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer, of a class that can be awaited too, as callers of either form of `get_tokenizer` expect."""
     if config.skip_tokenizer_init:
         return None
-    return load_tokenizer(
-        config.folder if config.tokenizer == config.path else type(config.folder)(config.tokenizer),
+    tokenizer = load_tokenizer(
+        Path(config.tokenizer),
         mode=config.tokenizer_mode,
         trust_remote_code=config.trust_remote_code,
         chat_template=config.chat_template,
         cache_dir=cache_root(),
     )
+    kind = type(tokenizer)
+
+    def wait(self: Any) -> Generator[Any, None, Any]:
+        yield from ()
+        return self
+
+    tokenizer.__class__ = type(kind.__name__, (kind,), {"__await__": wait, "__module__": kind.__module__})
+    return tokenizer
 
 
 def _release(

@@ -29,31 +29,35 @@ class CoreConnection:
     """
 
     def __init__(self, address: str, key_file: str | None = None) -> None:
+        keys = None
+        if address.startswith("tcp://"):
+            if key_file is None:
+                raise ValueError(f"{address} is a TCP address, which needs key_file=, a copy of the core's key file")
+            keys = read_key_file(key_file)
+        elif not address.startswith("ipc://"):
+            raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
         self.address = address
         self.num_dropped = 0
         self.incarnation = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watched: dict[int, Callable[[], None]] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        if address.startswith("tcp://"):
-            if key_file is None:
-                raise ValueError(f"{address} is a TCP address, which needs key_file=, a copy of the core's key file")
-            public, secret = read_key_file(key_file)
+        if keys is not None:
+            public, secret = keys
             self._socket.curve_serverkey = self._socket.curve_publickey = public
             self._socket.curve_secretkey = secret
             # A peer that vanishes without closing the connection is only found out by asking.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
-        elif not address.startswith("ipc://"):
-            raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._watched: dict[int, Callable[[], None]] = {}
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
+            self.close()
             raise ValueError(f"cannot connect to {address}: {error.strerror}; check the address") from error
 
     def greet(self, timeout: float, check: Callable[[], None]) -> tuple[wire.Welcome, VllmConfig]:
@@ -83,8 +87,8 @@ class CoreConnection:
         """Send, from the loop's thread."""
         self._socket.send(wire.encode(message), zmq.NOBLOCK)
         # Sending may swallow the wake-up that announced a message, as the descriptor speaks only of changes.
-        if self._loop is not None and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._loop.call_soon(self._watched[self._socket.getsockopt(zmq.FD)])
+        if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._watched[int(self._socket.getsockopt(zmq.FD))])
 
     def attach(
         self,
@@ -123,7 +127,7 @@ class CoreConnection:
                 on_disconnect()
 
         self._loop = loop
-        self._watched = {self._socket.getsockopt(zmq.FD): receive, self._monitor.getsockopt(zmq.FD): monitor}
+        self._watched = {int(self._socket.getsockopt(zmq.FD)): receive, int(self._monitor.getsockopt(zmq.FD)): monitor}
         if on_exit is not None:
             self._watched[on_exit[0]] = on_exit[1]
         for descriptor, callback in self._watched.items():

@@ -131,11 +131,11 @@ class _TextWindow:
         recent = self._last_kept(prompt_token_ids, 2 * _MAX_WINDOW)
         for size in (*_CONTEXT_SIZES, 2 * _MAX_WINDOW):
             self._window = recent[-size:]
-            self._emitted = self._certain(self._window, self._decode(self._window))
+            self._emitted, spoiling = self._certain(self._window, self._decode(self._window))
             if self._emitted[:1] not in ("", _REPLACEMENT):
                 break
-        # How many of the window's tokens were all emitted when its text last ended with a whole character.
-        self._whole = len(self._window)
+        # How many of the window's tokens, all of them emitted, last ended with a whole character.
+        self._whole = len(self._window) - spoiling
 
     def append(self, token_ids: Sequence[int]) -> str:
         if self._joined:
@@ -169,28 +169,32 @@ class _TextWindow:
                 del window[before:]
                 self._whole = before
         else:
-            certain = self._certain(window, text)
+            delta = ""
+            certain, spoiling = self._certain(window, text)
             if certain.startswith(emitted):
                 delta = certain[len(emitted) :]
                 self._emitted = certain
-            else:
-                delta = ""
+                if spoiling:
+                    self._whole = len(window) - spoiling
         if len(window) > _MAX_WINDOW and delta and self._slide():
             return delta
         if len(window) > 2 * _MAX_WINDOW:
             delta += self._cut()
         return delta
 
-    def _certain(self, window: list[int], text: str) -> str:
-        """`text`, decoded from `window`, without the character in the making at its end."""
+    def _certain(self, window: list[int], text: str) -> tuple[str, int]:
+        """`text`, decoded from `window`, without the character in the making at its end.
+
+        With it, how many tokens at the end are all that keeps the text from being whole; 0 where that is not so.
+        """
         certain = text.rstrip(_REPLACEMENT)
         if len(text) - len(certain) > 1:
             # Maybe a run of byte tokens that only its last ones spoil.
             for spoiling in range(1, min(_MAX_CHAR_TOKENS, len(window))):
                 shorter = self._decode(window[:-spoiling])
                 if shorter[-1:] != _REPLACEMENT:
-                    return max(shorter, certain, key=len)
-        return certain
+                    return (shorter, spoiling) if len(shorter) >= len(certain) else (certain, 0)
+        return certain, 0
 
     def _new_part(self, text: str, size: int) -> str:
         """What `text`, decoded from the window's first `size` tokens, adds to what was emitted."""
@@ -204,7 +208,7 @@ class _TextWindow:
         window = self._window
         for size in _CONTEXT_SIZES:
             tail = window[-size:]
-            certain = self._certain(tail, self._decode(tail))
+            certain, _ = self._certain(tail, self._decode(tail))
             if certain and self._emitted.endswith(certain):
                 self._window = tail
                 self._emitted = certain
@@ -219,7 +223,7 @@ class _TextWindow:
         tail = self._window[-2 * _MAX_CHAR_TOKENS :]
         if len(self._emitted) > len(text):
             delta = ""
-            self._emitted = self._certain(tail, self._decode(tail))
+            self._emitted, _ = self._certain(tail, self._decode(tail))
         else:
             delta = self._new_part(text, len(final))
             self._emitted = self._decode(tail[:_MAX_CHAR_TOKENS])

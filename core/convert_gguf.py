@@ -18,8 +18,19 @@ import numpy as np
 from vllm_mp.model_gguf import DISK_FULL_EXIT
 
 _BYTES_PER_WEIGHT = 4
-_LOADED_AT = 0.25
-_DEQUANTIZED_AT = 0.8
+
+# Fractions of the time that the default model's conversion takes.
+_OPENED_AT = 0.1
+_IMPORTED_AT = 0.35
+_LOADED_AT = 0.6
+_DEQUANTIZED_AT = 0.85
+
+_SPECIAL_TOKENS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
 
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
@@ -41,7 +52,8 @@ def main(arguments: list[str]) -> int:
         convert(source, folder)
     except Exception as error:
         text = str(error).strip() or type(error).__name__
-        print(text.splitlines()[0], file=sys.stderr)
+        reason = getattr(error, "strerror", None) or text.splitlines()[0]
+        print(reason, file=sys.stderr)
         full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in text
         return DISK_FULL_EXIT if full else 1
     return 0
@@ -57,11 +69,13 @@ def convert(source: Path, folder: Path) -> None:
     reader = _open(source)
     _check_room(reader, folder)
     _share(reader)
+    _report(_OPENED_AT)
 
     # Loaded here, because what is wrong with the file is known much sooner than transformers is imported.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    _report(_IMPORTED_AT)
     file = {"gguf_file": source.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **file)
     _report(_LOADED_AT)
@@ -69,7 +83,7 @@ def convert(source: Path, folder: Path) -> None:
         source.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **file
     )
     _report(_DEQUANTIZED_AT)
-    _agree_on_ends(model, tokenizer, reader)
+    _use_special_tokens_of_file(model, tokenizer, reader)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     for path in folder.iterdir():
@@ -115,17 +129,29 @@ def _share(reader: gguf.GGUFReader) -> None:
     gguf.dequantize = dequantize_and_report
 
 
-def _agree_on_ends(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
-    """Make the configurations name the tokenizer's own ends, and the file's end of turn where it has one."""
-    turn = reader.fields.get("tokenizer.ggml.eot_token_id")
+def _use_special_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
+    """Make tokenizer and configurations name the special tokens that the file names.
+
+    Some versions of transformers guess the tokenizer's from the tokens' names, and take the beginning of a
+    message for its end. The end of a turn, where the file has one of its own, ends a generation too.
+    """
+    for name, key in _SPECIAL_TOKENS.items():
+        token = _token_id(reader, key)
+        if token is not None and getattr(tokenizer, f"{name}_id") != token:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
+    ends = [tokenizer.eos_token_id, _token_id(reader, "tokenizer.ggml.eot_token_id")]
+    ends = [token for token in dict.fromkeys(ends) if token is not None]
     for config in (model.config, model.generation_config):
         if tokenizer.bos_token_id is not None:
             config.bos_token_id = tokenizer.bos_token_id
         known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        ends += [int(turn.contents())] if turn is not None else []
         if not set(ends) <= set(known):
             config.eos_token_id = ends[0] if len(ends) == 1 else ends
+
+
+def _token_id(reader: gguf.GGUFReader, key: str) -> int | None:
+    field = reader.fields.get(key)
+    return None if field is None else int(field.contents())
 
 
 def _report(fraction: float) -> None:

@@ -1,6 +1,7 @@
 """Runs the model over the rows that the scheduler chose."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ class ModelRunner:
         self._device = device
         self._dtype = dtype
         model_config = config.model_config
-        self._model = build_model(model_config.architecture, dtype, device)
+        self._model: Any = build_model(model_config.architecture, dtype, device)
         load_weights(self._model, model_config.folder, model_config.load_format, model_config.seed, progress)
         if device.type == "cuda":
             self._profile()
@@ -88,10 +89,7 @@ class ModelRunner:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each, all zero.
-
-        Zero, not merely allocated: padding is read before it is masked, and a NaN would pass through the mask.
-        """
+        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each, all zero."""
         arch = self._config.model_config.architecture
         shape = (num_blocks, self._config.cache_config.block_size, arch.num_kv_heads, arch.head_dim)
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -59,12 +58,12 @@ def main() -> int:
 
 def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     """Bind, load, run; True if that failed for a reason that has been logged and told to the clients."""
-    page = StatusPage.create(Path(launch.status_path), launch.incarnation)
     try:
         listener = Listener(launch.address, launch.key_file)
     except ValueError as error:
         logger.error("%s", error)
         return True
+    page = StatusPage.create(launch.status_path, launch.incarnation)
     server = Server(listener.socket, launch.config, launch.incarnation)
     try:
         core = _load(launch, page, server, listener, stop)
@@ -80,6 +79,8 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         return True
     finally:
         page.enter(CoreState.STOPPED)
+        if launch.status_path is not None and not launch.supervised:
+            os.unlink(launch.status_path)
         listener.close(_LINGER_MS)
     return False
 

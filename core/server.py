@@ -77,11 +77,13 @@ class Server:
 
     def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
         if len(frames) != 1:
-            return self._drop(f"{len(frames)} frames where one was expected")
+            self._drop(f"{len(frames)} frames where one was expected")
+            return None
         try:
             return wire.decode_client_message(frames[0])
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as error:
-            return self._drop(str(error))
+            self._drop(str(error))
+            return None
 
     def _drop(self, why: str) -> None:
         self.num_dropped += 1

@@ -28,8 +28,8 @@ def load_weights(
 ) -> None:
     """Fill every parameter of a model that `build_model` made.
 
-    `load_format` is `auto` or `safetensors` (read from `folder`, one file or shards with an index, cast to
-    the dtype of the parameters) or `dummy` (random, from `seed` alone; `folder` is not read). `progress` is
+    `load_format` `dummy` makes random ones from `seed` alone; any other reads safetensors from `folder`, one file or
+    shards with an index, cast to the dtype of the parameters (a GGUF file has been converted to such a folder). `progress` is
     called with the fraction done, ending at 1.0.
     Raises ValueError naming the file, the cause and the remedy when weights are absent, unreadable, damaged
     or those of another model.
@@ -39,8 +39,6 @@ def load_weights(
         if progress is not None:
             progress(1.0)
         return
-    if load_format not in ("auto", "safetensors"):
-        raise ValueError(f"load_format is {load_format!r}; supported are auto, safetensors, dummy")
     loader: Any = model
     try:
         loader.load_weights(_read(_shards(folder), progress))

@@ -146,7 +146,8 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     address: str
     """Where to listen: ipc://PATH or tcp://HOST:PORT."""
     incarnation: int
-    status_path: str
+    status_path: str | None
+    """Where the status page is made; None: nowhere that others see."""
     supervised: bool
     """True: the core belongs to the process that started it, and leaves when that one does."""
     runtime_dir: str | None = None

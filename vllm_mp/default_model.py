@@ -1,5 +1,6 @@
 """The default model: SmolLM2-135M-Instruct, out of a Python package, so that no model hub is needed."""
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -8,7 +9,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from vllm_mp.model_cache import build_once, disk_full
+from vllm_mp.model_cache import build_once
 from vllm_mp.model_gguf import converted_folder, file_sha256, run_child, run_conversion
 from vllm_mp.progress import Progress
 
@@ -64,9 +65,9 @@ def _fetched_file(workspace: Path, lock: int, progress: Progress) -> Path:
             while _is_running_after(child, seconds=0.2):
                 show(_bytes_below(download) / _WHEEL_BYTES)
 
-        status, reason = run_child(command, {"TMPDIR": str(download)}, workspace, lock, follow)
+        status, reason = run_child(command, {"TMPDIR": str(download)}, lock, follow)
     if status != 0 and "No space left" in reason:
-        raise disk_full(workspace, reason)
+        raise OSError(errno.ENOSPC, f"pip ran out of it while downloading {_REQUIREMENT}")
     if status != 0:
         raise ValueError(
             f"cannot fetch the default model: pip could not download {_REQUIREMENT} ({reason}). Check the "

@@ -57,7 +57,7 @@ def build_once(folder: Path, build: Build, progress: Progress) -> Path:
             build(workspace, lock).rename(folder)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise disk_full(folder, str(error)) from error
+                raise disk_full(folder, error.strerror or str(error)) from error
             raise
         finally:
             shutil.rmtree(workspace, ignore_errors=True)

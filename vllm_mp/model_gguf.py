@@ -1,5 +1,6 @@
 """GGUF files turned, once, into model folders with safetensors."""
 
+import errno
 import hashlib
 import os
 import re
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from vllm_mp.model_cache import build_once, disk_full
+from vllm_mp.model_cache import build_once
 from vllm_mp.progress import Progress
 
 DISK_FULL_EXIT = 3
@@ -62,11 +63,11 @@ def run_conversion(source: Path, workspace: Path, lock: int, progress: Progress)
                 if word == "progress":
                     show(float(fraction))
 
-        status, reason = run_child(command, {"HF_HUB_OFFLINE": "1"}, workspace, lock, follow)
+        status, reason = run_child(command, {"HF_HUB_OFFLINE": "1"}, lock, follow)
     if status == 0:
         return target
     if status == DISK_FULL_EXIT:
-        raise disk_full(target, reason)
+        raise OSError(errno.ENOSPC, reason)
     if status < 0:
         raise RuntimeError(
             f"the conversion of {source} was ended by {signal.Signals(-status).name}; where that is SIGKILL "
@@ -78,7 +79,6 @@ def run_conversion(source: Path, workspace: Path, lock: int, progress: Progress)
 def run_child(
     command: Sequence[str],
     environment: Mapping[str, str],
-    workspace: Path,
     lock: int,
     follow: Callable[[subprocess.Popen[str]], None],
 ) -> tuple[int, str]:
@@ -88,7 +88,7 @@ def run_child(
     raises, as on Ctrl-C.
     """
     with (
-        tempfile.TemporaryFile("w+", dir=workspace, errors="replace") as log,
+        tempfile.TemporaryFile("w+", errors="replace") as log,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

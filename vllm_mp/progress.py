@@ -1,5 +1,6 @@
 """How far long work has come: a bar on a terminal, plain lines anywhere else."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,10 @@ class Progress:
             return
         from tqdm import tqdm
 
-        with tqdm(total=1.0, desc=text, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}") as bar:
+        # A terminal that does not know its width reports 0, on which tqdm would draw nothing.
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        style = "{desc} {percentage:3.0f}%|{bar}| {elapsed}"
+        with tqdm(total=1.0, desc=text, bar_format=style, ncols=width) as bar:
 
             def show(fraction: float) -> None:
                 bar.update(min(max(fraction, bar.n), 1.0) - bar.n)

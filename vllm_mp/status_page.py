@@ -81,14 +81,17 @@ class StatusPage:
         )
 
     @classmethod
-    def create(cls, path: Path, incarnation: int) -> "StatusPage":
-        """Make a fresh page at `path`, readable by its owner alone."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.ftruncate(descriptor, _SIZE)
-            page = cls(mmap.mmap(descriptor, _SIZE))
-        finally:
-            os.close(descriptor)
+    def create(cls, path: str | None, incarnation: int) -> "StatusPage":
+        """Make a fresh page at `path`, readable by its owner alone; without a path, one that nobody else sees."""
+        if path is None:
+            page = cls(mmap.mmap(-1, _SIZE))
+        else:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.ftruncate(descriptor, _SIZE)
+                page = cls(mmap.mmap(descriptor, _SIZE))
+            finally:
+                os.close(descriptor)
         page._header[_Field.INCARNATION] = incarnation
         page._header[_Field.PID] = os.getpid()
         page.enter(CoreState.STARTING)

@@ -26,7 +26,7 @@ MAX_LIVE_REQUESTS = 2**20
 """Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
 
 
-class _Message(msgspec.Struct, array_like=True, frozen=True):
+class _Message(msgspec.Struct, array_like=True):
     pass
 
 
@@ -144,12 +144,14 @@ def encode(message: ClientMessage | CoreMessage) -> bytes:
 
 def decode_client_message(frame: bytes) -> ClientMessage:
     """Decode what a client sent; raises msgspec.MsgspecError, or ValueError for invalid parameters."""
-    return _client_decoder.decode(frame)
+    message: ClientMessage = _client_decoder.decode(frame)
+    return message
 
 
 def decode_core_message(frame: bytes) -> CoreMessage:
     """Decode what a core sent; raises msgspec.MsgspecError."""
-    return _core_decoder.decode(frame)
+    message: CoreMessage = _core_decoder.decode(frame)
+    return message
 
 
 def pack_tokens(

@@ -43,7 +43,7 @@ def test_the_three_kinds_of_output_tell_the_same_story(llm):
 
 
 def test_emoji_and_cjk_are_never_cut(llm):
-    text = "Repeat: 😀 你好 👩‍👩‍👧 日本 😀 你好 👩‍👩‍👧 日本 😀 你好 👩‍👩‍👧"
+    text = "日本の首都は"
     outputs = asyncio.run(collect(llm, RequestOutputKind.DELTA, prompt=text, max_tokens=60))
     pieces = [output.outputs[0].text for output in outputs]
     assert "�" not in "".join(pieces[:-1])

@@ -12,6 +12,7 @@ import pytest
 from harness import answer, eventually, greedy, is_empty
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
+from vllm_mp.curve_key import ensure_key_file
 
 OPTIONS = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27)]
 
@@ -139,19 +140,25 @@ def test_ctrl_c_lets_what_runs_finish_and_admits_no_more(default_model, tmp_path
         assert process.wait(30) == 0
 
 
+def _exists(path):
+    async def condition():
+        return path.exists()
+
+    return condition
+
+
 def test_tcp_needs_the_key(default_model, tmp_path):
     key, other = tmp_path / "key", tmp_path / "other"
+    ensure_key_file(other)
     address = "tcp://127.0.0.1:47613"
     with standalone(default_model, address) as process:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "--key-file" in stderr
     with standalone(default_model, address, "--key-file", str(key)):
+        asyncio.run(eventually(_exists(key)))
         client = AsyncLLM.connect(address, key_file=str(key))
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
-        from vllm_mp.curve_key import ensure_key_file
-
-        ensure_key_file(other)
         with pytest.raises(EngineStartError, match="did not answer"):
             AsyncLLM.connect(address, key_file=str(other), timeout=1)
         with pytest.raises(ValueError, match="key_file"):

@@ -199,6 +199,13 @@ def test_prompt_that_ends_inside_a_run_of_byte_tokens_is_not_repeated() -> None:
     assert IncrementalDetokenizer(tokenizer, prompt).append([byte["𝕐".encode()[-1]]]) == "𝕐"
 
 
+def test_flush_does_not_repeat_the_run_of_byte_tokens_before_an_incomplete_character() -> None:
+    tokenizer = tokenizer_of("sentencepiece")
+    ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "𝕏𝕐".encode()]
+    for chunk in (1, 7):
+        assert "".join(run(IncrementalDetokenizer(tokenizer, []), in_chunks(ids[:7], [chunk]))) == "𝕏���"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_flush_ends_an_incomplete_character(kind: str) -> None:
     tokenizer = tokenizer_of(kind)

@@ -69,6 +69,10 @@ def real_tokenizer() -> Any:
     )
 
 
+def tokenizer_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("vllm-mp-tokenizer")}
+
+
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     recorder = Recorder()
@@ -274,6 +278,7 @@ def test_cancelled_callers_are_skipped_and_cost_the_others_nothing(recorder: Rec
 
 def test_close_fails_pending_callers_and_ends_the_thread(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
+    before = set(threading.enumerate())
 
     async def main() -> None:
         recorder.gate.clear()
@@ -281,7 +286,7 @@ def test_close_fails_pending_callers_and_ends_the_thread(recorder: Recorder) -> 
         await asyncio.to_thread(recorder.entered.wait, 60)
         queued = [asyncio.ensure_future(batching(prompt)) for prompt in ("a", "b")]
         await asyncio.sleep(0)
-        (worker,) = [thread for thread in threading.enumerate() if thread.name.startswith("vllm-mp-tokenizer")]
+        (worker,) = tokenizer_threads() - before
         batching.close()
         batching.close()
         for task in (running, *queued):
@@ -307,6 +312,18 @@ def test_close_before_the_first_request_is_dispatched_answers_it(recorder: Recor
         asyncio.get_running_loop().call_soon(batching.close)
         with pytest.raises(RuntimeError, match="closed"):
             await request
+
+    asyncio.run(main())
+
+
+def test_a_worker_thread_that_takes_no_more_work_leaves_nobody_waiting(recorder: Recorder) -> None:
+    batching = AsyncMicrobatchTokenizer(recorder)
+    # As at the end of the interpreter.
+    batching._executor.shutdown()
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            await batching("a")
 
     asyncio.run(main())
 
@@ -337,13 +354,10 @@ def test_a_dropped_tokenizer_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     batching = AsyncMicrobatchTokenizer(tokenizer)
 
-    async def main() -> None:
-        await batching("hello")
-
-    asyncio.run(main())
-    (worker,) = set(threading.enumerate()) - before
+    asyncio.run(batching("hello"))
+    (worker,) = tokenizer_threads() - before
     gone = weakref.ref(batching)
-    del batching, main
+    del batching
     gc.collect()
     assert gone() is None
     worker.join(60)

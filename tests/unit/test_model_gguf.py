@@ -43,7 +43,7 @@ def test_conversion_keeps_every_tensor_and_is_done_once(
     assert (config["num_key_value_heads"], config["bos_token_id"], config["eos_token_id"]) == (2, 1, 2)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
-    assert tokenizer.eos_token_id == 2
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
 
     monkeypatch.setattr(model_gguf, "run_conversion", no_conversion)
     monkeypatch.setattr(model_gguf, "file_sha256", no_conversion)

@@ -73,9 +73,7 @@ class Engine:
     def check(self):
         """Every block has one owner; every row belongs to one live request."""
         rows = self.batch.order
-        owned = [
-            block for row in rows for block in self.batch.block_table[row, : self.batch.num_blocks[row]].tolist()
-        ]
+        owned = [block for row in rows for block in self.batch.block_table[row, : self.batch.num_blocks[row]].tolist()]
         assert len(owned) == len(set(owned))
         assert 0 not in owned
         assert len(owned) + self.pool.num_free == self.pool.num_blocks

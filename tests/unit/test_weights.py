@@ -200,11 +200,6 @@ def test_folder_without_weights_says_what_is_expected(tmp_path: Path) -> None:
         load_weights(make_model(), tmp_path, "auto", 0)
 
 
-def test_unknown_format_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"load_format is 'npz'; supported are"):
-        load_weights(make_model(), tmp_path, "npz", 0)
-
-
 def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:
     one, again, other = make_model(), make_model(), make_model()
     load_weights(one, tmp_path / "absent", "dummy", 1)

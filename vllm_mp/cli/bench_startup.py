@@ -101,4 +101,4 @@ def _probe(code: str, *arguments: str) -> dict[str, Any]:
 
 
 def _median(probes: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(probe[name] for probe in probes)
+    return float(statistics.median(probe[name] for probe in probes))

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         config=config,
         address=args.listen,
         incarnation=time.time_ns(),
-        status_path=os.path.join(tempfile.gettempdir(), f"vllm_mp-{os.getpid()}.status"),
+        status_path=f"{args.listen.removeprefix('ipc://')}.status" if args.listen.startswith("ipc://") else None,
         supervised=False,
         key_file=args.key_file,
     )
