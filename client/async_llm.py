@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 
 from vllm_mp import wire
@@ -34,7 +33,7 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
+from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError, EngineGenerateError, EngineStartError
 from vllm_mp.model_files import cache_root
 from vllm_mp.outputs import RequestOutput

@@ -29,8 +29,8 @@ def load_weights(
     """Fill every parameter of a model that `build_model` made.
 
     `load_format` `dummy` makes random ones from `seed` alone; any other reads safetensors from `folder`, one file or
-    shards with an index, cast to the dtype of the parameters (a GGUF file has been converted to such a folder). `progress` is
-    called with the fraction done, ending at 1.0.
+    shards with an index, cast to the dtype of the parameters (a GGUF file has been converted to such a folder).
+    `progress` is called with the fraction done, ending at 1.0.
     Raises ValueError naming the file, the cause and the remedy when weights are absent, unreadable, damaged
     or those of another model.
     """

@@ -119,7 +119,7 @@ class StepOutput(_Message, tag=18):
     slots: bytes
     tokens: bytes
     positions: bytes
-    finished: list[Finished] = []  # noqa: RUF012 - msgspec copies empty defaults
+    finished: list[Finished] = []
 
 
 class Reply(_Message, tag=19):
