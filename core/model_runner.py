@@ -89,12 +89,15 @@ class ModelRunner:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each, all zero."""
+        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each.
+
+        Not zeroed: no operation reads a slot that was not written, and memory that is not reached is not taken.
+        """
         arch = self._config.model_config.architecture
         shape = (num_blocks, self._config.cache_config.block_size, arch.num_kv_heads, arch.head_dim)
 
         def cache() -> Tensor:
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
 
         return [(cache(), cache()) for _ in range(arch.num_layers)]
 

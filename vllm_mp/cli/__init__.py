@@ -1,6 +1,7 @@
 """The `vllm-mp` command.
 
-Each subcommand is a module of this package with `HELP`, `add_arguments(parser)` and `run(args) -> int`.
+Each subcommand is a module of this package with `HELP`, `add_arguments(parser)` and `run(args) -> int`. Only `run`
+imports what is slow to import, so that help comes at once.
 """
 
 import argparse

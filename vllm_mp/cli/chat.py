@@ -1,16 +1,18 @@
 """Talk with a model in the terminal."""
 
 import argparse
-import asyncio
 import sys
-
-import uvloop
+from typing import TYPE_CHECKING
 
 from vllm_mp.cli.generate import chat_prompt, show, stream_answer
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
-from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from vllm_mp.client.async_llm import AsyncLLM
 
 HELP = "chat with a model in the terminal"
 
@@ -26,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import asyncio
+
+    import uvloop
+
+    from vllm_mp.client.async_llm import AsyncLLM
+
     params = sampling_params(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.connect:
@@ -42,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _converse(runner: asyncio.Runner, llm: AsyncLLM, params: SamplingParams, system: str | None) -> None:
+def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams, system: str | None) -> None:
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while (line := _read_line()) is not None:
@@ -84,7 +92,7 @@ def _read_line() -> str | None:
             print("\n" + _USAGE)
 
 
-def _fitting_prompt(llm: AsyncLLM, messages: list[dict[str, str]], num_kept: int) -> list[int]:
+def _fitting_prompt(llm: "AsyncLLM", messages: list[dict[str, str]], num_kept: int) -> list[int]:
     """The conversation as token ids; where it fills the context, without its oldest turns, which are dropped."""
     limit = llm.model_config.max_model_len
     prompt = chat_prompt(llm, messages)

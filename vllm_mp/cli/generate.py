@@ -1,17 +1,16 @@
 """Stream one answer to standard output."""
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Callable
-from typing import Any
-
-import uvloop
+from typing import TYPE_CHECKING, Any
 
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
-from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm_mp.client.async_llm import AsyncLLM
 
 HELP = "stream the answer to a prompt"
 
@@ -26,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import asyncio
+
+    import uvloop
+
+    from vllm_mp.client.async_llm import AsyncLLM
+
     params = sampling_params(args)
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -40,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def stream_answer(
-    llm: AsyncLLM, prompt: str | list[int], params: SamplingParams, show: Callable[[str], None]
+    llm: "AsyncLLM", prompt: str | list[int], params: SamplingParams, show: Callable[[str], None]
 ) -> str:
     """Give each piece of the answer to `show` as it comes; returns the whole."""
     pieces = []
@@ -50,7 +55,7 @@ async def stream_answer(
     return "".join(pieces)
 
 
-def chat_prompt(llm: AsyncLLM, messages: list[dict[str, str]]) -> list[int]:
+def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
     """The token ids that the model's chat template makes of `messages`; raises ValueError if it has none."""
     tokenizer = llm.get_tokenizer()
     if not tokenizer.chat_template:
