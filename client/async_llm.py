@@ -24,6 +24,7 @@ from vllm_mp.client.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.prompt import PromptType, parse_prompt
 from vllm_mp.client.request_stream import RequestStream
+from vllm_mp.client.stats_log import StatsLog
 from vllm_mp.client.tokenizer import load_tokenizer
 from vllm_mp.config import (
     DecodingConfig,
@@ -73,6 +74,7 @@ class AsyncLLM:
         self._dead_error: EngineDeadError | None = None
         self._is_shut_down = False
         self._accepts = True
+        self._stats = StatsLog()
         self._finalizer = weakref.finalize(self, _release, connection, process, self._microbatch)
 
     @classmethod
@@ -264,6 +266,10 @@ class AsyncLLM:
         status["restarts"] = 0
         status["heartbeat_age"] = page.read().heartbeat_age if page else None
         return status
+
+    async def do_log_stats(self) -> None:
+        """Write a line about throughput and load to the log now; without a call, one comes every ten seconds."""
+        self._log_stats()
 
     async def get_num_unfinished_requests(self) -> int:
         """Requests whose streams have not ended."""
@@ -477,6 +483,8 @@ class AsyncLLM:
             self._end(stream, end)
         for stream in touched.values():
             stream.wake_for_tokens()
+        if self._stats.count(len(message.tokens) // 4) and not self.vllm_config.observability_config.disable_log_stats:
+            self._log_stats()
 
     def _end(self, stream: RequestStream, end: wire.Finished) -> None:
         if stream.is_over:
@@ -535,6 +543,12 @@ class AsyncLLM:
             if not call.done():
                 call.set_exception(error)
         self._calls.clear()
+
+    def _log_stats(self) -> None:
+        page = self._process.status_page() if self._process else None
+        status = page.read() if page else None
+        free = status.free_blocks / status.total_blocks if status and status.total_blocks else None
+        self._stats.write(len(self._streams), free)
 
     def _log_request(self, stream: RequestStream) -> None:
         config = self.vllm_config.observability_config

@@ -1,12 +1,23 @@
 """What tests of a real engine share."""
 
 import asyncio
+import contextlib
 import time
 
-from vllm_mp import RequestOutputKind, SamplingParams
+from vllm_mp import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 2**28, "disable_log_requests": True}
 """Float32, so that answers can be compared token by token."""
+
+
+@contextlib.contextmanager
+def running_engine(model, **options):
+    """An engine of any model, shut down at the end of the block."""
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **{**ENGINE, **options}))
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
 
 
 def greedy(max_tokens, **params):

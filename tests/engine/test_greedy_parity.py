@@ -1,19 +1,15 @@
-"""Greedy answers are transformers' own, token for token, however the engine batches, chunks and preempts.
-
-An answer is checked in one forward pass of transformers over prompt and answer: each token must be the likeliest
-after those before it, which is what `generate` takes. A token may differ only in a near-tie of two logits.
-"""
+"""Greedy answers are transformers' own, token for token, however the engine batches, chunks and preempts."""
 
 import asyncio
 
 import pytest
 import torch
+from greedy_parity import assert_greedy, generate_all
 from harness import ENGINE, answer, greedy
 from prompts import PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NUM_TOKENS = 64
-NEAR_TIE = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -27,57 +23,31 @@ def tokenizer(default_model):
     return AutoTokenizer.from_pretrained(default_model)
 
 
-@torch.inference_mode()
-def assert_greedy(model, output):
-    """Each token of `output` is transformers' choice after the tokens before it."""
-    prompt, answer_ids = output.prompt_token_ids, output.outputs[0].token_ids
-    logits = model(torch.tensor([prompt + answer_ids])).logits[0, len(prompt) - 1 : -1]
-    chosen = logits.gather(-1, torch.tensor(answer_ids)[:, None])[:, 0]
-    behind = logits.max(dim=-1).values - chosen
-    worst = int(behind.argmax())
-    assert behind[worst] <= NEAR_TIE, (
-        f"token {worst} of the answer to {output.prompt!r} is {behind[worst]:.2e} behind the likeliest"
-    )
-
-
-def generate_all(engine, prompts=PROMPTS, concurrent=True):
-    params = greedy(NUM_TOKENS, ignore_eos=True)
-
-    async def run():
-        if concurrent:
-            return await asyncio.gather(*(answer(engine, prompt, params) for prompt in prompts))
-        return [await answer(engine, prompt, params) for prompt in prompts]
-
-    outputs = asyncio.run(run())
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [NUM_TOKENS] * len(prompts)
-    return outputs
-
-
 def test_each_prompt_alone(llm, reference):
-    for output in generate_all(llm, concurrent=False):
+    for output in generate_all(llm, PROMPTS, NUM_TOKENS, concurrent=False):
         assert_greedy(reference, output)
 
 
 def test_all_prompts_together(llm, reference):
-    for output in generate_all(llm):
+    for output in generate_all(llm, PROMPTS, NUM_TOKENS):
         assert_greedy(reference, output)
 
 
 def test_with_prompts_read_in_small_chunks(make_engine, reference):
     engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, max_num_partial_prefills=3)
-    for output in generate_all(engine):
+    for output in generate_all(engine, PROMPTS, NUM_TOKENS):
         assert_greedy(reference, output)
 
 
 def test_without_chunked_prefill(make_engine, reference):
-    for output in generate_all(make_engine(enable_chunked_prefill=False)):
+    for output in generate_all(make_engine(enable_chunked_prefill=False), PROMPTS, NUM_TOKENS):
         assert_greedy(reference, output)
 
 
 def test_with_requests_preempted_for_want_of_blocks(make_engine, reference):
     block_bytes = 16 * 30 * 2 * 3 * 64 * 4
     engine = make_engine(max_model_len=512, kv_cache_memory_bytes=60 * block_bytes)
-    outputs = generate_all(engine)
+    outputs = generate_all(engine, PROMPTS, NUM_TOKENS)
 
     async def preemptions():
         return (await engine.core_status())["num_preemptions"]

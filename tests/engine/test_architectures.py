@@ -1,0 +1,145 @@
+"""Every native architecture through a real core, and the ways in which its weights and its tokenizer may come."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from greedy_parity import assert_engine_is_greedy, generate_all, num_preemptions
+from harness import running_engine
+from random_models import (
+    CONFIGS,
+    GPT2_SIZES,
+    NATIVE,
+    PROMPT_LENGTHS,
+    WHOLE_PROMPTS,
+    random_prompts,
+    save_config,
+    save_random_model,
+    scarce_blocks,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GPT2Config
+
+NUM_TOKENS = 24
+PROMPTS = random_prompts(PROMPT_LENGTHS)
+
+
+def running(folder, **options):
+    return running_engine(folder, skip_tokenizer_init=True, device="cpu", **options)
+
+
+def answers(folder, **options):
+    """What the engine says to `PROMPTS`, as token ids."""
+    with running(folder, **WHOLE_PROMPTS, **options) as engine:
+        return [output.outputs[0].token_ids for output in generate_all(engine, PROMPTS, NUM_TOKENS)]
+
+
+@pytest.fixture(scope="module", params=NATIVE)
+def random_model(request, tmp_path_factory):
+    """The configuration of an architecture, the folder of a model, and transformers' own of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = CONFIGS[request.param]
+    return config, folder, save_random_model(config, folder)
+
+
+def test_whole_prompts_are_answered_as_transformers_would(random_model):
+    _, folder, reference = random_model
+    with running(folder, **WHOLE_PROMPTS) as engine:
+        assert_engine_is_greedy(engine, reference, PROMPTS, NUM_TOKENS)
+
+
+def test_prompts_in_chunks_and_preempted_requests_are_answered_as_transformers_would(random_model):
+    config, folder, reference = random_model
+    with running(folder, **scarce_blocks(config)) as engine:
+        assert_engine_is_greedy(engine, reference, PROMPTS, NUM_TOKENS)
+        assert num_preemptions(engine) > 0
+
+
+def test_dummy_weights_are_a_function_of_the_seed(tmp_path):
+    folder = save_config(CONFIGS["qwen3"], tmp_path / "model")
+    one, again, other = (answers(folder, load_format="dummy", seed=seed) for seed in (7, 7, 8))
+    assert one == again
+    assert one != other
+
+
+def test_sharded_weights_give_the_answer_of_the_single_file(tmp_path):
+    save_random_model(CONFIGS["llama"], tmp_path / "single")
+    save_random_model(CONFIGS["llama"], tmp_path / "sharded", max_shard_size="50KB")
+    assert len(list((tmp_path / "single").glob("*.safetensors"))) == 1
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    assert answers(tmp_path / "sharded") == answers(tmp_path / "single")
+
+
+@pytest.fixture
+def chat_folder(tmp_path: Path) -> Path:
+    """What DialoGPT has on the hub: GPT-2 weights, vocab.json and merges.txt, and no tokenizer.json."""
+    folder = tmp_path / "dialogue"
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["Does money buy happiness? Depends on how much you spend. 你好 😀"] * 4, trainer)
+    sizes = {**GPT2_SIZES, "vocab_size": backend.get_vocab_size()}
+    save_random_model(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0), folder)
+    backend.model.save(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 128}))
+    return folder
+
+
+CHAT = """
+import asyncio, json, sys
+from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams, RequestOutputKind
+
+llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=sys.argv[1], dtype="float32", device="cpu"))
+params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+async def main():
+    outputs = [output async for output in llm.generate("Does money buy happiness? 😀", params)]
+    print(json.dumps({
+        "prompt": outputs[0].prompt_token_ids,
+        "pieces": [output.outputs[0].text for output in outputs],
+        "answer": [token for output in outputs for token in output.outputs[0].token_ids],
+        "torch": "torch" in sys.modules,
+    }))
+
+asyncio.run(main())
+llm.shutdown()
+"""
+
+
+def chat(folder: Path, cache: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", CHAT, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "VLLM_MP_CACHE": str(cache)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_folder_with_vocabulary_and_merges_streams_text_without_torch_in_the_client(chat_folder, tmp_path):
+    cache = tmp_path / "cache"
+    first = chat(chat_folder, cache)
+    (converted,) = (cache / "tokenizers").iterdir()
+    made = (converted / "tokenizer.json").stat().st_mtime_ns
+    second = chat(chat_folder, cache)
+    assert (converted / "tokenizer.json").stat().st_mtime_ns == made, "the tokenizer was converted again"
+    assert list((cache / "tokenizers").iterdir()) == [converted]
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+    for result in (first, second):
+        assert not result["torch"]
+        assert result["prompt"] == tokenizer("Does money buy happiness? 😀").input_ids
+        assert len(result["pieces"]) > 1
+        assert "".join(result["pieces"]) == tokenizer.decode(result["answer"], skip_special_tokens=True)
+    assert first["answer"] == second["answer"]
