@@ -481,8 +481,9 @@ class AsyncLLM:
                 continue
             heapq.heappush(self._free_slots, end.slot)
             self._end(stream, end)
+        now = time.time()
         for stream in touched.values():
-            stream.wake_for_tokens()
+            stream.wake_for_tokens(now)
         if self._stats.count(len(message.tokens) // 4) and not self.vllm_config.observability_config.disable_log_stats:
             self._log_stats()
 

@@ -68,9 +68,9 @@ class RequestStream:
             self._error = error
             self._wake()
 
-    def wake_for_tokens(self) -> None:
-        """Wake the consumer, if it wants to see what has arrived."""
-        self._metrics.last_token_time = now = time.time()
+    def wake_for_tokens(self, now: float) -> None:
+        """Wake the consumer, if it wants to see what has arrived; `now` is in seconds of `time.time()`."""
+        self._metrics.last_token_time = now
         if self._metrics.first_token_time is None:
             self._metrics.first_token_time = now
         if self.params.output_kind != RequestOutputKind.FINAL_ONLY:

@@ -65,7 +65,8 @@ def load_tokenizer(
     except Exception as error:
         raise ValueError(
             f"cannot load a tokenizer from {folder}: {str(error) or repr(error)}. "
-            "Download the model's tokenizer files again, or set `tokenizer` to a folder or hub id that has them"
+            "Download the model's tokenizer files again, set `tokenizer` to a folder or hub id that has them, or set "
+            "`skip_tokenizer_init=True` and give prompts as token ids"
         ) from error
     if template is not None:
         tokenizer.chat_template = template

@@ -119,6 +119,9 @@ class Server:
                 ),
             )
             return
+        # Whoever left without a word is found out by writing to them.
+        for other in list(self._clients):
+            self._send_to(other, wire.StepOutput(self._incarnation, 0, b"", b"", b""))
         client = self._identities.get(identity)
         if client is None:
             client = self._next_client
