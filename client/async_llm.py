@@ -2,27 +2,28 @@
 
 import asyncio
 import contextlib
-import heapq
 import itertools
 import logging
-import random
+import secrets
+import threading
 import time
 import types
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
 from vllm_mp import wire
 from vllm_mp.admission import check_request
-from vllm_mp.client.core_connection import CoreConnection
+from vllm_mp.client.core_connection import CoreConnection, run_on
 from vllm_mp.client.core_process import CoreProcess
 from vllm_mp.client.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.request_book import RequestBook
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.client.stats_log import StatsLog
 from vllm_mp.client.tokenizer import load_tokenizer
@@ -35,16 +36,18 @@ from vllm_mp.config import (
     VllmConfig,
 )
 from vllm_mp.engine_args import EngineArgs
-from vllm_mp.errors import EngineDeadError, EngineError, EngineGenerateError, EngineStartError
+from vllm_mp.errors import EngineDeadError, EngineError, EngineStartError
 from vllm_mp.model_files import cache_root
 from vllm_mp.outputs import RequestOutput
 from vllm_mp.sampling_params import SamplingParams
-from vllm_mp.status_page import CoreState
+from vllm_mp.status_page import CoreState, CoreStatus, StatusPage
 
 logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
 _BYE_LINGER_MS = 500
+_EXIT_GRACE_S = 1.0
+_HANDOVER_TIMEOUT_S = 5.0
 
 
 class AsyncLLM:
@@ -63,18 +66,14 @@ class AsyncLLM:
         self._process = process
         self._tokenizer = tokenizer
         self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
-        self._streams: dict[str, RequestStream | None] = {}
-        """By request id; None while the prompt is being tokenized."""
-        self._by_slot: dict[int, RequestStream] = {}
-        """Until the core has said that the slot's request has ended, which may be after the stream has."""
-        self._slot_of: dict[str, int] = {}
-        self._free_slots: list[int] = []
+        self._requests = RequestBook()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._dead_error: EngineDeadError | None = None
         self._is_shut_down = False
         self._accepts = True
         self._stats = StatsLog()
+        self._is_quiet = config.observability_config.disable_log_stats
         self._finalizer = weakref.finalize(self, _release, connection, process, self._microbatch)
 
     @classmethod
@@ -113,7 +112,7 @@ class AsyncLLM:
 
             def check() -> None:
                 if not process.is_alive():
-                    raise EngineStartError(f"the engine did not start: {process.describe_end()}")
+                    raise EngineStartError(f"the engine did not start: {process.describe_end(log_stays=False)}")
 
             _, config = connection.greet(vllm_config.liveness_config.start_timeout_s, check)
             engine = cls(config, connection, process, tokenizer)
@@ -214,9 +213,7 @@ class AsyncLLM:
             request_id = uuid.uuid4().hex
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
-        if request_id in self._streams:
-            raise ValueError(f"request_id {request_id!r} is in use by a live request; choose another")
-        self._streams[request_id] = None
+        self._requests.reserve(request_id)
         try:
             stream = await self._admit(
                 request_id,
@@ -228,17 +225,22 @@ class AsyncLLM:
                 tokenization_kwargs or {},
             )
         except BaseException:
-            del self._streams[request_id]
+            self._requests.cancel(request_id)
             raise
-        return self._consume(stream)
+        outputs = self._consume(stream)
+        # Begun now, so that it aborts the request also when nobody ever takes an output.
+        await anext(outputs)
+        return cast("AsyncGenerator[RequestOutput, None]", outputs)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End these requests; their streams end with finish_reason "abort". Unknown ids are no error."""
         self._attach()
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            stream = self._streams.get(one)
+            stream = self._requests.find(one)
             if stream is not None:
                 self._abort(stream)
+            else:
+                self._requests.abort_early(one)
 
     async def check_health(self) -> None:
         """Return if the core is well.
@@ -250,8 +252,7 @@ class AsyncLLM:
         try:
             await self._call("ping", _PING_TIMEOUT_S)
         except TimeoutError as error:
-            page = self._process.status_page() if self._process else None
-            status = page.read() if page else None
+            status = self._read_status_page()
             limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
             if status and status.state == CoreState.STEPPING and status.state_age < limit:
                 return  # in a long step, and so slow to answer
@@ -260,11 +261,15 @@ class AsyncLLM:
     async def core_status(self) -> dict[str, Any]:
         """What the core holds: incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age."""
         self._attach()
-        status: dict[str, Any] = await self._call("status", _PING_TIMEOUT_S)
-        page = self._process.status_page() if self._process else None
+        limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
+        try:
+            status: dict[str, Any] = await self._call("status", limit)
+        except TimeoutError as error:
+            raise EngineError(f"the core has not answered for {limit:g} s: {self._read_status_page()}") from error
+        page = self._read_status_page()
         status["incarnation"] = self._connection.incarnation
         status["restarts"] = 0
-        status["heartbeat_age"] = page.read().heartbeat_age if page else None
+        status["heartbeat_age"] = page.heartbeat_age if page else None
         return status
 
     async def do_log_stats(self) -> None:
@@ -273,7 +278,7 @@ class AsyncLLM:
 
     async def get_num_unfinished_requests(self) -> int:
         """Requests whose streams have not ended."""
-        return len(self._streams)
+        return len(self._requests)
 
     @property
     def is_running(self) -> bool:
@@ -330,9 +335,11 @@ class AsyncLLM:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        self._fail_everything(EngineDeadError("the engine was shut down"))
         self._finalizer.detach()
-        _release(self._connection, self._process, self._microbatch, timeout)
+        try:
+            self._fail_everything(EngineDeadError("the engine was shut down"))
+        finally:
+            _release(self._connection, self._process, self._microbatch, timeout)
 
     def shutdown_background_loop(self) -> None:
         """`shutdown` under its older name."""
@@ -366,8 +373,12 @@ class AsyncLLM:
             assert text is not None
             if self._microbatch is None:
                 raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
-            token_ids = (await self._microbatch(text, **tokenization_kwargs)).input_ids
-            self._attach()
+            try:
+                encoding = await self._microbatch(text, **tokenization_kwargs)
+            finally:
+                self._attach()  # which says so if there is no engine any more
+            token_ids = parse_prompt(encoding.input_ids).token_ids
+            assert token_ids is not None
         model = self.vllm_config.model_config
         prompt_ids = np.asarray(token_ids, np.int32)
         check_request(
@@ -380,10 +391,7 @@ class AsyncLLM:
         )
         if params.seed is None:
             # Drawn here, so that another core could go on with the request.
-            params.seed = random.getrandbits(63)
-        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
-        if slot >= wire.MAX_LIVE_REQUESTS:
-            raise ValueError(f"{wire.MAX_LIVE_REQUESTS} requests are live; wait for some to finish")
+            params.seed = secrets.randbits(63)
         detokenizer = None
         if params.detokenize and self._tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
@@ -393,23 +401,27 @@ class AsyncLLM:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
         stream = RequestStream(request_id, text, token_ids, params, detokenizer, arrival_time)
-        self._connection.send(
-            wire.AddRequest(
-                self._connection.incarnation,
-                slot,
-                request_id,
-                prompt_ids.astype("<i4").tobytes(),
-                params,
-                priority,
+        if self._requests.was_aborted_early(request_id):
+            self._requests.cancel(request_id)
+            stream.end(wire.Finished(0, 0, "abort"))
+            return stream
+        slot = self._requests.take_slot()
+        ids = prompt_ids.astype("<i4").tobytes()
+        try:
+            self._connection.send(
+                wire.AddRequest(self._connection.incarnation, slot, request_id, ids, params, priority)
             )
-        )
-        self._streams[request_id] = self._by_slot[slot] = stream
-        self._slot_of[request_id] = slot
+        except BaseException:
+            self._requests.give_back(slot)
+            raise
+        self._requests.enter(stream, slot)
         self._log_request(stream)
         return stream
 
-    async def _consume(self, stream: RequestStream) -> AsyncGenerator[RequestOutput, None]:
+    async def _consume(self, stream: RequestStream) -> AsyncGenerator[RequestOutput | None, None]:
+        """Outputs, after a None that shows that it has begun."""
         try:
+            yield None
             while True:
                 output = await stream.next()
                 yield output
@@ -420,17 +432,18 @@ class AsyncLLM:
 
     def _abort(self, stream: RequestStream) -> None:
         if not stream.is_over:
-            stream.end(wire.Finished(0, len(stream.token_ids), "abort"))
-            slot = self._slot_of.pop(stream.request_id)
-            del self._streams[stream.request_id]
+            self._requests.end_by_abort(stream)
             if not self.is_stopped:
-                self._connection.send(wire.AbortRequests(self._connection.incarnation, [slot]))
+                self._abort_in_core([stream.slot])
+
+    def _abort_in_core(self, slots: list[int]) -> None:
+        self._connection.send(wire.AbortRequests(self._connection.incarnation, slots))
 
     def _attach(self) -> None:
         """Make the running loop the one that hears from the core; raises EngineDeadError if there is no core."""
         self._notice_death()
         if self._dead_error is not None:
-            raise self._dead_error
+            raise EngineDeadError(str(self._dead_error))
         if self._is_shut_down:
             raise EngineDeadError("the engine was shut down")
         if not self._accepts:
@@ -443,8 +456,19 @@ class AsyncLLM:
                 engine._on_message(message)
 
         def on_disconnect() -> None:
-            if (engine := this()) is not None and engine._process is None:
-                engine._die(f"the connection to the core at {engine._connection.address} broke")
+            if (engine := this()) is None:
+                return
+            cause = f"the connection to the core at {engine._connection.address} broke"
+            if engine._process is None:
+                engine._die(cause)
+            else:
+                # Most likely its process is ending, which is about to tell more.
+                asyncio.get_running_loop().call_later(_EXIT_GRACE_S, die_of, cause)
+
+        def die_of(cause: str) -> None:
+            if (engine := this()) is not None:
+                engine._notice_death()
+                engine._die(cause)
 
         def on_exit() -> None:
             if (engine := this()) is not None:
@@ -455,61 +479,17 @@ class AsyncLLM:
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         if isinstance(message, wire.StepOutput):
-            self._on_step_output(message)
+            if lost := self._requests.take_in(message):
+                self._abort_in_core(lost)
+            if self._stats.count(len(message.tokens) // 4) and not self._is_quiet:
+                self._log_stats()
         elif isinstance(message, wire.Reply):
             call = self._calls.pop(message.call_id, None)
-            if call is not None and not call.done():
+            if call is not None and not call.done() and not call.get_loop().is_closed():
                 if message.error is None:
                     call.set_result(message.result)
                 else:
                     call.set_exception(EngineError(message.error))
-
-    def _on_step_output(self, message: wire.StepOutput) -> None:
-        streams = self._by_slot
-        touched: dict[int, RequestStream] = {}
-        for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
-            stream = streams.get(slot)
-            if stream is not None and not stream.is_over:
-                if stream.take_in(token, position):
-                    touched[slot] = stream
-                else:
-                    self._lose(stream, position)
-                    self._connection.send(wire.AbortRequests(self._connection.incarnation, [slot]))
-        for end in message.finished:
-            stream = streams.pop(end.slot, None)
-            if stream is None:
-                continue
-            heapq.heappush(self._free_slots, end.slot)
-            self._end(stream, end)
-        now = time.time()
-        for stream in touched.values():
-            stream.wake_for_tokens(now)
-        if self._stats.count(len(message.tokens) // 4) and not self.vllm_config.observability_config.disable_log_stats:
-            self._log_stats()
-
-    def _end(self, stream: RequestStream, end: wire.Finished) -> None:
-        if stream.is_over:
-            return
-        if end.reason == "error":
-            stream.fail(EngineGenerateError(f"request {stream.request_id} failed: {end.error}"))
-        elif end.num_output != len(stream.token_ids):
-            self._lose(stream, end.num_output)
-            return
-        else:
-            stream.end(end)
-        self._forget(stream)
-
-    def _lose(self, stream: RequestStream, position: int) -> None:
-        stream.fail(
-            EngineGenerateError(
-                f"request {stream.request_id}: output {position} arrived where {len(stream.token_ids)} was expected"
-            )
-        )
-        self._forget(stream)
-
-    def _forget(self, stream: RequestStream) -> None:
-        self._streams.pop(stream.request_id, None)
-        self._slot_of.pop(stream.request_id, None)
 
     async def _call(self, name: str, timeout: float) -> Any:
         """Run an operation in the core; raises TimeoutError when it does not answer within `timeout` seconds."""
@@ -532,24 +512,41 @@ class AsyncLLM:
         if self._dead_error is None and not self._is_shut_down:
             self._dead_error = EngineDeadError(cause)
             logger.error("%s", cause)
-            self._connection.detach()
             self._fail_everything(self._dead_error)
 
     def _fail_everything(self, error: EngineDeadError) -> None:
-        for stream in list(self._by_slot.values()):
-            stream.fail(error)
-            self._forget(stream)
-        self._by_slot.clear()
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(error)
-        self._calls.clear()
+        """End every stream and call with `error`, on the loop that they belong to, which may run in another thread."""
+        done = threading.Event()
+
+        def fail() -> None:
+            self._connection.detach()
+            self._requests.fail_all(error)
+            for call in self._calls.values():
+                if not call.done() and not call.get_loop().is_closed():
+                    call.set_exception(EngineDeadError(str(error)))
+            self._calls.clear()
+            done.set()
+
+        loop = self._connection.loop
+        if loop is None:
+            fail()
+        else:
+            run_on(loop, fail)
+            done.wait(_HANDOVER_TIMEOUT_S)
+
+    def _read_status_page(self) -> CoreStatus | None:
+        """What the core's status page says; None where it cannot be seen."""
+        page = None
+        if self._process is not None:
+            page = self._process.status_page()
+        elif self._connection.address.startswith("ipc://"):
+            page = StatusPage.open(Path(self._connection.address.removeprefix("ipc://") + ".status"))
+        return page.read() if page else None
 
     def _log_stats(self) -> None:
-        page = self._process.status_page() if self._process else None
-        status = page.read() if page else None
+        status = self._read_status_page()
         free = status.free_blocks / status.total_blocks if status and status.total_blocks else None
-        self._stats.write(len(self._streams), free)
+        self._stats.write(len(self._requests), free)
 
     def _log_request(self, stream: RequestStream) -> None:
         config = self.vllm_config.observability_config

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -41,6 +43,7 @@ class CoreConnection:
         self.incarnation = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
+        self._owner = os.getpid()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
@@ -84,11 +87,19 @@ class CoreConnection:
                 raise EngineStartError(f"the core at {self.address} did not answer within {timeout:g} s")
 
     def send(self, message: wire.ClientMessage) -> None:
-        """Send, from the loop's thread."""
-        self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        """Send, from the loop's thread; raises ValueError for a message that is too large for the core."""
+        frame = wire.encode(message)
+        if len(frame) > wire.MAX_MESSAGE_BYTES:
+            raise ValueError(f"the request takes {len(frame)} bytes, {wire.MAX_MESSAGE_BYTES} is the most; shorten it")
+        self._socket.send(frame, zmq.NOBLOCK)
         # Sending may swallow the wake-up that announced a message, as the descriptor speaks only of changes.
         if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._watched[int(self._socket.getsockopt(zmq.FD))])
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop that the connection is attached to."""
+        return self._loop
 
     def attach(
         self,
@@ -117,9 +128,17 @@ class CoreConnection:
                     frame = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     return
+                except zmq.ZMQError as error:
+                    if error.errno not in (zmq.ENOTSOCK, zmq.ETERM):
+                        raise
+                    return  # closed by another thread, at the end of the interpreter
                 message = self._decode(frame)
-                if message is not None:
-                    on_message(message)
+                try:
+                    if message is not None:
+                        on_message(message)
+                except Exception:
+                    # Whatever is wrong with one message, those behind it are somebody's answer.
+                    logger.exception("a message from the core could not be handled")
 
         def monitor() -> None:
             while not self._monitor.closed and self._monitor.poll(0):
@@ -137,20 +156,18 @@ class CoreConnection:
         loop.call_soon(monitor)
 
     def detach(self) -> None:
-        """Leave the loop; from any thread."""
+        """Leave the loop; from any thread, but not from a process that was forked off the one that attached."""
         loop, self._loop = self._loop, None
         watched, self._watched = self._watched, {}
-        if loop is None or loop.is_closed():
+        if loop is None or loop.is_closed() or os.getpid() != self._owner:
             return
-        if loop.is_running() and asyncio._get_running_loop() is not loop:
-            for descriptor in watched:
-                loop.call_soon_threadsafe(loop.remove_reader, descriptor)
-        else:
-            for descriptor in watched:
-                loop.remove_reader(descriptor)
+        for descriptor in watched:
+            run_on(loop, loop.remove_reader, descriptor)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket, giving what is under way `linger_ms` milliseconds; idempotent."""
+        if os.getpid() != self._owner:
+            return  # a forked child has no threads to close it with
         self.detach()
         if not self._socket.closed:
             with contextlib.suppress(zmq.ZMQError):
@@ -170,3 +187,11 @@ class CoreConnection:
             self.num_dropped += 1
             return None
         return message
+
+
+def run_on(loop: asyncio.AbstractEventLoop, call: Callable[..., Any], *args: Any) -> None:
+    """Run `call(*args)` now, or soon on `loop` if that runs in another thread."""
+    if loop.is_running() and asyncio._get_running_loop() is not loop:
+        loop.call_soon_threadsafe(call, *args)
+    else:
+        call(*args)

@@ -43,15 +43,22 @@ class CoreProcess:
             runtime_dir=str(self.runtime_dir),
             parent_pid=os.getpid(),
         )
+        parent = Path(__file__).resolve().parents[1]
+        environment = dict(os.environ)
+        if not {"site-packages", "dist-packages"} & set(parent.parts):
+            # A source tree that is not installed is found by this process alone.
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))
         try:
+            line = msgspec.json.encode(launch) + b"\n"
             with self.log_path.open("wb") as log:
                 # A process group of its own, so that Ctrl-C in the terminal reaches this process alone, which then
                 # decides what becomes of the core.
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-m", "vllm_mp.core"],
+                    [sys.executable, "-P", "-m", "vllm_mp.core"],  # -P: nothing from the current folder
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
+                    env=environment,
                     process_group=0,
                 )
         except BaseException:
@@ -62,7 +69,7 @@ class CoreProcess:
         """Readable once the core has ended."""
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a core that died already is found out by whoever waits for it
-            self._popen.stdin.write(msgspec.json.encode(launch) + b"\n")
+            self._popen.stdin.write(line)
             self._popen.stdin.flush()
 
     def is_alive(self) -> bool:
@@ -74,15 +81,19 @@ class CoreProcess:
             self._page = StatusPage.open(self._status_path)
         return self._page
 
-    def describe_end(self) -> str:
-        """How the core, which must have ended, came to its end: signal or exit code, last log lines, log path."""
+    def describe_end(self, log_stays: bool = True) -> str:
+        """How the core, which must have ended, came to its end: signal or exit code, last log lines, log path.
+
+        Without the path unless `log_stays` after the error that this is for.
+        """
         code = self._popen.wait()
         cause = f"exit code {code}"
         if code < 0:
             with contextlib.suppress(ValueError):
                 cause = f"signal {signal.Signals(-code).name}"
         lines = self.last_log_lines()
-        log = f"; its last log lines ({self.log_path}):\n" + "\n".join(lines) if lines else "; its log is empty"
+        where = f" ({self.log_path})" if log_stays else ""
+        log = f"; its last log lines{where}:\n" + "\n".join(lines) if lines else "; its log is empty"
         return f"the core process {self.pid} ended with {cause}{log}"
 
     def last_log_lines(self) -> list[str]:
@@ -101,6 +112,8 @@ class CoreProcess:
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.close()
+        # A child that the app forked may hold the other end of the pipe open.
+        self._popen.terminate()
         try:
             self._popen.wait(_STOP_TIMEOUT_S if timeout is None else timeout)
         except subprocess.TimeoutExpired:

@@ -26,6 +26,8 @@ class RequestStream:
         arrival_time: float,
     ) -> None:
         self.request_id = request_id
+        self.slot = -1
+        """What names the request on the wire, once it has been sent."""
         self.params = params
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -85,7 +87,8 @@ class RequestStream:
             finally:
                 self._waiter = None
         if self._error is not None:
-            raise self._error
+            # A new one each time, or the traceback of a shared one would grow with every stream.
+            raise type(self._error)(*self._error.args)
         return self._output()
 
     def _has_news(self) -> bool:
@@ -95,8 +98,9 @@ class RequestStream:
         return wants_tokens and len(self.token_ids) > self._num_taken
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
+            waiter.set_result(None)
 
     def _output(self) -> RequestOutput:
         new_ids = self.token_ids[self._num_taken :]

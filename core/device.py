@@ -71,6 +71,11 @@ def cache_blocks(config: VllmConfig, device: torch.device, dtype: torch.dtype) -
             f"tokens takes {block_bytes:,}; set kv_cache_memory_bytes to at least "
             f"{(request_blocks + 1) * block_bytes:,}"
         )
+    if device.type == "cpu" and blocks * block_bytes > available_memory():
+        raise ValueError(
+            f"kv_cache_memory_bytes={memory:,} is more than the {available_memory():,} bytes of memory that are free; "
+            "lower it"
+        )
     return int(blocks)
 
 

@@ -37,6 +37,8 @@ class Listener:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
+            if address.startswith(("ipc://@", "ipc://*")):
+                raise ValueError(f"address {address!r} must name a path: ipc:///PATH/TO/SOCKET")
             if address.startswith("ipc://"):
                 self._lock_path(Path(address.removeprefix("ipc://")))
             elif address.startswith("tcp://"):

@@ -63,9 +63,10 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     except ValueError as error:
         logger.error("%s", error)
         return True
-    page = StatusPage.create(launch.status_path, launch.incarnation)
     server = Server(listener.socket, launch.config, launch.incarnation)
+    page = None
     try:
+        page = StatusPage.create(launch.status_path, launch.incarnation)
         core = _load(launch, page, server, listener, stop)
         if core is not None:
             core.run()
@@ -78,9 +79,10 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         server.refuse(f"{type(error).__name__}: {error}")
         return True
     finally:
-        page.enter(CoreState.STOPPED)
-        if launch.status_path is not None and not launch.supervised:
-            os.unlink(launch.status_path)
+        if page is not None:
+            page.enter(CoreState.STOPPED)
+            if launch.status_path is not None and not launch.supervised:
+                os.unlink(launch.status_path)
         listener.close(_LINGER_MS)
     return False
 

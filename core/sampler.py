@@ -7,6 +7,8 @@ from torch import Tensor
 
 from vllm_mp.core.batch import Batch, Rows
 
+NO_TOKEN = -1
+
 
 class Sampler:
     """Greedy and random choice under each row's own parameters.
@@ -22,19 +24,20 @@ class Sampler:
         self._device = device
 
     def sample(self, logits: Tensor, rows: Rows) -> Tensor:
-        """Token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; `logits` may be overwritten."""
+        """Token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; `logits` may be overwritten.
+
+        `NO_TOKEN` for a row that allows none: whose logits are not numbers, or all barred.
+        """
         batch = self._batch
         self._bar_stop_tokens(logits, rows)
-        greedy = batch.temperature[rows] == 0
-        if greedy.all():
-            return logits.argmax(dim=-1)
-        if not greedy.any():
-            return self._draw(logits, rows)
-        tokens = logits.argmax(dim=-1)
-        chosen = np.flatnonzero(~greedy)
-        index = torch.from_numpy(chosen).to(self._device)
-        tokens[index] = self._draw(logits[index], rows[chosen])
-        return tokens
+        highest, tokens = logits.max(dim=-1)
+        random = np.flatnonzero(batch.temperature[rows] > 0)
+        if len(random) == len(rows):
+            tokens = self._draw(logits, highest, rows)
+        elif len(random):
+            index = torch.from_numpy(random).to(self._device)
+            tokens[index] = self._draw(logits[index], highest[index], rows[random])
+        return tokens.masked_fill_(~highest.isfinite(), NO_TOKEN)
 
     def _bar_stop_tokens(self, logits: Tensor, rows: Rows) -> None:
         batch = self._batch
@@ -45,15 +48,15 @@ class Sampler:
                 barred.extend(batch.eos_token_ids.tolist())
             logits[i, barred] = -torch.inf
 
-    def _draw(self, logits: Tensor, rows: Rows) -> Tensor:
-        """Tokens int64 [n], drawn for `logits` [n, vocab]."""
+    def _draw(self, logits: Tensor, highest: Tensor, rows: Rows) -> Tensor:
+        """Tokens int64 [n], drawn for `logits` [n, vocab] whose maxima are `highest` [n]."""
         batch = self._batch
-        scaled = logits.float() / self._column(batch.temperature[rows])
+        # Relative to the maximum, so that no temperature is too low for it.
+        scaled = (logits.float() - highest.float().unsqueeze(-1)) / self._column(batch.temperature[rows])
         min_p, top_k, top_p = batch.min_p[rows], batch.top_k[rows], batch.top_p[rows]
         if (min_p > 0).any():
-            # In logits, a probability below min_p times the highest is a distance of more than -log(min_p).
-            floor = scaled.amax(dim=-1, keepdim=True) + self._column(min_p).log()
-            scaled.masked_fill_(scaled < floor, -torch.inf)
+            # The highest is 0, so a probability below min_p times the highest is a value below log(min_p).
+            scaled.masked_fill_(scaled < self._column(min_p).log(), -torch.inf)
         if (top_k > 0).any():
             self._keep_top_k(scaled, top_k)
         if (top_p < 1).any():

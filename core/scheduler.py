@@ -91,11 +91,14 @@ class Scheduler:
         if request is None:
             return None
         if request.row == NO_ROW:
-            request.aborted = True
-            self._num_waiting -= 1
             num_output = request.num_output
-            request.tokens = request.tokens[:0]  # the entry stays queued until it is reached
+            request.aborted = True
             del self._requests[client, slot]
+            self._num_waiting -= 1
+            # The entry stays in the heap until it is reached, unless such entries become the most of it.
+            if len(self._waiting) > 2 * self._num_waiting:
+                self._waiting = [entry for entry in self._waiting if not entry[1].aborted]
+                heapq.heapify(self._waiting)
         else:
             num_output = int(self.batch.num_tokens[request.row]) - request.num_prompt
             self._release(request)
@@ -119,10 +122,16 @@ class Scheduler:
         return Step(rows, counts, len(decodes), batch.num_computed[rows] + counts == batch.num_tokens[rows])
 
     def update(self, step: Step, tokens: npt.NDArray[np.int64]) -> StepResult:
-        """Book the step: `tokens` [num_sampled] are those of the rows that `step.samples` marks, in order."""
+        """Book the step: `tokens` [num_sampled] are those of the rows that `step.samples` marks, in order.
+
+        A row whose token is negative could not be sampled and ends with an error.
+        """
         batch = self.batch
         batch.num_computed[step.rows] += step.counts
         rows = step.rows[step.samples]
+        finished = self._fail(rows[tokens < 0])
+        if finished:
+            rows, tokens = rows[tokens >= 0], tokens[tokens >= 0]
         before = batch.num_tokens[rows]
         batch.token_ids[rows, before] = tokens
         batch.num_tokens[rows] = before + 1
@@ -137,7 +146,6 @@ class Scheduler:
         ended = at_eos | (before + 1 >= batch.max_total[rows])
         ended[list(stopped_by)] = True
 
-        finished = []
         for i in np.flatnonzero(ended).tolist():
             request = batch.request(int(rows[i]))
             reason = "stop" if at_eos[i] or i in stopped_by else "length"
@@ -145,6 +153,17 @@ class Scheduler:
             finished.append((request.client, Finished(request.slot, num_output, reason, stopped_by.get(i))))
             self._release(request)
         return StepResult(clients, slots, tokens, before - batch.num_prompt[rows], finished)
+
+    def _fail(self, rows: Rows) -> list[tuple[int, Finished]]:
+        """End the requests whose logits allow no token."""
+        finished = []
+        for row in rows.tolist():
+            request = self.batch.request(row)
+            num_output = int(self.batch.num_tokens[row]) - request.num_prompt
+            error = "the model's logits are not finite, or no token is allowed"
+            finished.append((request.client, Finished(request.slot, num_output, "error", error=error)))
+            self._release(request)
+        return finished
 
     def _chunk_prefills(self, prefilling: Rows, budget: int) -> list[tuple[int, int]]:
         """(row, tokens) for the prompts in progress and, while the budget lasts, for newly admitted ones."""

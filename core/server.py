@@ -62,15 +62,27 @@ class Server:
             except zmq.Again:
                 return
             message = self._decode(frames)
-            if message is not None:
+            if message is None:
+                continue
+            try:
                 self._handle(identity, message)
+            except zmq.ZMQError:
+                raise
+            except Exception as error:
+                # Whatever a message asks for, the others are served.
+                logger.exception("a message could not be handled")
+                self._drop(f"{type(error).__name__}: {error}")
+                client = self._identities.get(identity)
+                if client is not None and isinstance(message, wire.AddRequest):
+                    end = wire.Finished(message.slot, len(message.output) // 4, "error", error=f"{error!r:.500}")
+                    self._send_ends(client, [end])
 
     def publish(self, step: int, result: StepResult) -> None:
         """Send each client its part of a step's result."""
         finished: dict[int, list[wire.Finished]] = {}
         for client, end in result.finished:
             finished.setdefault(client, []).append(end)
-        for client in np.unique(result.clients).tolist():
+        for client in {*result.clients.tolist(), *finished}:
             own = result.clients == client
             columns = wire.pack_tokens(result.slots[own].astype(np.int64), result.tokens[own], result.positions[own])
             self._send_to(client, wire.StepOutput(self._incarnation, step, *columns, finished=finished.get(client, [])))

@@ -21,7 +21,11 @@ def check_request(
     run, NotImplementedError for one that asks for what is not served, naming the field.
     """
     check_served(params)
-    if len(request_id.encode("utf-8", "replace")) > MAX_REQUEST_ID_BYTES:
+    try:
+        size = len(request_id.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"request_id must be valid Unicode, got {request_id[:50]!r}") from error
+    if size > MAX_REQUEST_ID_BYTES:
         raise ValueError(f"request_id must be of at most {MAX_REQUEST_ID_BYTES} bytes, got {request_id[:50]!r}...")
     if not len(prompt):
         raise ValueError("the prompt is empty; give at least one token")

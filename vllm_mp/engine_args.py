@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import logging
 import math
 import os
 import types
@@ -23,6 +24,8 @@ from vllm_mp.config import (
     VllmConfig,
 )
 from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
 _DEFAULT_MAX_NUM_SEQS = 256
@@ -74,7 +77,7 @@ class EngineArgs:
     )
     seed: int = _option(0, "seed of random weights", low=0, high=2**63 - 1)
     max_model_len: int | None = _option(
-        None, "most tokens of prompt and answer together; the model's context by default", low=1
+        None, "most tokens of prompt and answer together; the model's context by default", low=2
     )
     served_model_name: str | None = _option(None, "name of the model in answers; `model` by default")
     device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
@@ -199,7 +202,7 @@ class EngineArgs:
                 max_model_len=max_model_len,
                 enforce_eager=self.enforce_eager,
                 hf_config=hf_config,
-                eos_token_ids=self._eos_token_ids(folder, hf_config),
+                eos_token_ids=self._eos_token_ids(folder, hf_config, architecture.vocab_size),
             ),
             cache_config=CacheConfig(
                 block_size=self.block_size,
@@ -264,7 +267,7 @@ class EngineArgs:
             stream_interval=self.stream_interval,
         )
 
-    def _eos_token_ids(self, folder: Path, hf_config: dict[str, Any]) -> list[int]:
+    def _eos_token_ids(self, folder: Path, hf_config: dict[str, Any], vocab_size: int) -> list[int]:
         """End-of-sequence ids: generation_config.json's, which may name several, before config.json's."""
         generation: dict[str, Any] = {}
         if self.generation_config != "vllm":
@@ -279,7 +282,11 @@ class EngineArgs:
         ids = generation.get("eos_token_id")
         if ids is None:
             ids = hf_config.get("eos_token_id")
-        return [ids] if isinstance(ids, int) else list(ids or ())
+        ids = [ids] if isinstance(ids, int) else list(ids or ())
+        known = [one for one in ids if isinstance(one, int) and 0 <= one < vocab_size]
+        if len(known) < len(ids):
+            logger.warning("%s: eos_token_id %s has ids outside the vocabulary of %d", folder, ids, vocab_size)
+        return known
 
 
 @dataclasses.dataclass
@@ -309,9 +316,15 @@ def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
         raise TypeError(f"{name} must be of type {expected.__name__}, got {value!r}")
     if meta["choices"] and value not in meta["choices"]:
         raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got {value!r}")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} must be valid Unicode, got {value!r}") from error
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
         low, high = meta["low"], meta["high"]
-        # Written so that NaN is refused too.
         if not (low if low is not None else -math.inf) <= value <= (high if high is not None else math.inf):
             bounds = f"at least {low:g}" + (f" and at most {high:g}" if high is not None else "")
             raise ValueError(f"{name} must be {bounds}, got {value}")

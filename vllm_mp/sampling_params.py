@@ -2,6 +2,8 @@
 
 import enum
 import math
+import numbers
+import reprlib
 from typing import Any
 
 import msgspec
@@ -113,9 +115,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize=True; use stop_token_ids with detokenize=False")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
-                if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                    raise ValueError(f"{name} must hold token ids (integers of at least 0), got {token_id!r}")
+            given = getattr(self, name)
+            ids = []
+            for token_id in given or ():
+                if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
+                    raise TypeError(f"{name} must hold token ids, got {token_id!r}")
+                ids.append(int(token_id))
+                if not 0 <= ids[-1] < 2**31:
+                    raise ValueError(f"{name} must hold token ids, integers in [0, 2**31), got {token_id}")
+            setattr(self, name, None if given is None else ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty; leave it None to allow every token")
         for token_id, bias in (self.logit_bias or {}).items():
@@ -126,18 +134,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         value = getattr(self, name)
         if value is None and name in _OPTIONAL_INTEGERS:
             return
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"{name} must be an integer, got {value!r}")
-        if not low <= value <= high:
+        number = int(value)  # NumPy's scalars have no place on the wire
+        if not low <= number <= high:
             raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
+        setattr(self, name, number)
 
     def _number(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} must be a number, got {value!r}")
+        number = float(value)
         # Written so that NaN, which compares false with everything, is refused too.
-        if not low <= value <= high or (open_low and value == low):
+        if not low <= number <= high or (open_low and number == low):
             raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}")
+        setattr(self, name, number)
 
     def clone(self) -> "SamplingParams":
         """A copy whose fields can be changed without touching this one (lists are not copied)."""
@@ -174,6 +186,6 @@ def check_served(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value != getattr(_DEFAULTS, name):
             raise NotImplementedError(
-                f"SamplingParams.{name}={value!r} is not served yet; leave it at its default "
+                f"SamplingParams.{name}={reprlib.repr(value)} is not served yet; leave it at its default "
                 f"({getattr(_DEFAULTS, name)!r})"
             )

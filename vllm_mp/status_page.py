@@ -82,16 +82,26 @@ class StatusPage:
 
     @classmethod
     def create(cls, path: str | None, incarnation: int) -> "StatusPage":
-        """Make a fresh page at `path`, readable by its owner alone; without a path, one that nobody else sees."""
+        """Make a fresh page at `path`, readable by its owner alone; without a path, one that nobody else sees.
+
+        Raises ValueError when there is no room or no right to make it.
+        """
         if path is None:
             page = cls(mmap.mmap(-1, _SIZE))
         else:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
-                os.ftruncate(descriptor, _SIZE)
-                page = cls(mmap.mmap(descriptor, _SIZE))
-            finally:
-                os.close(descriptor)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+                try:
+                    # Space is taken now: a page of a full disk would end the process at the first write to it.
+                    os.posix_fallocate(descriptor, 0, _SIZE)
+                    page = cls(mmap.mmap(descriptor, _SIZE))
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise ValueError(
+                    f"cannot make the status page {path}: {error.strerror}; make room there, or set TMPDIR to a "
+                    "folder that has some"
+                ) from error
         page._header[_Field.INCARNATION] = incarnation
         page._header[_Field.PID] = os.getpid()
         page.enter(CoreState.STARTING)

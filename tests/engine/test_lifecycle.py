@@ -189,9 +189,7 @@ def test_sixty_four_streams_with_random_aborts_leave_nothing_behind(make_engine)
         gc.collect()
         await asyncio.sleep(0)
         assert await engine.get_num_unfinished_requests() == 0
-        assert not engine._by_slot
-        assert not engine._streams
-        assert not engine._slot_of
+        assert engine._requests.num_slots_in_use == 0
         await eventually(lambda: _settled(process, core, before))
 
     asyncio.run(run())

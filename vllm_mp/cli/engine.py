@@ -9,7 +9,6 @@ import time
 import msgspec
 
 from vllm_mp.config import CoreLaunch
-from vllm_mp.curve_key import ensure_key_file
 from vllm_mp.engine_args import AsyncEngineArgs
 
 HELP = "run a core that clients reach at an address (AsyncLLM.connect)"
@@ -25,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
     """Become the core: this process is replaced and keeps its pid, so signals to it reach the core."""
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     if args.key_file:
+        from vllm_mp.curve_key import ensure_key_file
+
         ensure_key_file(args.key_file)
     launch = CoreLaunch(
         config=config,
@@ -39,4 +40,4 @@ def run(args: argparse.Namespace) -> int:
         file.write(msgspec.json.encode(launch) + b"\n")
         file.seek(0)
         os.dup2(file.fileno(), 0)
-    os.execv(sys.executable, [sys.executable, "-m", "vllm_mp.core"])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_mp.core"])
