@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from vllm_mp.config import CoreLaunch, VllmConfig
+from vllm_mp.config import CoreLaunch, VllmConfig, core_environment
 from vllm_mp.status_page import StatusPage
 
 _LOG_LINES = 8
@@ -44,7 +44,7 @@ class CoreProcess:
             parent_pid=os.getpid(),
         )
         parent = Path(__file__).resolve().parents[1]
-        environment = dict(os.environ)
+        environment = core_environment()
         if not {"site-packages", "dist-packages"} & set(parent.parts):
             # A source tree that is not installed is found by this process alone.
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))

@@ -1,7 +1,9 @@
 """Small models of every native architecture with random weights, as transformers makes and saves them."""
 
+import contextlib
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,15 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
-GPT2_SIZES: dict[str, Any] = {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128}
+GPT2_SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -79,6 +89,17 @@ def scarce_blocks(config: PreTrainedConfig, dtype_bytes: int = 4) -> dict[str, A
         "block_size": block_size,
         "kv_cache_memory_bytes": (num_blocks + 1) * block_size * token_bytes,
     }
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """A second thread costs models this small more than it brings, most of all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def save_random_model(config: PreTrainedConfig, folder: Path, **options: Any) -> nn.Module:

@@ -4,6 +4,7 @@ Everything here is plain data that crosses to the core process as JSON; it is ma
 `EngineArgs.create_engine_config`, which validates it.
 """
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,15 @@ class VllmConfig(msgspec.Struct, kw_only=True):
     observability_config: ObservabilityConfig
     liveness_config: LivenessConfig
     lora_config: LoRAConfig | None = None
+
+
+def core_environment() -> dict[str, str]:
+    """The environment of a core process: this one's, where threads that wait for each other sleep.
+
+    By default OpenMP's spin, and where anything else runs on the same cores, the client for one, a step then takes many
+    times as long. OMP_WAIT_POLICY=active brings that back.
+    """
+    return {"OMP_WAIT_POLICY": "passive", **os.environ}
 
 
 class CoreLaunch(msgspec.Struct, kw_only=True):

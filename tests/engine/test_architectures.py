@@ -1,6 +1,5 @@
 """Every native architecture through a real core, and the ways in which its weights and its tokenizer may come."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from random_models import (
     NATIVE,
     PROMPT_LENGTHS,
     WHOLE_PROMPTS,
+    one_thread,
     random_prompts,
     save_config,
     save_random_model,
@@ -29,7 +29,7 @@ PROMPTS = random_prompts(PROMPT_LENGTHS)
 
 
 def running(folder, **options):
-    return running_engine(folder, skip_tokenizer_init=True, device="cpu", **options)
+    return running_engine(folder, skip_tokenizer_init=True, device="cpu", num_threads=1, **options)
 
 
 def answers(folder, **options):
@@ -43,7 +43,8 @@ def random_model(request, tmp_path_factory):
     """The configuration of an architecture, the folder of a model, and transformers' own of it."""
     folder = tmp_path_factory.mktemp(request.param)
     config = CONFIGS[request.param]
-    return config, folder, save_random_model(config, folder)
+    with one_thread():
+        yield config, folder, save_random_model(config, folder)
 
 
 def test_whole_prompts_are_answered_as_transformers_would(random_model):
@@ -88,7 +89,7 @@ def chat_folder(tmp_path: Path) -> Path:
     )
     backend.train_from_iterator(["Does money buy happiness? Depends on how much you spend. 你好 😀"] * 4, trainer)
     sizes = {**GPT2_SIZES, "vocab_size": backend.get_vocab_size()}
-    save_random_model(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0), folder)
+    save_random_model(GPT2Config(**sizes), folder)
     backend.model.save(str(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 128}))
     return folder
@@ -98,6 +99,8 @@ CHAT = """
 import asyncio, json, sys
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams, RequestOutputKind
 
+commands = []
+sys.addaudithook(lambda event, args: commands.append(args[1]) if event == "subprocess.Popen" else None)
 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=sys.argv[1], dtype="float32", device="cpu"))
 params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
@@ -107,6 +110,7 @@ async def main():
         "prompt": outputs[0].prompt_token_ids,
         "pieces": [output.outputs[0].text for output in outputs],
         "answer": [token for output in outputs for token in output.outputs[0].token_ids],
+        "conversions": sum("vllm_mp.client.convert_tokenizer" in command for command in commands),
         "torch": "torch" in sys.modules,
     }))
 
@@ -129,13 +133,8 @@ def chat(folder: Path, cache: Path):
 
 
 def test_a_folder_with_vocabulary_and_merges_streams_text_without_torch_in_the_client(chat_folder, tmp_path):
-    cache = tmp_path / "cache"
-    first = chat(chat_folder, cache)
-    (converted,) = (cache / "tokenizers").iterdir()
-    made = (converted / "tokenizer.json").stat().st_mtime_ns
-    second = chat(chat_folder, cache)
-    assert (converted / "tokenizer.json").stat().st_mtime_ns == made, "the tokenizer was converted again"
-    assert list((cache / "tokenizers").iterdir()) == [converted]
+    first, second = (chat(chat_folder, tmp_path / "cache") for _ in range(2))
+    assert (first["conversions"], second["conversions"]) == (1, 0)
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)
     for result in (first, second):
         assert not result["torch"]

@@ -5,6 +5,7 @@ imports what is slow to import, so that help comes at once.
 """
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -23,10 +24,11 @@ _BENCHMARKS = {"startup": bench_startup}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 fine, 1 the work failed, 2 bad arguments."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(
-        level=os.environ.get("VLLM_MP_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
     try:
+        _prepare_streams()
+        logging.basicConfig(
+            level=os.environ.get("VLLM_MP_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s"
+        )
         code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -46,6 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return _INTERRUPTED
     return code
+
+
+def _prepare_streams() -> None:
+    """See to it that no byte of the input and no character of the answer ends the program."""
+    if sys.stdin is None:  # closed by whoever started us
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    # Whoever takes the text refuses what is not valid in it, and can say where.
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
+    if not 0 < args.idle_seconds < 3600:
+        raise ValueError(f"--idle-seconds must be above 0 and below 3600, got {args.idle_seconds}")
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.create_engine_config()  # fetch and convert before the clock runs
     options = json.dumps(dataclasses.asdict(engine_args))

@@ -1,6 +1,7 @@
 """Talk with a model in the terminal."""
 
 import argparse
+import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,11 @@ _USAGE = "/clear forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="the system message")
-    parser.add_argument("--connect", metavar="ADDRESS", help="use the core that serves this address")
+    parser.add_argument(
+        "--connect",
+        metavar="ADDRESS",
+        help="use the core that serves this address; of the engine options, --tokenizer may name a local folder",
+    )
     parser.add_argument("--key-file", help="key file of that core, for a tcp:// address")
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
@@ -35,9 +40,10 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.client.async_llm import AsyncLLM
 
     params = sampling_params(args)
+    _check_connect(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if args.connect:
-            llm = AsyncLLM.connect(args.connect, key_file=args.key_file)
+        if args.connect is not None:
+            llm = AsyncLLM.connect(args.connect, key_file=args.key_file, tokenizer=args.tokenizer)
         else:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         try:
@@ -48,6 +54,20 @@ def run(args: argparse.Namespace) -> int:
         finally:
             llm.shutdown()
     return 0
+
+
+def _check_connect(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that would be ignored: a core that runs already has its options."""
+    if args.connect is None:
+        if args.key_file is not None:
+            raise ValueError("--key-file needs --connect ADDRESS")
+        return
+    for option in dataclasses.fields(AsyncEngineArgs):
+        if option.name != "tokenizer" and getattr(args, option.name) != option.default:
+            raise ValueError(
+                f"--{option.name.replace('_', '-')} has no effect on a core that runs already; give it to "
+                "`vllm-mp engine`, or leave out --connect"
+            )
 
 
 def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams, system: str | None) -> None:

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from vllm_mp.config import CoreLaunch
+from vllm_mp.config import CoreLaunch, core_environment
 from vllm_mp.engine_args import AsyncEngineArgs
 
 HELP = "run a core that clients reach at an address (AsyncLLM.connect)"
@@ -40,4 +40,4 @@ def run(args: argparse.Namespace) -> int:
         file.write(msgspec.json.encode(launch) + b"\n")
         file.seek(0)
         os.dup2(file.fileno(), 0)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_mp.core"])
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "vllm_mp.core"], core_environment())

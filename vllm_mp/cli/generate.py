@@ -56,7 +56,14 @@ async def stream_answer(
 
 
 def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
-    """The token ids that the model's chat template makes of `messages`; raises ValueError if it has none."""
+    """The token ids that the model's chat template makes of `messages`.
+
+    Raises ValueError if it has none, or if a message is no text that can be encoded.
+    """
+    from vllm_mp.client.prompt import parse_prompt
+
+    for message in messages:
+        parse_prompt(message["content"], None)
     tokenizer = llm.get_tokenizer()
     if not tokenizer.chat_template:
         raise ValueError(

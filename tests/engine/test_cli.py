@@ -1,0 +1,463 @@
+"""The `vllm-mp` command, as a shell runs it."""
+
+import asyncio
+import codecs
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import answer, eventually, greedy, is_empty
+
+from vllm_mp import AsyncLLM, __version__
+
+PROGRAM = [sys.executable, "-m", "vllm_mp.cli"]
+LIGHT = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--num-threads", "1"]
+COMMANDS = ["pull", "generate", "chat", "engine", "env", "bench startup"]
+LONG_STORY = "Write a long story about a dragon and a knight."
+CAPITAL = "What is the capital of France?"
+
+
+def run(*arguments, **options):
+    """Run a command to its end, with an empty input unless one is given."""
+    options = {"input": "", "text": True, "timeout": 120, **options}
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, check=False, **options)
+
+
+@contextlib.contextmanager
+def running(*arguments):
+    """A command while it runs, its outputs in pipes; killed at the end of the block."""
+    process = subprocess.Popen(
+        [*PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def core_of(process):
+    """The core of a running command, as soon as it has one."""
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(process.pid).children()):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "no core was started"
+    (core,) = children
+    return core
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    """A folder for temporary files that a test's commands have for themselves, with a short path."""
+    with tempfile.TemporaryDirectory(prefix="cli-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def options(default_model):
+    return ["--model", str(default_model), *LIGHT]
+
+
+@pytest.fixture(scope="module")
+def core(options, tmp_path_factory):
+    """A client of a core that runs on its own, for what need not start one."""
+    address = f"ipc://{tmp_path_factory.mktemp('core')}/core.sock"
+    with running("engine", "--listen", address, *options, "--max-model-len", "256") as process:
+        client = AsyncLLM.connect(address, timeout=120)
+        yield client
+        client.shutdown()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def address(core):
+    return core._connection.address
+
+
+def greedy_text(client, prompt, max_tokens=None):
+    return asyncio.run(answer(client, prompt, greedy(max_tokens))).outputs[0].text
+
+
+def chat_text(client, *contents, max_tokens=None):
+    """The answer to the last of `contents`: what user and assistant have said in turn."""
+    roles = ("user", "assistant") * len(contents)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    tokenizer = client.get_tokenizer()
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return greedy_text(client, tokenizer(text, add_special_tokens=False).input_ids, max_tokens)
+
+
+class Terminal:
+    """A command on a terminal of its own, where Ctrl-C and Ctrl-D mean what they do to a user."""
+
+    CTRL_C, CTRL_D = "\x03", "\x04"
+    _TAKE_TERMINAL = (
+        "import fcntl, os, sys, termios\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+
+    def __init__(self, *arguments):
+        self._master, terminal = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self._TAKE_TERMINAL, *PROGRAM[1:], *arguments],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
+        )
+        os.close(terminal)
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._unseen = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def type(self, text):
+        os.write(self._master, text.encode())
+
+    def until(self, pattern, timeout=60.0):
+        """What has appeared on the screen since the last call, up to and with `pattern`."""
+        deadline = time.monotonic() + timeout
+        while not (match := re.search(pattern, self._unseen)):
+            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{pattern!r} did not appear in {self._unseen!r}"
+            try:
+                self._unseen += self._decode(os.read(self._master, 65_536))
+            except OSError:
+                raise AssertionError(f"the command ended before {pattern!r} came: {self._unseen!r}") from None
+        seen, self._unseen = self._unseen[: match.end()], self._unseen[match.end() :]
+        return seen.replace("\r\n", "\n")
+
+    def until_prompt(self):
+        """What has appeared up to and with the prompt, where the command now waits for a line."""
+        seen = self.until(r"(?m)^> ")
+        # Between the prompt and the wait for a line, Python notices Ctrl-C only after the next line.
+        process = psutil.Process(self.process.pid)
+        deadline = time.monotonic() + 60
+        while process.status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline
+        return seen
+
+    def ask(self, question):
+        """Type a question at the prompt; the answer begins after what this returns."""
+        self.type(f"{question}\n")
+        return self.until(rf"{re.escape(question)}\r\n")
+
+    def end(self):
+        """The exit code, and what was on the screen at last."""
+        with contextlib.suppress(OSError):
+            while data := os.read(self._master, 65_536):
+                self._unseen += self._decode(data)
+        return self.process.wait(60), self._unseen
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "bench"])
+def test_help_of_each_command_answers_without_loading_what_is_slow(command):
+    code = (
+        "import sys\nfrom vllm_mp.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: status = end.code\n"
+        "slow = {'torch', 'transformers', 'numpy', 'zmq', 'tokenizers', 'huggingface_hub'} & sys.modules.keys()\n"
+        "print(status, sorted(slow), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr == "0 []\n"
+    assert done.stdout.startswith(f"usage: vllm-mp {command}".rstrip())
+
+
+def test_the_program_names_its_commands_and_its_version():
+    shown = run("--help").stdout
+    for command in COMMANDS:
+        assert re.search(rf"^ +{command.split()[0]} ", shown, re.MULTILINE)
+    assert run("--version").stdout == f"vllm-mp {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "nonsense"),
+        (["generate"], "prompt"),
+        (["generate", "x", "--temperature", "hot"], "--temperature"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be in"),
+        (["generate", "x", "--top-p", "nan"], "top_p must be in"),
+        (["generate", "x", "--max-tokens", "0"], "max_tokens must be in"),
+        (["generate", "x", "--max-model-len", "0"], "max_model_len must be"),
+        (["generate", "x", "--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not served"),
+        (["generate", "x", "--no-such-flag"], "--no-such-flag"),
+        (["generate", "x", "--model", "/nowhere"], "/nowhere"),
+        (["engine"], "--listen"),
+        (["pull", "./nowhere"], "./nowhere"),
+        (["chat", "--connect", "http://localhost"], "ipc://"),
+        (["chat", "--connect", "ipc:///nowhere", "--dtype", "float32"], "--dtype"),
+        (["chat", "--key-file", "key"], "--connect"),
+        (["bench", "startup", "--rounds", "0"], "--rounds"),
+        (["bench", "startup", "--idle-seconds", "0"], "--idle-seconds"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_named_and_end_with_2(arguments, words):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_bad_variable_is_named_and_ends_with_2():
+    done = run("env", env={**os.environ, "VLLM_MP_LOG_LEVEL": "loud"})
+    assert done.returncode == 2
+    assert "LOUD" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_core_that_does_not_come_up_ends_with_1_and_says_why(options):
+    done = run("generate", "x", *options, "--kv-cache-memory-bytes", "1000")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no space for the cache" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_env_prints_versions_machine_and_settings():
+    done = run("env", env={**os.environ, "VLLM_MP_SOMETHING": "some value"})
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    for package in ("torch", "transformers", "pyzmq", "msgspec"):
+        assert rows[package] == importlib.metadata.version(package)
+    assert rows["python"].startswith(platform.python_version())
+    assert f"{len(os.sched_getaffinity(0))} cores" in rows["cpu"]
+    assert rows["VLLM_MP_SOMETHING"] == "some value"
+    assert {"platform", "memory", "gpu", "cache"} <= rows.keys()
+
+
+def test_env_into_a_pipe_that_nobody_reads_fails_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as pipe:
+        done = subprocess.run(
+            [*PROGRAM, "env"], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_pull_prints_the_folder_of_the_model_and_nothing_else(default_model):
+    done = run("pull")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{default_model}\n", "")
+
+
+def test_generate_prints_the_answer_and_nothing_else(core, options):
+    prompt = "The capital of France is"
+    done = run("generate", prompt, "--max-tokens", "8", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == greedy_text(core, prompt, 8) + "\n"
+    assert "Paris" in done.stdout
+
+
+def test_generate_reads_the_prompt_from_its_input_and_asks_in_the_chat_template(core, options):
+    question = "What is the capital of France?\nAnswer in French, é."
+    done = run("generate", "-", "--chat", "--max-tokens", "8", *options, input=question)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == chat_text(core, question, max_tokens=8) + "\n"
+    assert done.stdout != greedy_text(core, question, 8) + "\n", "the template makes a difference"
+
+
+def test_generate_ends_quietly_when_its_reader_has_seen_enough(options, temporary):
+    pipeline = '"$@" | head -c 10; exit "${PIPESTATUS[0]}"'
+    command = [*PROGRAM, "generate", "Once upon a time", "--ignore-eos", *options]
+    done = subprocess.run(
+        ["bash", "-c", pipeline, "-", *command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert len(done.stdout) == 10
+    assert not list(temporary.iterdir())
+
+
+def test_ctrl_c_during_the_answer_ends_generate_with_130_and_leaves_no_core(options, temporary):
+    with running("generate", "Once upon a time", "--ignore-eos", *options) as process:
+        child = core_of(process)
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert stderr.strip() == b""
+        assert stdout.count(b" ") < 200, "it has not gone on to the end"
+        assert not child.is_running()
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("sign", ["vllm_mp-*", "vllm_mp-*/core-1.status"], ids=["begins", "loads"])
+def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(options, temporary, sign):
+    async def has_come_so_far():
+        return bool(list(temporary.glob(sign)))
+
+    with running("generate", "x", *options) as process:
+        child = core_of(process)
+        asyncio.run(eventually(has_come_so_far))
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+        # To a shell the same: Python may choose to die by the signal, where that came while it imported.
+        assert process.returncode in (130, -signal.SIGINT)
+        assert (stdout, stderr.strip()) == (b"", b"")
+        # One that has not read its configuration yet finds out by itself that there is nobody to serve.
+        assert psutil.wait_procs([child], timeout=20)[1] == []
+    assert not list(temporary.iterdir())
+
+
+def test_the_death_of_the_core_ends_generate_with_1_and_its_cause(options, temporary):
+    with running("generate", "Once upon a time", "--ignore-eos", *options) as process:
+        assert process.stdout.read(1)
+        core_of(process).kill()
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert b"SIGKILL" in stderr
+        assert b"Traceback" not in stderr
+    assert not list(temporary.iterdir())
+
+
+def test_chat_in_a_pipe_answers_every_line_and_remembers_the_conversation(core, address):
+    questions = ["Name a fruit.", "Name another one."]
+    done = run("chat", "--connect", address, "--max-tokens", "12", input="\n".join([questions[0], "", questions[1]]))
+    assert (done.returncode, done.stderr) == (0, "")
+    first = chat_text(core, questions[0], max_tokens=12)
+    second = chat_text(core, questions[0], first, questions[1], max_tokens=12)
+    assert done.stdout == f"{first}\n{second}\n"
+    assert second != chat_text(core, questions[1], max_tokens=12), "the first question makes a difference"
+
+
+def test_chat_forgets_on_clear_and_ends_at_exit(core, address):
+    lines = ["Name a fruit.", "/clear", "Name another one.", "/exit", "Name a third one."]
+    done = run("chat", "--connect", address, "--max-tokens", "12", input="\n".join(lines) + "\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    answers = [chat_text(core, question, max_tokens=12) for question in (lines[0], lines[2])]
+    assert done.stdout == "".join(f"{text}\n" for text in answers)
+
+
+def test_a_question_that_cannot_be_asked_costs_the_conversation_nothing(core, address):
+    lines = [b"\xff is no text", b"word " * 300, CAPITAL.encode()]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = run("chat", "--connect", address, input=b"\n".join(lines), text=False, env=strict)
+    assert done.returncode == 0
+    assert done.stdout.decode() == chat_text(core, CAPITAL) + "\n"
+    complaints = done.stderr.decode().splitlines()
+    assert [("Unicode" in line, "max_model_len=256" in line) for line in complaints] == [(True, False), (False, True)]
+
+
+def test_a_conversation_longer_than_the_context_forgets_its_oldest_turn_and_says_so(core, address):
+    lines = ["word " * 120, "word " * 110, CAPITAL]
+    done = run("chat", "--connect", address, "--max-tokens", "4", input="\n".join(lines))
+    assert done.returncode == 0
+    assert done.stdout.count("\n") >= 3
+    assert "oldest turn is forgotten" in done.stderr
+
+
+def test_chat_leaves_the_core_that_it_connected_to_running_and_empty(core, address):
+    done = run("chat", "--connect", address, "--max-tokens", "3", input="Hello")
+    assert done.returncode == 0
+
+    async def check():
+        await core.check_health()
+        await eventually(lambda: is_empty(core))
+
+    asyncio.run(check())
+
+
+def test_chat_without_an_input_ends_at_once(address):
+    command = [*PROGRAM, "chat", "--connect", address]
+    done = subprocess.run(
+        ["bash", "-c", '"$@" <&-', "-", *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_in_a_terminal_ctrl_c_stops_an_answer_and_not_the_program(core, options, temporary):
+    with Terminal("chat", *options) as terminal:
+        greeting = terminal.until_prompt()
+        assert "/clear" in greeting
+        assert "Ctrl-C" in greeting
+        (child,) = psutil.Process(terminal.process.pid).children()
+
+        terminal.ask(LONG_STORY)
+        terminal.until(r"\w+ \w+")
+        terminal.type(Terminal.CTRL_C)
+        rest = terminal.until_prompt()
+        assert rest.endswith(" [stopped]\n> ")
+        assert len(rest.split()) < 200, "it has not gone on to the end"
+
+        terminal.type(Terminal.CTRL_C)
+        assert "/exit" in terminal.until_prompt(), "at the prompt it explains the way out"
+
+        terminal.ask("/clear")
+        terminal.until_prompt()
+        terminal.ask(CAPITAL)
+        assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n> "
+        terminal.type("/exit\n")
+        assert terminal.end()[0] == 0
+        assert not child.is_running()
+    assert not list(temporary.iterdir())
+
+
+def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
+    with Terminal("chat", "--connect", address) as terminal:
+        terminal.until_prompt()
+        terminal.ask(CAPITAL)
+        assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n> "
+        terminal.type(Terminal.CTRL_D)
+        code, screen = terminal.end()
+        assert code == 0
+        assert "Traceback" not in screen
+
+
+def test_the_death_of_the_core_ends_the_chat_with_1_and_its_cause(options):
+    with Terminal("chat", *options) as terminal:
+        terminal.until_prompt()
+        (child,) = psutil.Process(terminal.process.pid).children()
+        terminal.ask(LONG_STORY)
+        terminal.until(r"\w+")
+        child.kill()
+        code, screen = terminal.end()
+        assert code == 1
+        assert "SIGKILL" in screen
+        assert "Traceback" not in screen
+
+
+def test_bench_startup_prints_and_writes_its_figures(default_model, options, tmp_path):
+    file = tmp_path / "figures.json"
+    done = run("bench", "startup", "--rounds", "1", "--idle-seconds", "0.2", "--json", str(file), *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(file.read_text())
+    assert figures.pop("model") == str(default_model)
+    assert figures.pop("cores") == os.cpu_count()
+    assert len(figures) == 5
+    for name, value in figures.items():
+        assert re.search(rf"^{re.escape(name)} +{value:.3f}$", done.stdout, re.MULTILINE)
+    import_s, ready_s, first_token_s, client_mb, _ = figures.values()
+    assert 0 < import_s < ready_s < first_token_s
+    assert 10 < client_mb < 500
+    assert re.search(r"torch loaded by the client +False", done.stdout)

@@ -1,0 +1,99 @@
+"""A core that is killed on the GPU: its streams end with the cause, and the device's memory comes back."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from gpu_device import DEVICE, ON_DEVICE
+from greedy_parity import generate_all
+from harness import eventually, running_engine
+from random_models import random_prompts, save_config
+from transformers import LlamaConfig
+
+from vllm_mp import EngineDeadError, SamplingParams
+
+pytestmark = ON_DEVICE
+
+NUM_STREAMS = 32
+# Large enough for the memory that its core holds to stand out.
+CONFIG = LlamaConfig(
+    vocab_size=2048,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    max_position_embeddings=2048,
+)
+OPTIONS = {
+    "device": DEVICE,
+    "num_threads": 1,
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "max_model_len": 2048,
+    "kv_cache_memory_bytes": 2**29,
+}
+SLACK = 64 * 2**20
+"""Bytes by which two readings of the same state may differ."""
+
+
+def device_memory_in_use() -> int:
+    """Bytes that the device has given away, asked from a process of its own; on a CPU, what our children hold."""
+    if DEVICE == "cpu":
+        return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
+    code = "import torch; free, total = torch.cuda.mem_get_info(); print(total - free)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return int(done.stdout)
+
+
+async def memory_is_back(before: int) -> bool:
+    return await asyncio.to_thread(device_memory_in_use) <= before + SLACK
+
+
+async def start_streams(engine):
+    """Streams that have all begun and will not end by themselves soon."""
+    params = SamplingParams(max_tokens=2000, ignore_eos=True)
+    streams = [engine.generate(prompt, params) for prompt in random_prompts((16,) * NUM_STREAMS)]
+    await asyncio.gather(*(anext(stream) for stream in streams))
+    return streams
+
+
+async def drain(stream):
+    async for _ in stream:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_config(CONFIG, tmp_path_factory.mktemp("llama"))
+
+
+def test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back(folder):
+    before = device_memory_in_use()
+    with running_engine(folder, **OPTIONS) as engine:
+        answers = [output.outputs[0].token_ids for output in generate_all(engine, random_prompts((16, 5)), 8)]
+        assert device_memory_in_use() > before + SLACK, "the core holds nothing that could come back"
+
+        async def run():
+            streams = await start_streams(engine)
+            status = await engine.core_status()
+            assert status["num_running"] == NUM_STREAMS
+            os.kill(status["pid"], signal.SIGKILL)
+            results = await asyncio.wait_for(
+                asyncio.gather(*(drain(stream) for stream in streams), return_exceptions=True), 20
+            )
+            for result in results:
+                assert isinstance(result, EngineDeadError)
+                assert "SIGKILL" in str(result)
+            await eventually(lambda: memory_is_back(before), timeout=60)
+
+        asyncio.run(run())
+        # While the dead engine is still there: nothing of it is in the way of the next one.
+        with running_engine(folder, **OPTIONS) as successor:
+            again = [output.outputs[0].token_ids for output in generate_all(successor, random_prompts((16, 5)), 8)]
+    assert again == answers
+    asyncio.run(eventually(lambda: memory_is_back(before), timeout=60))

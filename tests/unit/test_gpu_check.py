@@ -1,0 +1,122 @@
+"""tools/gpu_check.py as a user runs it, on the CPU and with a tiny model."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_mp.architecture import Architecture
+from vllm_mp.core.models import build_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_tool(out: Path, *arguments: str) -> tuple[int, dict]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--out", str(out), "--quick", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=out.parent,
+        check=False,
+    )
+    assert out.exists(), done.stderr
+    found = json.loads(out.read_text())
+    for error in found["errors"]:
+        assert error["part"] in done.stderr
+        assert error["error"] in done.stdout, "the table tells what failed"
+    return done.returncode, found
+
+
+def test_a_good_run_holds_every_figure_against_the_limits_of_its_device(tmp_path):
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--tests", "tests/gpu/test_core_death.py")
+    assert found["errors"] == found["skipped"] == []
+    assert code == 0
+    assert (found["tests"]["passed"], found["tests"]["failed"], found["tests"]["errors"]) == (1, 0, 0)
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["device"] == "cpu"
+    assert found["date"]
+    assert found["ceilings"]["copy_bytes_per_s"] > 1e8
+    assert found["ceilings"]["matmul_flops_per_s"] > 1e8
+    record = found["benchmarks"]["tiny"]
+    assert 0 < record["start_s"] < 60
+    assert [figure["batch"] for figure in record["decode"]] == [1, 4]
+    assert [figure["prompt_len"] for figure in record["prefill"]] == [16, 64]
+    for figure in record["decode"] + record["prefill"]:
+        assert min(figure["rounds"]) <= figure["tokens_per_s"] <= max(figure["rounds"])
+        assert figure["share_of_bandwidth"] > 0
+        assert figure["share_of_matrix_rate"] > 0
+
+
+def test_failed_tests_are_named_and_fail_the_run(tmp_path):
+    tests = tmp_path / "test_sample.py"
+    tests.write_text(
+        "import pytest\n\n"
+        "def test_good(): pass\n\n"
+        "def test_bad(): assert 'this' == 'that'\n\n"
+        "@pytest.fixture\ndef broken(): raise OSError('no such thing')\n\n"
+        "def test_unable(broken): pass\n\n"
+        "@pytest.mark.skip\ndef test_later(): pass\n"
+    )
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--tests", str(tests))
+    assert code == 1
+    counts = {name: found["tests"][name] for name in ("passed", "failed", "errors", "skipped")}
+    assert counts == {"passed": 1, "failed": 1, "errors": 1, "skipped": 1}
+    by_name = {failure["test"].split("::")[-1]: failure["last_lines"] for failure in found["tests"]["failures"]}
+    assert by_name.keys() == {"test_bad", "test_unable"}
+    assert "AssertionError" in by_name["test_bad"][-1]
+    assert "OSError" in by_name["test_unable"][-1]
+    assert found["errors"] == []
+    assert len(found["benchmarks"]["tiny"]["decode"]) == 2, "the other parts ran"
+
+
+def test_without_time_nothing_is_measured_and_nothing_counts_as_proved(tmp_path):
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--budget-s", "0")
+    assert code == 1
+    assert found["skipped"] == ["ceilings", "tests", "tiny"]
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["errors"] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_part_that_fails_leaves_the_others_and_the_report_whole(tmp_path):
+    sample = tmp_path / "test_sample.py"
+    sample.write_text("def test_good(): pass\n")
+    code, found = run_tool(tmp_path / "results.json", "--tests", str(sample))
+    assert code == 1
+    assert found["tests"]["passed"] == 1
+    assert {error["part"] for error in found["errors"]} == {"ceilings", "tiny start"}
+    assert any("finds no CUDA device" in error["error"] for error in found["errors"])
+    assert found["benchmarks"]["tiny"]["decode"] == []
+
+
+@pytest.fixture
+def engine_speed(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("engine_speed")
+
+
+def test_the_rate_is_that_of_the_time_in_which_all_streams_decode(engine_speed):
+    early = [(0.0, 1), (1.0, 1), (3.0, 1), (5.0, 1), (7.0, 1)]
+    late = [(3.0, 1), (5.0, 1), (7.0, 1), (8.0, 1), (9.0, 1)]
+    assert engine_speed.steady_tokens_per_s([early, late]) == pytest.approx(2 * 2 / 4.0)
+    with pytest.raises(ValueError, match="never all decoded"):
+        engine_speed.steady_tokens_per_s([early[:2], late])
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.1-8B"])
+def test_a_decode_step_must_read_every_matrix_once(engine_speed, name):
+    arch = Architecture.from_hf_config(engine_speed.FULL.models[name])
+    model = build_model(arch, torch.bfloat16, "meta")
+    matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.dim() == 2}
+    count = sum(matrices.values()) - (0 if arch.tie_word_embeddings else arch.vocab_size * arch.hidden_size)
+    engine = SimpleNamespace(model_config=SimpleNamespace(architecture=arch, dtype="bfloat16"))
+    assert engine_speed.step_cost(engine, 1, 1, 0).memory_bytes == 2 * count
+    assert engine_speed.step_cost(engine, 3, 1, 0).flops == 3 * 2 * count
+    cached = engine_speed.step_cost(engine, 3, 1, 100).memory_bytes - 2 * count
+    assert cached == 300 * arch.kv_bytes_per_token(2)

@@ -1,0 +1,247 @@
+"""The page that says what the core is doing: shared, consistent, and still there when its writer is killed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from vllm_mp.status_page import MAX_STEP_REQUESTS, CoreState, StatusPage
+
+
+@contextlib.contextmanager
+def python(code, *arguments):
+    """A process that runs `code`, killed at the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ids(*values):
+    return np.array(values, np.uint32)
+
+
+READ = """
+import json, sys
+from pathlib import Path
+from vllm_mp.status_page import StatusPage
+page = StatusPage.open(Path(sys.argv[1]))
+for _ in sys.stdin:
+    print(json.dumps(page.read()._asdict()), flush=True)
+"""
+
+
+def test_what_is_written_here_is_read_in_another_process(tmp_path):
+    page = StatusPage.create(str(tmp_path / "page"), 7)
+    with python(READ, tmp_path / "page") as reader:
+
+        def read_there():
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            return json.loads(reader.stdout.readline())
+
+        status = read_there()
+        assert (status["incarnation"], status["pid"]) == (7, os.getpid())
+        assert status["state"] == CoreState.STARTING
+        page.enter(CoreState.LOADING, 0.25)
+        status = read_there()
+        assert (status["state"], status["load_progress"]) == (CoreState.LOADING, 0.25)
+        page.begin_step(41, ids(0, 1), ids(5, 65_536))
+        status = read_there()
+        assert (status["state"], status["step"]) == (CoreState.STEPPING, 41)
+        assert status["step_requests"] == [[0, 5], [1, 65_536]]
+        page.end_step(num_running=3, num_waiting=4, free_blocks=50, total_blocks=60)
+        status = read_there()
+        assert (status["state"], status["step"], status["step_requests"]) == (CoreState.IDLE, 41, [])
+        assert (status["num_running"], status["num_waiting"]) == (3, 4)
+        assert (status["free_blocks"], status["total_blocks"]) == (50, 60)
+        page.enter(CoreState.STOPPED)
+        assert read_there()["state"] == CoreState.STOPPED
+
+
+def test_the_requests_of_a_step_are_on_the_page_while_it_runs_and_at_no_other_time(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    reader = StatusPage.open(tmp_path / "page")
+    assert reader.read().step_requests == []
+    for step, slots in enumerate([[1, 2, 3], [4], []], 1):
+        writer.begin_step(step, ids(*[9] * len(slots)), ids(*slots))
+        assert reader.read().step_requests == [(9, slot) for slot in slots]
+        writer.end_step(0, 0, 1, 1)
+        assert reader.read().step_requests == []
+    writer.begin_step(4, ids(1), ids(1))
+    writer.enter(CoreState.STOPPED)
+    assert reader.read().step_requests == []
+
+
+def test_a_step_larger_than_the_page_shows_what_fits(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    slots = np.arange(MAX_STEP_REQUESTS + 5, dtype=np.uint32)
+    writer.begin_step(1, np.zeros_like(slots), slots)
+    requests = StatusPage.open(tmp_path / "page").read().step_requests
+    assert requests == [(0, slot) for slot in range(MAX_STEP_REQUESTS)]
+
+
+def test_ages_are_measured_from_the_last_beat_and_from_the_change_of_state(tmp_path, monkeypatch):
+    now = 1_000_000_000_000
+    monkeypatch.setattr("time.monotonic_ns", lambda: now)
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    reader = StatusPage.open(tmp_path / "page")
+    writer.begin_step(1, ids(0), ids(0))
+    now += 2_000_000_000
+    assert (reader.read().heartbeat_age, reader.read().state_age) == (2.0, 2.0)
+    writer.beat()
+    now += 500_000_000
+    assert (reader.read().heartbeat_age, reader.read().state_age) == (0.5, 2.5)
+
+
+WRITE_AND_WAIT = """
+import sys
+import numpy as np
+from vllm_mp.status_page import StatusPage
+page = StatusPage.create(sys.argv[1], 3)
+page.end_step(num_running=2, num_waiting=1, free_blocks=4, total_blocks=9)
+page.begin_step(17, np.array([0, 0, 2], np.uint32), np.array([8, 9, 1], np.uint32))
+print("in the step", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("open_first", [True, False], ids=["opened before", "opened after"])
+def test_the_page_outlives_a_killed_writer_and_names_the_step_it_was_in(tmp_path, open_first):
+    path = tmp_path / "page"
+    with python(WRITE_AND_WAIT, path) as writer:
+        assert writer.stdout.readline() == "in the step\n"
+        page = StatusPage.open(path) if open_first else None
+        writer.kill()
+        assert writer.wait() == -signal.SIGKILL
+        status = (page or StatusPage.open(path)).read()
+    assert (status.incarnation, status.pid, status.state, status.step) == (3, writer.pid, CoreState.STEPPING, 17)
+    assert status.step_requests == [(0, 8), (0, 9), (2, 1)]
+    assert (status.num_running, status.num_waiting, status.free_blocks, status.total_blocks) == (2, 1, 4, 9)
+
+
+def test_there_is_no_page_where_there_is_no_complete_one(tmp_path):
+    path = tmp_path / "page"
+    assert StatusPage.open(path) is None
+    path.write_bytes(b"")
+    assert StatusPage.open(path) is None
+    StatusPage.create(str(path), 1)
+    whole = path.read_bytes()
+    assert StatusPage.open(path) is not None
+    path.write_bytes(whole[:-1])
+    assert StatusPage.open(path) is None
+    path.write_bytes(bytes(len(whole)))
+    assert StatusPage.open(path) is None, "of the right size, but not yet begun"
+
+
+def test_only_the_owner_may_read_the_page(tmp_path):
+    previous = os.umask(0)
+    try:
+        StatusPage.create(str(tmp_path / "page"), 1)
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_new_incarnation_begins_with_an_empty_page(tmp_path):
+    old = StatusPage.create(str(tmp_path / "page"), 1)
+    old.end_step(5, 6, 7, 8)
+    old.begin_step(9, ids(1), ids(1))
+    StatusPage.create(str(tmp_path / "page"), 2)
+    status = StatusPage.open(tmp_path / "page").read()
+    assert (status.incarnation, status.step, status.num_running, status.step_requests) == (2, 0, 0, [])
+
+
+def test_a_page_without_a_path_can_be_written():
+    page = StatusPage.create(None, 1)
+    page.begin_step(1, ids(2), ids(3))
+    assert page.read().step_requests == [(2, 3)]
+
+
+class SlowSlots:
+    """Slots that take their time to be copied, as for a writer that lost its processor in the middle of a write."""
+
+    def __init__(self, slots, begun, go_on):
+        self.slots, self.begun, self.go_on = slots, begun, go_on
+
+    def __len__(self):
+        return len(self.slots)
+
+    def __getitem__(self, part):
+        self.begun.set()
+        assert self.go_on.wait(30)
+        return self.slots[part]
+
+
+def test_a_reader_waits_for_a_writer_that_is_interrupted_in_a_write(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    reader = StatusPage.open(tmp_path / "page")
+    writer.begin_step(1, ids(1, 1), ids(1, 1))
+    begun, go_on = threading.Event(), threading.Event()
+    write = threading.Thread(target=writer.begin_step, args=(2, ids(2, 2), SlowSlots(ids(2, 2), begun, go_on)))
+    write.start()
+    assert begun.wait(30)
+    # Longer than a processor is taken away for on a busy machine.
+    threading.Timer(0.03, go_on.set).start()
+    try:
+        status = reader.read()
+    finally:
+        go_on.set()
+        write.join()
+    assert (status.step, status.step_requests) == (2, [(2, 2), (2, 2)])
+
+
+WRITE_WITHOUT_END = """
+import sys, time
+import numpy as np
+from vllm_mp.status_page import StatusPage
+page = StatusPage.create(sys.argv[1], 1)
+step = 0
+
+def pause():
+    end = time.perf_counter_ns() + 300_000
+    while time.perf_counter_ns() < end:
+        pass
+
+print("writing", flush=True)
+while True:
+    step += 1
+    same = np.full(step % 7 * 40, step, np.uint32)
+    page.begin_step(step, same, same)
+    pause()
+    page.end_step(step, step, step, step)
+    pause()
+"""
+
+
+def test_a_reader_that_races_the_writer_sees_no_page_that_is_half_of_each(tmp_path):
+    with python(WRITE_WITHOUT_END, tmp_path / "page") as writer:
+        assert writer.stdout.readline() == "writing\n"
+        page = StatusPage.open(tmp_path / "page")
+        last, changes = 0, 0
+        while changes < 300:
+            status = page.read()
+            assert status.num_running == status.num_waiting == status.free_blocks == status.total_blocks
+            if status.state == CoreState.STEPPING:
+                assert status.step_requests == [(status.step, status.step)] * (status.step % 7 * 40)
+                assert status.num_running == status.step - 1
+            else:
+                assert status.step_requests == []
+                assert status.num_running == status.step or status.state == CoreState.STARTING
+            assert status.step >= last, "time runs forward"
+            changes += status.step != last
+            last = status.step
+        assert writer.poll() is None

@@ -1,0 +1,317 @@
+"""The messages: what is sent arrives, tokens are cheap, and no bytes do harm."""
+
+import datetime
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_mp import wire
+from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+
+PARAMS = SamplingParams(
+    temperature=0.7,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.05,
+    seed=-(2**63),
+    stop=["\n\n", "é"],
+    stop_token_ids=[0, 2**31 - 1],
+    bad_words=["no"],
+    ignore_eos=True,
+    max_tokens=None,
+    min_tokens=3,
+    logprobs=5,
+    output_kind=RequestOutputKind.DELTA,
+    logit_bias={7: -1.5},
+    allowed_token_ids=[1, 2],
+    extra_args={"nested": [1, {"a": None}]},
+)
+CLIENT_MESSAGES = [
+    wire.Hello(wire.PROTOCOL_VERSION),
+    wire.AddRequest(1, 0, "id", wire.pack_ids([1, 2, 3]), SamplingParams(seed=1)),
+    wire.AddRequest(2**63 - 1, 2**20 - 1, "id é 😀", b"", PARAMS, -(2**31), wire.pack_ids([5])),
+    wire.AbortRequests(1, []),
+    wire.AbortRequests(1, [0, 65_536, 2**20 - 1]),
+    wire.Call(1, 2**40, "status"),
+    wire.Bye(3),
+]
+CORE_MESSAGES = [
+    wire.Welcome(wire.PROTOCOL_VERSION, 7, 2, 12345, b'{"a": 1}'),
+    wire.Refused("no such key: é"),
+    wire.StepOutput(1, 9, b"\x00\x00", b"\x01\x00\x00\x00", b"\x00\x00"),
+    wire.StepOutput(
+        1, 9, b"", b"", b"", [wire.Finished(3, 70_000, "stop", 2), wire.Finished(4, 0, "error", None, "why")]
+    ),
+    wire.Reply(1, 2, {"free_blocks": 3, "list": [1.5, None, "x"]}),
+    wire.Reply(1, 2, error="no operation 'x'"),
+]
+
+
+def documented_errors(decode):
+    """The errors that the docstring of `decode` names."""
+    known = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
+    return tuple(error for error in known if error.__name__ in decode.__doc__)
+
+
+def assert_decodes_or_is_refused(decode, frame, kinds):
+    """`decode(frame)` gives a message or raises an error that its docstring names."""
+    try:
+        message = decode(frame)
+    except documented_errors(decode):
+        return
+    assert isinstance(message, kinds)
+
+
+def assert_no_harm(frame):
+    assert_decodes_or_is_refused(wire.decode_client_message, frame, wire.ClientMessage)
+    assert_decodes_or_is_refused(wire.decode_core_message, frame, wire.CoreMessage)
+
+
+@pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_a_client_sends_arrives(message):
+    assert wire.decode_client_message(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", CORE_MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_a_core_sends_arrives(message):
+    assert wire.decode_core_message(wire.encode(message)) == message
+
+
+def test_the_samples_above_cover_every_message():
+    assert {type(message) for message in CLIENT_MESSAGES} == set(wire.ClientMessage.__args__)
+    assert {type(message) for message in CORE_MESSAGES} == set(wire.CoreMessage.__args__)
+
+
+def test_the_two_directions_are_kept_apart():
+    for message in CLIENT_MESSAGES:
+        with pytest.raises(msgspec.ValidationError):
+            wire.decode_core_message(wire.encode(message))
+    for message in CORE_MESSAGES:
+        with pytest.raises(msgspec.ValidationError):
+            wire.decode_client_message(wire.encode(message))
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 1e6),
+        top_p=st.floats(0, 1, exclude_min=True),
+        top_k=st.integers(-1, 2**31 - 1),
+        seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+        stop=st.none() | st.text(min_size=1) | st.lists(st.text(min_size=1)),
+        stop_token_ids=st.none() | st.lists(st.integers(0, 2**31 - 1)),
+        ignore_eos=st.booleans(),
+        max_tokens=st.none() | st.integers(1, 2**31 - 1),
+        logit_bias=st.none() | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100)),
+        output_kind=st.sampled_from(RequestOutputKind),
+    )
+)
+def test_parameters_arrive_as_they_were(params):
+    message = wire.AddRequest(1, 0, "id", b"", params)
+    assert wire.decode_client_message(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.5),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", math.nan),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("n", 0),
+        ("n", True),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("min_tokens", -1),
+        ("ignore_eos", 1),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["1"]),
+        ("logit_bias", {1: math.nan}),
+        ("allowed_token_ids", []),
+        ("output_kind", 9),
+    ],
+    ids=str,
+)
+def test_parameters_out_of_range_are_refused_on_arrival_too_and_named(field, value):
+    frame = msgspec.msgpack.encode([2, 1, 0, "id", b"", {field: value}])
+    with pytest.raises(msgspec.ValidationError, match=rf"{field}|\$\[5\]") as caught:
+        wire.decode_client_message(frame)
+    if field != "output_kind":
+        assert field in str(caught.value)
+    wire.decode_client_message(msgspec.msgpack.encode([2, 1, 0, "id", b"", {}]))
+
+
+def test_fields_that_a_later_version_adds_are_ignored_and_ones_an_earlier_lacks_take_their_default():
+    fields = msgspec.msgpack.decode(wire.encode(wire.Reply(1, 2, "result", None)))
+    assert wire.decode_core_message(msgspec.msgpack.encode([*fields, "of a later version"])) == wire.Reply(
+        1, 2, "result"
+    )
+    assert wire.decode_core_message(msgspec.msgpack.encode(fields[:3])) == wire.Reply(1, 2)
+
+
+COLUMNS = st.lists(
+    st.tuples(st.integers(0, wire.MAX_LIVE_REQUESTS - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**24)),
+    max_size=40,
+)
+
+
+def step_output(rows):
+    slots, tokens, positions = (np.array([row[i] for row in rows], np.int64) for i in range(3))
+    return wire.StepOutput(1, 5, *wire.pack_tokens(slots, tokens, positions))
+
+
+@given(COLUMNS)
+def test_tokens_arrive_with_their_slots_and_the_lower_bits_of_their_positions(rows):
+    arrived = wire.decode_core_message(wire.encode(step_output(rows)))
+    slots, tokens, positions = wire.unpack_tokens(arrived)
+    assert slots == [slot for slot, _, _ in rows]
+    assert tokens == [token for _, token, _ in rows]
+    assert positions == [position % 2**16 for _, _, position in rows]
+
+
+@pytest.mark.parametrize(("highest", "width"), [(0, 2), (65_535, 2), (65_536, 4), (wire.MAX_LIVE_REQUESTS - 1, 4)])
+def test_slots_take_two_bytes_until_one_needs_four(highest, width):
+    output = step_output([(3, 1, 0), (highest, 2, 65_535), (4, 2**32 - 1, 65_536 + 7)])
+    assert len(output.slots) == 3 * width
+    assert wire.unpack_tokens(output) == ([3, highest, 4], [1, 2, 2**32 - 1], [0, 65_535, 7])
+
+
+def test_a_token_takes_at_most_ten_bytes_at_1024_streams():
+    rng = np.random.default_rng(1)
+    rows = [(slot, int(rng.integers(0, 2**18)), int(rng.integers(0, 2**17))) for slot in range(1024)]
+    output = step_output(rows)
+    output.incarnation, output.step = 2**63 - 1, 2**40
+    output.finished = [wire.Finished(slot, 70_000, "length") for slot in range(0, 1024, 64)]
+    assert len(wire.encode(output)) / 1024 <= 10
+
+
+@given(st.binary(max_size=24), st.binary(max_size=24), st.binary(max_size=24))
+def test_columns_that_disagree_raise_value_error(slots, tokens, positions):
+    count = len(tokens) / 4
+    output = wire.StepOutput(1, 1, slots, tokens, positions)
+    if len(positions) == 2 * count and len(slots) in (2 * count, 4 * count) and count % 1 == 0:
+        assert {len(column) for column in wire.unpack_tokens(output)} == {count}
+    else:
+        with pytest.raises(ValueError, match="columns disagree"):
+            wire.unpack_tokens(output)
+
+
+@pytest.mark.parametrize("column", ["slots", "tokens", "positions"])
+def test_a_column_that_is_one_byte_short_raises_value_error(column):
+    output = step_output([(1, 2, 3), (4, 5, 6)])
+    setattr(output, column, getattr(output, column)[:-1])
+    with pytest.raises(ValueError, match="columns disagree"):
+        wire.unpack_tokens(output)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_token_ids_arrive_as_they_were(ids):
+    packed = wire.pack_ids(ids)
+    assert len(packed) == 4 * len(ids)
+    assert wire.unpack_ids(packed).tolist() == ids
+    assert wire.unpack_ids(packed).flags.writeable
+
+
+def test_token_ids_that_are_cut_short_raise_value_error():
+    with pytest.raises(ValueError):
+        wire.unpack_ids(wire.pack_ids([1, 2])[:-1])
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_do_no_harm(frame):
+    assert_no_harm(frame)
+
+
+FRAMES = [wire.encode(message) for message in CLIENT_MESSAGES + CORE_MESSAGES]
+EDITS = st.lists(
+    st.tuples(st.sampled_from(["set", "insert", "delete", "cut"]), st.integers(0, 400), st.integers(0, 255)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=1500)
+@given(st.sampled_from(FRAMES), EDITS)
+def test_valid_frames_with_errors_do_no_harm(frame, edits):
+    data = bytearray(frame)
+    for kind, place, value in edits:
+        if kind == "insert":
+            data.insert(place % (len(data) + 1), value)
+        elif data and kind == "set":
+            data[place % len(data)] = value
+        elif data and kind == "delete":
+            del data[place % len(data)]
+        elif data:
+            del data[place % len(data) :]
+    assert_no_harm(bytes(data))
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+    | st.datetimes(timezones=st.just(datetime.UTC)),
+    lambda inner: (
+        st.lists(inner, max_size=8)
+        | st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__) | st.text(max_size=4), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from([1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20]), st.lists(PLAIN, max_size=8))
+def test_well_formed_nonsense_does_no_harm(tag, fields):
+    assert_no_harm(msgspec.msgpack.encode([tag, *fields]))
+
+
+@given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), PLAIN, min_size=1, max_size=6))
+def test_nonsense_in_parameters_does_no_harm(params):
+    assert_no_harm(msgspec.msgpack.encode([2, 1, 0, "id", b"", params]))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\x91" * 100_000,
+        b"\x96\x02\x01\x00\xa1x\xc4\x00\x81\xaaextra_args\x81\xa1a" + b"\x91" * 100_000,
+        b"\x94\x13\x01\x00" + b"\x91" * 100_000,
+        b"\x96\x02\x01\x00\xa1\xff\xc4\x00\x80",
+        b"\x92\x11\xa1\xff",
+        b"\x94\x13\x01\x00\xa1\xff",
+        b"\x94\x13\x01\x00\x81\x81\x80\x01\x01",
+        b"\x94\x13\x01\x00\xc7\x0c\xff" + b"\xff" * 12,
+        b"\xdd\xff\xff\xff\xff\x02",
+        b"\x93\x03\x01\xdd\xff\xff\xff\xff",
+        b"\x92\x11\xdb\xff\xff\xff\xffabc",
+    ],
+    ids=[
+        "empty",
+        "deep",
+        "deep extra_args",
+        "deep result",
+        "request id not UTF-8",
+        "reason not UTF-8",
+        "result not UTF-8",
+        "unhashable key",
+        "time out of range",
+        "huge array",
+        "huge slots",
+        "huge string",
+    ],
+)
+def test_frames_made_to_hurt_do_no_harm(frame):
+    assert_no_harm(frame)

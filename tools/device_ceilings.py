@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Measure what a device can do at best: bytes moved by a copy, and operations of a matrix product, each per second.
+
+Prints one JSON object, with what PyTorch says about the device. No speed of an engine on this device is above these.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_ROUNDS = 7
+_WARM_UP_ROUNDS = 2
+_OPERATIONS_A_ROUND = 8
+
+
+def describe(device: str) -> dict[str, Any]:
+    """What PyTorch knows about the device; memory in bytes."""
+    if device == "cpu":
+        return {"name": "cpu", "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+    }
+
+
+def copy_bytes_per_s(device: str, size: int) -> float:
+    """Of a copy of `size` bytes within the device, counting those read and those written."""
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _median_seconds(lambda: target.copy_(source), device)
+
+
+def matmul_flops_per_s(device: str, size: int, dtype: torch.dtype) -> float:
+    """Of the product of two random matrices [size, size] of type `dtype`."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
+    out = torch.empty_like(a)
+    return 2 * size**3 / _median_seconds(lambda: torch.mm(a, b, out=out), device)
+
+
+def _median_seconds(operation: Callable[[], Any], device: str) -> float:
+    """Of one operation, from rounds of several, so that launching and waiting do not count."""
+    rounds = []
+    for _ in range(_WARM_UP_ROUNDS + _ROUNDS):
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(_OPERATIONS_A_ROUND):
+            operation()
+        _synchronize(device)
+        rounds.append((time.perf_counter() - started) / _OPERATIONS_A_ROUND)
+    return statistics.median(rounds[_WARM_UP_ROUNDS:])
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--copy-bytes", type=int, default=4 * 2**30, help="bytes to copy (%(default)s)")
+    parser.add_argument("--matrix-size", type=int, default=8192, help="rows of the matrices (%(default)s)")
+    args = parser.parse_args()
+    result = {
+        "device": describe(args.device),
+        "copy_bytes_per_s": copy_bytes_per_s(args.device, args.copy_bytes),
+        "matmul_flops_per_s": matmul_flops_per_s(args.device, args.matrix_size, getattr(torch, args.dtype)),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
