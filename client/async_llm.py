@@ -272,6 +272,11 @@ class AsyncLLM:
         status["heartbeat_age"] = page.heartbeat_age if page else None
         return status
 
+    async def reset_prefix_cache(self, device: Any = None) -> None:
+        """Let later requests find nothing of earlier ones in the cache; `device` is accepted for vLLM's callers."""
+        self._attach()
+        await self._call("reset_prefix_cache", self.vllm_config.liveness_config.engine_iteration_timeout_s)
+
     async def do_log_stats(self) -> None:
         """Write a line about throughput and load to the log now; without a call, one comes every ten seconds."""
         self._log_stats()
@@ -368,7 +373,7 @@ class AsyncLLM:
     ) -> RequestStream:
         """Tokenize, check, and send the request to the core."""
         arrival_time = time.time() if arrival_time is None else arrival_time
-        text, token_ids = parse_prompt(prompt, prompt_token_ids)
+        text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
         if token_ids is None:
             assert text is not None
             if self._microbatch is None:
@@ -409,7 +414,9 @@ class AsyncLLM:
         ids = prompt_ids.astype("<i4").tobytes()
         try:
             self._connection.send(
-                wire.AddRequest(self._connection.incarnation, slot, request_id, ids, params, priority)
+                wire.AddRequest(
+                    self._connection.incarnation, slot, request_id, ids, params, priority, cache_salt=cache_salt
+                )
             )
         except BaseException:
             self._requests.give_back(slot)

@@ -19,6 +19,8 @@ class TokensPrompt(TypedDict, total=False):
     multi_modal_data: Any
 
 
+_MAX_SALT = 1024
+
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
@@ -27,6 +29,7 @@ class ParsedPrompt(NamedTuple):
 
     text: str | None
     token_ids: list[int] | None
+    cache_salt: str = ""
 
 
 def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
@@ -37,6 +40,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
     """
     text: Any = None
     ids: Any = prompt_token_ids
+    salt: Any = ""
     if isinstance(prompt, dict):
         unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"}
         if unknown:
@@ -44,6 +48,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
         if prompt.get("multi_modal_data"):
             raise NotImplementedError("multi_modal_data is not served yet; leave it out")
         text = prompt.get("prompt")
+        salt = prompt.get("cache_salt") or ""
         ids = prompt.get("prompt_token_ids", ids)
     elif isinstance(prompt, str):
         text = prompt
@@ -53,7 +58,11 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
         ids = prompt
     if text is None and ids is None:
         raise ValueError("the prompt has neither text nor token ids; give one of them")
-    return ParsedPrompt(None if text is None else _check_text(text), None if ids is None else _check_ids(ids))
+    if not isinstance(salt, str) or len(salt) > _MAX_SALT:
+        raise ValueError(f"cache_salt must be a str of at most {_MAX_SALT} characters, got {salt!r:.100}")
+    return ParsedPrompt(
+        None if text is None else _check_text(text), None if ids is None else _check_ids(ids), _check_text(salt)
+    )
 
 
 def _check_text(text: Any) -> str:

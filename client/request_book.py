@@ -93,6 +93,9 @@ class RequestBook:
             else:
                 self._lose(stream)
                 lost.append(slot)
+        for slot, count in message.cached:
+            if slot in touched:
+                touched[slot].num_cached_tokens = count
         for finish in message.finished:
             stream = streams.pop(finish.slot, None)
             if stream is not None:

@@ -33,6 +33,8 @@ class RequestStream:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         """Every token received; recovery sends these to the next core."""
+        self.num_cached_tokens = 0
+        """Prompt tokens whose keys and values were in the core's cache already."""
         self.finish: Finished | None = None
         self._metrics = RequestMetrics(arrival_time)
         self._detokenizer = detokenizer
@@ -123,7 +125,7 @@ class RequestStream:
             outputs=[completion],
             finished=finish is not None,
             metrics=self._metrics,
-            num_cached_tokens=0,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def _detokenize(self, new_ids: list[int]) -> str:

@@ -29,6 +29,8 @@ class Batch:
         """Tokens known: prompt and answer."""
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         """Tokens whose keys and values are in the cache."""
+        self.num_registered = np.zeros(max_num_seqs, np.int64)
+        """Full blocks that the pool has been told of."""
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.max_total = np.zeros(max_num_seqs, np.int64)
         self.min_total = np.zeros(max_num_seqs, np.int64)
@@ -55,15 +57,19 @@ class Batch:
     def is_full(self) -> bool:
         return not self._free_rows
 
-    def add(self, request: Request, blocks: npt.NDArray[np.int32]) -> int:
-        """Give `request` a row and `blocks` [n] for its cache; there must be a free row."""
+    def add(self, request: Request, blocks: npt.NDArray[np.int32], num_computed: int = 0) -> int:
+        """Give `request` a row and `blocks` [n] for its cache, which hold its first `num_computed` tokens already.
+
+        There must be a free row.
+        """
         row = self._free_rows.pop()
         params, count = request.params, len(request.tokens)
         self.token_ids[row, :count] = request.tokens
         self.block_table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
         self.num_tokens[row] = count
-        self.num_computed[row] = 0
+        self.num_computed[row] = num_computed
+        self.num_registered[row] = 0
         self.num_prompt[row] = request.num_prompt
         self.max_total[row] = request.max_total
         self.min_total[row] = request.num_prompt + params.min_tokens

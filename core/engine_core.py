@@ -39,7 +39,9 @@ class EngineCore:
         model = config.model_config
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
         self._pool = BlockPool(cache.num_blocks)
-        self._scheduler = Scheduler(scheduler_config, self._batch, self._pool, cache.block_size)
+        self._scheduler = Scheduler(
+            scheduler_config, self._batch, self._pool, cache.block_size, cache.enable_prefix_caching
+        )
         self._sampler = Sampler(self._batch, device)
         self._runner = runner
         self._server = server
@@ -49,7 +51,10 @@ class EngineCore:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(stop.fd, zmq.POLLIN)
         self._stop = stop
-        server.serve(self._scheduler, {"ping": lambda: None, "status": self.status})
+        server.serve(
+            self._scheduler,
+            {"ping": lambda: None, "status": self.status, "reset_prefix_cache": self._pool.forget_all},
+        )
 
     def run(self) -> None:
         """Serve until told to stop; where the stop is to drain, until no request is left."""

@@ -25,6 +25,10 @@ class Request:
     """Tokens, prompt included, at which the answer ends for length."""
     order: tuple[int, int]
     """(priority, arrival number): what runs first, and is preempted last."""
+    hashes: list[bytes] = field(default_factory=list)
+    """The root hash, then that of each full block, as far as they have been needed."""
+    num_cached: int = 0
+    """Tokens whose keys and values were in the cache already when the request was first admitted."""
     row: int = field(default=NO_ROW)
     aborted: bool = False
 

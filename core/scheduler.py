@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.batch import Batch, Rows
-from vllm_mp.core.block_pool import BlockPool
+from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
 from vllm_mp.wire import Finished
 
@@ -40,13 +40,19 @@ class StepResult(NamedTuple):
     positions: npt.NDArray[np.int64]
     finished: list[tuple[int, Finished]]
     """(client, end of the request)."""
+    cached: list[tuple[int, int, int]]
+    """(client, slot, tokens found in the cache) of requests that have their first token, where there were any."""
 
 
 class Scheduler:
     """Owns the waiting requests, the rows of the batch and the blocks of the pool."""
 
-    def __init__(self, config: SchedulerConfig, batch: Batch, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, batch: Batch, pool: BlockPool, block_size: int, shares_prefixes: bool
+    ) -> None:
+        """`shares_prefixes`: a request whose first blocks are in the cache already does not compute them again."""
         self.config = config
+        self.shares_prefixes = shares_prefixes
         self.batch = batch
         self.pool = pool
         self.block_size = block_size
@@ -128,6 +134,8 @@ class Scheduler:
         """
         batch = self.batch
         batch.num_computed[step.rows] += step.counts
+        if self.shares_prefixes:
+            self._register_full_blocks(step.rows)
         rows = step.rows[step.samples]
         finished = self._fail(rows[tokens < 0])
         if finished:
@@ -136,6 +144,12 @@ class Scheduler:
         batch.token_ids[rows, before] = tokens
         batch.num_tokens[rows] = before + 1
         slots, clients = batch.slot[rows], batch.client[rows]
+        positions = before - batch.num_prompt[rows]
+        cached = []
+        for row in rows[positions == 0].tolist():
+            request = batch.request(row)
+            if request.num_cached:
+                cached.append((request.client, request.slot, request.num_cached))
 
         at_eos = batch.stops_at_eos[rows] & np.isin(tokens, batch.eos_token_ids)
         stopped_by: dict[int, int] = {}
@@ -152,7 +166,7 @@ class Scheduler:
             num_output = int(before[i]) + 1 - request.num_prompt
             finished.append((request.client, Finished(request.slot, num_output, reason, stopped_by.get(i))))
             self._release(request)
-        return StepResult(clients, slots, tokens, before - batch.num_prompt[rows], finished)
+        return StepResult(clients, slots, tokens, positions, finished, cached)
 
     def _fail(self, rows: Rows) -> list[tuple[int, Finished]]:
         """End the requests whose logits allow no token."""
@@ -187,34 +201,70 @@ class Scheduler:
                 budget -= count
             num_partial += count < wanted
         while budget > 0 and num_partial < config.max_num_partial_prefills:
-            request = self._next_admissible()
-            if request is None:
+            admissible = self._next_admissible()
+            if admissible is None:
                 break
-            wanted = len(request.tokens)
+            request, found = admissible
+            wanted = len(request.tokens) - len(found) * self.block_size
             count = chunk(wanted)
             if count < wanted and not config.enable_chunked_prefill:
                 break
-            chunks.append((self._admit(request), count))
+            chunks.append((self._admit(request, found), count))
             budget -= count
             num_partial += count < wanted
         return chunks
 
-    def _next_admissible(self) -> Request | None:
-        """The first in line, if there is a row and there are blocks for it."""
+    def _next_admissible(self) -> tuple[Request, list[int]] | None:
+        """The first in line and the blocks that hold its first tokens, if there is a row and room for the rest."""
         while self._waiting and self._waiting[0][1].aborted:
             heapq.heappop(self._waiting)
         if not self._waiting or self.batch.is_full:
             return None
         request = self._waiting[0][1]
         # A block for each running request stays free, or the next few tokens would preempt what is admitted now.
-        if self._blocks_for(len(request.tokens)) + len(self.batch) > self.pool.num_free and len(self.batch):
+        found = self._find_prefix(request) if self.shares_prefixes else []
+        needed = self._blocks_for(len(request.tokens)) - len(found)
+        available = self.pool.num_free - self.pool.num_free_among(found)
+        if needed + len(self.batch) > available and len(self.batch):
             return None
-        return request
+        return request, found
 
-    def _admit(self, request: Request) -> int:
+    def _admit(self, request: Request, found: list[int]) -> int:
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
-        return self.batch.add(request, self.pool.allocate(self._blocks_for(len(request.tokens))))
+        self.pool.share(found)
+        new = self.pool.allocate(self._blocks_for(len(request.tokens)) - len(found))
+        num_computed = len(found) * self.block_size
+        if len(request.tokens) == request.num_prompt:
+            request.num_cached = num_computed
+        row = self.batch.add(request, np.concatenate([np.array(found, np.int32), new]), num_computed)
+        self.batch.num_registered[row] = len(found)
+        return row
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        """The blocks in the cache that hold the beginning of `request`, short of its last token."""
+        # The last token is always computed: the next one is drawn from what it gives.
+        num_full = (len(request.tokens) - 1) // self.block_size
+        self._hash_blocks(request, request.tokens, num_full)
+        return self.pool.find(request.hashes[1 : num_full + 1])
+
+    def _hash_blocks(self, request: Request, tokens: npt.NDArray[np.int32], num_blocks: int) -> None:
+        """Extend the hashes of `request`, whose tokens begin with `tokens`, to its first `num_blocks` blocks."""
+        hashes, size = request.hashes, self.block_size
+        for block in range(len(hashes) - 1, num_blocks):
+            hashes.append(chain_hash(hashes[-1], tokens[block * size : (block + 1) * size]))
+
+    def _register_full_blocks(self, rows: Rows) -> None:
+        """Let the blocks of `rows` that have become full be found by requests that begin alike."""
+        batch = self.batch
+        num_full = batch.num_computed[rows] // self.block_size
+        for i in np.flatnonzero(num_full > batch.num_registered[rows]).tolist():
+            row, full = int(rows[i]), int(num_full[i])
+            request = batch.request(row)
+            self._hash_blocks(request, batch.token_ids[row], full)
+            for block in range(int(batch.num_registered[row]), full):
+                self.pool.register(int(batch.block_table[row, block]), request.hashes[block + 1])
+            batch.num_registered[row] = full
 
     def _give_blocks_to_growing_rows(self) -> None:
         """A block more for every row whose last token has no place yet, preempting from the end of the order."""

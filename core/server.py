@@ -12,6 +12,7 @@ import zmq
 from vllm_mp import wire
 from vllm_mp.admission import check_request
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.block_pool import root_hash
 from vllm_mp.core.request import Request
 from vllm_mp.core.scheduler import Scheduler, StepResult
 
@@ -85,7 +86,9 @@ class Server:
         for client in {*result.clients.tolist(), *finished}:
             own = result.clients == client
             columns = wire.pack_tokens(result.slots[own].astype(np.int64), result.tokens[own], result.positions[own])
-            self._send_to(client, wire.StepOutput(self._incarnation, step, *columns, finished=finished.get(client, [])))
+            cached = [(slot, count) for owner, slot, count in result.cached if owner == client]
+            ends = finished.get(client, [])
+            self._send_to(client, wire.StepOutput(self._incarnation, step, *columns, finished=ends, cached=cached))
 
     def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
         if len(frames) != 1:
@@ -172,6 +175,7 @@ class Server:
             tokens=np.concatenate([prompt, output]),
             num_prompt=len(prompt),
             max_total=max_total,
+            hashes=[root_hash(message.cache_salt)],
             order=self._running_scheduler().order_of(message.priority),
         )
 

@@ -95,7 +95,9 @@ class EngineArgs:
     swap_space: float = _option(0.0, "GiB of host memory for evicted KV blocks", served=False)
     block_size: int = _option(16, "tokens of one KV block", low=1, high=1024)
     kv_cache_dtype: str = _option("auto", "type of the KV cache; auto: as dtype", served=False)
-    enable_prefix_caching: bool | None = _option(None, "share KV blocks of equal prefixes", served=False)
+    enable_prefix_caching: bool | None = _option(
+        None, "do not compute anew what requests have in common at their beginning (on by default)"
+    )
     max_num_seqs: int | None = _option(None, "most requests in one step (256)", low=1, high=65_536)
     max_num_batched_tokens: int | None = _option(None, "most tokens in one step (2048)", low=1, high=2**20)
     max_num_partial_prefills: int = _option(1, "most prompts that may be in progress in one step", low=1)
@@ -209,7 +211,7 @@ class EngineArgs:
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 cache_dtype=self.kv_cache_dtype,
-                enable_prefix_caching=bool(self.enable_prefix_caching),
+                enable_prefix_caching=self.enable_prefix_caching is not False,
             ),
             scheduler_config=self._scheduler_config(max_model_len),
             parallel_config=ParallelConfig(),

@@ -40,7 +40,8 @@ class AddRequest(_Message, tag=2):
     """Client to core: run a request under `slot`, which names it in every later message of this client.
 
     `prompt` and `output` are token ids as little-endian int32; `output` holds what the client has received from
-    an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set.
+    an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set. Only requests
+    of one `cache_salt` share cached prefixes.
     """
 
     incarnation: int
@@ -50,6 +51,7 @@ class AddRequest(_Message, tag=2):
     params: SamplingParams
     priority: int = 0
     output: bytes = b""
+    cache_salt: str = ""
 
 
 class AbortRequests(_Message, tag=3):
@@ -120,6 +122,8 @@ class StepOutput(_Message, tag=18):
     tokens: bytes
     positions: bytes
     finished: list[Finished] = []
+    cached: list[tuple[int, int]] = []
+    """(slot, prompt tokens found in the cache) of requests with their first token here, where there were any."""
 
 
 class Reply(_Message, tag=19):

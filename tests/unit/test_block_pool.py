@@ -32,3 +32,40 @@ def test_freeing_a_block_twice_or_the_padding_block_is_an_error():
 def test_asking_for_more_than_is_free_is_an_error():
     with pytest.raises(RuntimeError, match="4 blocks asked for, 3 free"):
         BlockPool(4).allocate(4)
+
+
+def test_a_registered_block_is_found_until_it_is_handed_out_again():
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.register(int(blocks[0]), b"one")
+    pool.register(int(blocks[1]), b"two")
+    pool.free(blocks)
+    assert pool.find([b"one", b"two", b"three"]) == blocks.tolist()
+    assert pool.num_free == 3
+    pool.allocate(1)
+    pool.allocate(1)
+    assert pool.find([b"one", b"two"]) == [blocks[0]], "the beginning of a prefix is evicted last"
+
+
+def test_a_shared_block_is_free_when_its_last_user_has_gone():
+    pool = BlockPool(3)
+    blocks = pool.allocate(1)
+    pool.register(int(blocks[0]), b"one")
+    pool.share(pool.find([b"one"]))
+    pool.free(blocks)
+    assert pool.num_free == 1
+    assert pool.num_free_among(blocks.tolist()) == 0
+    pool.free(blocks)
+    assert pool.num_free == 2
+    with pytest.raises(RuntimeError, match="free already"):
+        pool.free(blocks)
+
+
+def test_of_two_blocks_with_the_same_tokens_the_first_is_found():
+    pool = BlockPool(4)
+    first, second = pool.allocate(2).tolist()
+    pool.register(first, b"same")
+    pool.register(second, b"same")
+    assert pool.find([b"same"]) == [first]
+    pool.forget_all()
+    assert pool.find([b"same"]) == []

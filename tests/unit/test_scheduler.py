@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.batch import Batch
-from vllm_mp.core.block_pool import BlockPool
+from vllm_mp.core.block_pool import BlockPool, root_hash
 from vllm_mp.core.request import NO_ROW, Request
 from vllm_mp.core.scheduler import Scheduler
 from vllm_mp.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ BLOCK = 4
 class Engine:
     """A scheduler and what it owns."""
 
-    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, **config):
+    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, shares_prefixes=True, **config):
         settings = {
             "max_num_partial_prefills": 1,
             "enable_chunked_prefill": True,
@@ -30,20 +30,27 @@ class Engine:
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **{**settings, **config}
         )
-        self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK)
+        self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK, shares_prefixes)
+        self.contents: dict[int, list[int]] = {}
+        """What the model has written: the tokens up to and including each block."""
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
 
-    def add(self, slot, num_prompt=5, max_tokens=8, priority=0, **params):
+    def add(self, slot, num_prompt=5, max_tokens=8, priority=0, prompt=None, salt="", **params):
+        tokens = (
+            np.arange(num_prompt, dtype=np.int32) + 100 * (slot + 1) if prompt is None else np.array(prompt, np.int32)
+        )
+        num_prompt = len(tokens)
         request = Request(
             client=0,
             slot=slot,
             request_id=str(slot),
             params=SamplingParams(max_tokens=max_tokens, seed=1, **params),
-            tokens=np.arange(10, 10 + num_prompt, dtype=np.int32),
+            tokens=tokens,
             num_prompt=num_prompt,
             max_total=min(self.max_model_len, num_prompt + max_tokens),
+            hashes=[root_hash(salt)],
             order=self.scheduler.order_of(priority),
         )
         self.scheduler.add(request)
@@ -53,6 +60,7 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return None
+        self.compute(step)
         result = self.scheduler.update(step, np.full(int(step.samples.sum()), token))
         for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
             output = self.outputs.setdefault(int(slot), [])
@@ -64,6 +72,17 @@ class Engine:
         self.check()
         return step
 
+    def compute(self, step):
+        """Write the step's blocks as the model would, having seen to it that what it reads is there."""
+        for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
+            done = int(self.batch.num_computed[row])
+            tokens = self.batch.token_ids[row].tolist()
+            blocks = self.batch.block_table[row].tolist()
+            if done:
+                assert self.contents[blocks[(done - 1) // BLOCK]][:done] == tokens[:done]
+            for block in range(done // BLOCK, -(-(done + count) // BLOCK)):
+                self.contents[blocks[block]] = tokens[: min(done + count, (block + 1) * BLOCK)]
+
     def run(self, token=7):
         for _ in range(10_000):
             if self.step(token) is None:
@@ -71,12 +90,19 @@ class Engine:
         raise AssertionError("the scheduler does not come to an end")
 
     def check(self):
-        """Every block has one owner; every row belongs to one live request."""
+        """Every block is counted for each of its users or free; every row belongs to one live request."""
         rows = self.batch.order
         owned = [block for row in rows for block in self.batch.block_table[row, : self.batch.num_blocks[row]].tolist()]
-        assert len(owned) == len(set(owned))
         assert 0 not in owned
-        assert len(owned) + self.pool.num_free == self.pool.num_blocks
+        users = np.bincount(owned, minlength=self.pool.num_blocks + 1)
+        assert (users == self.pool._num_users).all()
+        assert set(owned).isdisjoint(self.pool._free)
+        assert len(set(owned)) + self.pool.num_free == self.pool.num_blocks
+        assert {block: digest for digest, block in self.pool._block_of.items()} == self.pool._hash_of
+        for row in rows.tolist():
+            writable = int(self.batch.num_computed[row]) // BLOCK
+            for block in self.batch.block_table[row, writable : self.batch.num_blocks[row]].tolist():
+                assert users[block] == 1, "a block that will be written has one user"
         assert all(self.batch.request(int(row)).row == row for row in rows)
         orders = [self.batch.request(int(row)).order for row in rows]
         assert orders == sorted(orders)
@@ -204,7 +230,13 @@ def test_aborting_frees_rows_and_blocks_wherever_the_request_is():
     assert engine.scheduler.num_waiting == 0
 
 
-@settings(max_examples=60, deadline=None)
+PROMPTS = st.builds(
+    lambda shared, own: [7] * shared + own, st.integers(0, 20), st.lists(st.integers(7, 8), min_size=1, max_size=11)
+)
+"""Prompts that often begin alike, also with what others have generated."""
+
+
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_interleaving_of_arrivals_aborts_and_steps_keeps_every_block_accounted_for(data):
     engine = Engine(
@@ -214,23 +246,101 @@ def test_any_interleaving_of_arrivals_aborts_and_steps_keeps_every_block_account
         budget=data.draw(st.integers(6, 24)),
         max_num_partial_prefills=data.draw(st.integers(1, 3)),
         policy=data.draw(st.sampled_from(["fcfs", "priority"])),
+        shares_prefixes=data.draw(st.booleans()),
     )
     live, limits = set(), {}
     for slot in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(["add", "add", "abort", "step", "step"]))
         if action == "add":
-            prompt, limit = data.draw(st.integers(1, 31)), data.draw(st.integers(1, 40))
-            engine.add(slot, num_prompt=prompt, max_tokens=limit, priority=data.draw(st.integers(-2, 2)))
+            prompt, limit = data.draw(PROMPTS), data.draw(st.integers(1, 40))
+            salt = data.draw(st.sampled_from(["", "", "tenant"]))
+            engine.add(slot, prompt=prompt, max_tokens=limit, priority=data.draw(st.integers(-2, 2)), salt=salt)
             live.add(slot)
-            limits[slot] = min(limit, 32 - prompt)
+            limits[slot] = min(limit, 32 - len(prompt))
         elif action == "abort" and live:
             victim = data.draw(st.sampled_from(sorted(live)))
             live.discard(victim)
             ended = victim in engine.ends
             assert (engine.scheduler.abort(0, victim) is None) == ended
             engine.check()
+        elif data.draw(st.integers(0, 9)) == 0:
+            engine.pool.forget_all()
         else:
             engine.step()
     engine.run()
     assert all(len(engine.outputs[slot]) == limits[slot] for slot in live)
     assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_computes_only_what_is_new():
+    engine = Engine(budget=64)
+    shared = list(range(100, 120))
+    engine.add(0, prompt=[*shared, 1, 2])
+    engine.run()
+    second = engine.add(1, prompt=[*shared, 3, 4, 5])
+    assert engine.step().counts.tolist() == [3]
+    assert second.num_cached == 20
+    engine.run()
+
+
+def test_of_a_prompt_that_is_all_in_the_cache_the_last_block_is_computed():
+    engine = Engine(budget=64)
+    prompt = list(range(100, 116))
+    engine.add(0, prompt=prompt)
+    engine.run()
+    engine.add(1, prompt=prompt)
+    assert engine.step().counts.tolist() == [BLOCK]
+
+
+def test_what_was_generated_is_found_by_the_next_turn_of_a_conversation():
+    engine = Engine(budget=64)
+    engine.add(0, prompt=list(range(100, 110)), max_tokens=12)
+    engine.run(token=7)
+    second = engine.add(1, prompt=[*range(100, 110), *[7] * 12, 50, 51])
+    engine.step()
+    assert second.num_cached == 20, "21 tokens of the first turn were computed: five full blocks"
+
+
+def test_requests_that_run_at_the_same_time_share_blocks():
+    engine = Engine(num_blocks=14, budget=64, max_num_seqs=4, max_model_len=48)
+    prompt = list(range(100, 132))
+    engine.add(0, prompt=prompt, max_tokens=4)
+    engine.step()
+    for slot in (1, 2):
+        engine.add(slot, prompt=[*prompt, slot], max_tokens=4)
+    engine.step()
+    assert engine.scheduler.num_running == 3, "alone each takes 9 blocks of 14"
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_other_salts_share_nothing():
+    engine = Engine(budget=64)
+    prompt = list(range(100, 120))
+    engine.add(0, prompt=prompt, salt="one")
+    engine.run()
+    other, same = engine.add(1, prompt=prompt, salt="two"), engine.add(2, prompt=prompt, salt="one")
+    engine.run()
+    assert (other.num_cached, same.num_cached) == (0, 16)
+
+
+def test_forgetting_the_cache_makes_the_next_request_compute_everything():
+    engine = Engine(budget=64)
+    prompt = list(range(100, 120))
+    engine.add(0, prompt=prompt)
+    engine.run()
+    engine.pool.forget_all()
+    assert engine.add(1, prompt=prompt).num_cached == 0
+    assert engine.step().counts.tolist() == [20]
+
+
+def test_the_block_that_was_not_used_for_longest_is_evicted_first():
+    engine = Engine(num_blocks=12, budget=64, max_num_seqs=1, max_model_len=32)
+    old, recent, filler = list(range(100, 116)), list(range(200, 216)), list(range(300, 325))
+    for slot, prompt in enumerate((recent, old, recent, filler)):
+        engine.add(slot, prompt=prompt, max_tokens=1)
+        engine.run()
+    engine.add(4, prompt=recent, max_tokens=1)
+    assert engine.step().counts.tolist() == [BLOCK]
+    engine.add(5, prompt=old, max_tokens=1)
+    assert engine.step().counts[0] > BLOCK
