@@ -518,7 +518,7 @@ class AsyncLLM:
     def _die(self, cause: str) -> None:
         if self._dead_error is None and not self._is_shut_down:
             self._dead_error = EngineDeadError(cause)
-            logger.error("%s", cause)
+            logger.error("%s", cause.partition(";")[0])  # the errors carry all of it
             self._fail_everything(self._dead_error)
 
     def _fail_everything(self, error: EngineDeadError) -> None:

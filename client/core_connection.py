@@ -75,7 +75,7 @@ class CoreConnection:
             if self._socket.poll(_POLL_MS):
                 try:
                     message = wire.decode_core_message(self._socket.recv())
-                except msgspec.MsgspecError as error:
+                except (ValueError, RecursionError) as error:
                     raise EngineStartError(f"what answers at {self.address} is not a core: {error}") from error
                 if isinstance(message, wire.Welcome):
                     self.incarnation = message.incarnation
@@ -179,7 +179,7 @@ class CoreConnection:
     def _decode(self, frame: bytes) -> wire.CoreMessage | None:
         try:
             message = wire.decode_core_message(frame)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             self.num_dropped += 1
             logger.warning("dropped a message from the core that is not of the protocol: %s", error)
             return None

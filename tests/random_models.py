@@ -71,8 +71,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 NATIVE = ("llama", "llama-llama3", "mistral-windowed", "qwen2", "qwen3", "gpt2")
 """One of each architecture, and the rotary scaling that Llama 3.1 has."""
 
-WHOLE_PROMPTS: dict[str, Any] = {"max_model_len": 128, "enable_chunked_prefill": False}
-"""Engine options under which every prompt is read in one step."""
+WHOLE_PROMPTS: dict[str, Any] = {
+    "max_model_len": 128,
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+}
+"""Engine options under which every prompt is read in one step, each time it comes."""
 PROMPT_LENGTHS = (40, 5, 33, 12, 1, 20, 27, 9, 100)
 """More than fit at once into a cache of `scarce_blocks`, even before their answers grow."""
 

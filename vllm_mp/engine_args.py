@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import math
 import os
 import types
 import typing
@@ -28,6 +27,8 @@ from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
+_LARGEST = 2**63 - 1
+"""The largest number that reaches the core as it is."""
 _DEFAULT_MAX_NUM_SEQS = 256
 _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
@@ -146,7 +147,7 @@ class EngineArgs:
             value_type = _value_type(hints[option.name])
             flag = "--" + option.name.replace("_", "-")
             text = option.metadata["help"] + ("" if option.metadata["served"] else " (not served yet)")
-            if option.default not in (None, False):
+            if option.default is not None and option.default is not False:
                 text += f" (default: {option.default})"
             text = text.replace("%", "%%")
             if value_type is bool:
@@ -284,8 +285,8 @@ class EngineArgs:
         ids = generation.get("eos_token_id")
         if ids is None:
             ids = hf_config.get("eos_token_id")
-        ids = [ids] if isinstance(ids, int) else list(ids or ())
-        known = [one for one in ids if isinstance(one, int) and 0 <= one < vocab_size]
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        known = [one for one in ids if type(one) is int and 0 <= one < vocab_size]
         if len(known) < len(ids):
             logger.warning("%s: eos_token_id %s has ids outside the vocabulary of %d", folder, ids, vocab_size)
         return known
@@ -312,9 +313,8 @@ def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
     if value is None and type(None) in typing.get_args(hint):
         return
     expected = _value_type(hint)
-    if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+    allowed = (int, float) if expected is float else expected
+    if not isinstance(value, allowed) or (isinstance(value, bool) and expected is not bool):
         raise TypeError(f"{name} must be of type {expected.__name__}, got {value!r}")
     if meta["choices"] and value not in meta["choices"]:
         raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got {value!r}")
@@ -324,12 +324,11 @@ def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
         except UnicodeEncodeError as error:
             raise ValueError(f"{name} must be valid Unicode, got {value!r}") from error
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
-        low, high = meta["low"], meta["high"]
-        if not (low if low is not None else -math.inf) <= value <= (high if high is not None else math.inf):
-            bounds = f"at least {low:g}" + (f" and at most {high:g}" if high is not None else "")
-            raise ValueError(f"{name} must be {bounds}, got {value}")
+        low = meta["low"] if meta["low"] is not None else -_LARGEST
+        high = meta["high"] if meta["high"] is not None else _LARGEST
+        # Written so that NaN is refused too.
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be at least {low} and at most {high}, got {value}")
     if not meta["served"] and value != option.default:
         raise NotImplementedError(f"{name}={value!r} is not served yet; leave it at its default ({option.default!r})")
 
@@ -350,7 +349,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"cannot read {path}: {os.strerror(error.errno or 0)}; check the folder and its rights"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch or save the model again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")

@@ -39,7 +39,7 @@ def _json_problem(path: Path) -> str | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{path} is not valid JSON: {error}"
     return None if isinstance(content, dict) else f"{path} holds no JSON object"
 

@@ -1,13 +1,13 @@
 """What a request may ask of the sampler, validated when it is constructed."""
 
 import enum
-import math
 import numbers
 import reprlib
 from typing import Any
 
 import msgspec
 
+_BIAS_LIMIT = 1e6
 SEED_LIMIT = 2**63
 """Seeds are integers in [-2**63, 2**63)."""
 
@@ -65,9 +65,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        self.stop_token_ids = list(self.stop_token_ids or ())
-        self.bad_words = list(self.bad_words or ())
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, list | tuple | set | frozenset):
+                raise TypeError(f"{name} must be a list, got {value!r}")
+            setattr(self, name, list(value or ()))
         self._check_numbers()
         self._check_lists()
         if self.seed == -1:
@@ -127,8 +130,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty; leave it None to allow every token")
         for token_id, bias in (self.logit_bias or {}).items():
-            if not isinstance(bias, int | float) or not math.isfinite(bias):
-                raise ValueError(f"logit_bias[{token_id!r}] must be a finite number, got {bias!r}")
+            if not isinstance(bias, int | float) or not -_BIAS_LIMIT <= bias <= _BIAS_LIMIT:
+                raise ValueError(
+                    f"logit_bias[{token_id!r}] must be in [-{_BIAS_LIMIT:g}, {_BIAS_LIMIT:g}], got {bias!r}"
+                )
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

@@ -20,6 +20,8 @@ _MAGIC = 0x564D_5053_0001
 _HEADER_BYTES = 4096
 MAX_STEP_REQUESTS = 65_536
 """Most requests of one step that the page can name."""
+_WRITE_TIMEOUT_S = 0.1
+"""A write takes microseconds, but its writer may lose the processor in the middle of it."""
 _SIZE = _HEADER_BYTES + 8 * MAX_STEP_REQUESTS
 
 
@@ -163,13 +165,17 @@ class StatusPage:
         header[_Field.SEQUENCE] += 1
 
     def read(self) -> CoreStatus:
-        """A consistent reading; of a writer killed during a write, the torn page after a few tries."""
-        for _ in range(1000):
+        """A consistent reading; of a writer killed during a write, the torn page after `_WRITE_TIMEOUT_S`."""
+        deadline = time.monotonic() + _WRITE_TIMEOUT_S
+        while True:
             before = int(self._header[_Field.SEQUENCE])
             fields = self._header[: len(_Field)].tolist()
             requests = self._step_requests[: fields[_Field.NUM_STEP_REQUESTS]].tolist()
             if before % 2 == 0 and before == self._header[_Field.SEQUENCE]:
                 break
+            if time.monotonic() > deadline:
+                break
+            time.sleep(1e-5)  # the writer may be waiting for this processor
         now = time.monotonic_ns()
         return CoreStatus(
             incarnation=fields[_Field.INCARNATION],

@@ -147,13 +147,17 @@ def encode(message: ClientMessage | CoreMessage) -> bytes:
 
 
 def decode_client_message(frame: bytes) -> ClientMessage:
-    """Decode what a client sent; raises msgspec.MsgspecError, or ValueError for invalid parameters."""
+    """Decode what a client sent.
+
+    Raises ValueError (msgspec.MsgspecError is one) for what is not of the protocol, not UTF-8 or not a valid parameter,
+    RecursionError for what is nested too deeply.
+    """
     message: ClientMessage = _client_decoder.decode(frame)
     return message
 
 
 def decode_core_message(frame: bytes) -> CoreMessage:
-    """Decode what a core sent; raises msgspec.MsgspecError."""
+    """Decode what a core sent; raises ValueError (msgspec.MsgspecError is one) or RecursionError, as above."""
     message: CoreMessage = _core_decoder.decode(frame)
     return message
 

@@ -180,12 +180,21 @@ def test_parameters_out_of_range_are_refused_at_construction():
         ("repetition_penalty", 0.0),
         ("stop_token_ids", [-1]),
         ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: 10**400}),
         ("allowed_token_ids", []),
         ("stop", [""]),
     ]:
         with pytest.raises(ValueError, match=name):
             SamplingParams(**{name: value})
-    for name, value in [("temperature", "hot"), ("max_tokens", 1.5), ("ignore_eos", 1), ("stop", [3]), ("n", True)]:
+    for name, value in [
+        ("temperature", "hot"),
+        ("max_tokens", 1.5),
+        ("ignore_eos", 1),
+        ("stop", [3]),
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("n", True),
+    ]:
         with pytest.raises(TypeError, match=name):
             SamplingParams(**{name: value})
     with pytest.raises(ValueError, match="min_tokens"):

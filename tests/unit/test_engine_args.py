@@ -46,6 +46,7 @@ SERVED = {
     "gpu_memory_utilization": (0.5, ["--gpu-memory-utilization", "0.5"]),
     "kv_cache_memory_bytes": (2**35, ["--kv-cache-memory-bytes", str(2**35)]),
     "block_size": (32, ["--block-size", "32"]),
+    "enable_prefix_caching": (False, ["--no-enable-prefix-caching"]),
     "max_num_seqs": (9, ["--max-num-seqs", "9"]),
     "max_num_batched_tokens": (99, ["--max-num-batched-tokens", "99"]),
     "max_num_partial_prefills": (3, ["--max-num-partial-prefills", "3"]),
@@ -64,7 +65,6 @@ SERVED = {
 NOT_SERVED = {
     "swap_space": (4.0, ["--swap-space", "4"]),
     "kv_cache_dtype": ("fp8", ["--kv-cache-dtype", "fp8"]),
-    "enable_prefix_caching": (True, ["--enable-prefix-caching"]),
     "stream_interval": (2, ["--stream-interval", "2"]),
     "tensor_parallel_size": (2, ["--tensor-parallel-size", "2"]),
     "pipeline_parallel_size": (2, ["--pipeline-parallel-size", "2"]),
@@ -340,6 +340,11 @@ def test_the_configuration_holds_what_the_options_say(model):
 def test_the_configuration_reaches_the_core_as_it_is(model):
     config = config_of(model(generation={"eos_token_id": [2, 5]}), max_num_seqs=3, chat_template="{{ é }}")
     assert msgspec.json.decode(msgspec.json.encode(config), type=VllmConfig) == config
+
+
+@pytest.mark.parametrize(("given", "enabled"), [(None, True), (True, True), (False, False)])
+def test_equal_prefixes_are_shared_unless_that_is_switched_off(model, given, enabled):
+    assert config_of(model(), enable_prefix_caching=given).cache_config.enable_prefix_caching is enabled
 
 
 def test_the_model_is_the_served_name_where_none_is_given(model):

@@ -314,9 +314,11 @@ def test_an_output_is_not_changed_by_what_comes_after_it():
 
 def test_outputs_carry_the_request_and_its_times():
     stream = make_stream()
+    stream.num_cached_tokens = 2
     assert stream.take_in(1, 0)
     stream.wake_for_tokens(6.0)
     output = asyncio.run(stream.next())
+    assert output.num_cached_tokens == 2
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("id", "prompt", [1, 2])
     assert output.metrics.finished_time is None
     assert stream.take_in(2, 1)

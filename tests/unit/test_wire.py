@@ -33,7 +33,7 @@ PARAMS = SamplingParams(
 CLIENT_MESSAGES = [
     wire.Hello(wire.PROTOCOL_VERSION),
     wire.AddRequest(1, 0, "id", wire.pack_ids([1, 2, 3]), SamplingParams(seed=1)),
-    wire.AddRequest(2**63 - 1, 2**20 - 1, "id é 😀", b"", PARAMS, -(2**31), wire.pack_ids([5])),
+    wire.AddRequest(2**63 - 1, 2**20 - 1, "id é 😀", b"", PARAMS, -(2**31), wire.pack_ids([5]), "salt é"),
     wire.AbortRequests(1, []),
     wire.AbortRequests(1, [0, 65_536, 2**20 - 1]),
     wire.Call(1, 2**40, "status"),
@@ -46,6 +46,7 @@ CORE_MESSAGES = [
     wire.StepOutput(
         1, 9, b"", b"", b"", [wire.Finished(3, 70_000, "stop", 2), wire.Finished(4, 0, "error", None, "why")]
     ),
+    wire.StepOutput(1, 9, b"", b"", b"", cached=[(3, 2**20)]),
     wire.Reply(1, 2, {"free_blocks": 3, "list": [1.5, None, "x"]}),
     wire.Reply(1, 2, error="no operation 'x'"),
 ]
