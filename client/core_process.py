@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import msgspec
@@ -65,7 +66,7 @@ class CoreProcess:
             shutil.rmtree(self.runtime_dir, ignore_errors=True)
             raise
         self.pid = self._popen.pid
-        self.pid_fd = os.pidfd_open(self.pid)
+        self.pid_fd = _exit_descriptor(self.pid)
         """Readable once the core has ended."""
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a core that died already is found out by whoever waits for it
@@ -123,6 +124,23 @@ class CoreProcess:
             os.close(self.pid_fd)
             self.pid_fd = -1
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+def _exit_descriptor(pid: int) -> int:
+    """A descriptor that becomes readable when the child process `pid` ends."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # some sandboxes do not have it: a thread waits instead, and leaves the child to be reaped
+        descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+        def wait() -> None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(OSError):
+                os.eventfd_write(descriptor, 1)
+
+        threading.Thread(target=wait, name="core-exit-watch", daemon=True).start()
+        return descriptor
 
 
 def _socket_root() -> str | None:

@@ -1,6 +1,7 @@
 """When the core dies, everybody who waits for it learns the cause at once, and nothing hangs."""
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -48,6 +49,22 @@ def test_every_stream_and_call_fails_with_the_cause(make_engine, signum):
         return pid
 
     assert not psutil.pid_exists(asyncio.run(run()))
+
+
+def test_the_death_is_noticed_where_the_system_has_no_process_descriptors(make_engine, monkeypatch):
+    def refuse(pid):
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    engine = make_engine()
+
+    async def run():
+        (stream,) = await start_streams(engine, 1)
+        os.kill(engine._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await asyncio.wait_for(drain(stream), 20)
+
+    asyncio.run(run())
 
 
 def test_the_error_carries_the_end_of_the_cores_log_and_says_where_it_is(make_engine):
