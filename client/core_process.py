@@ -131,16 +131,15 @@ def _exit_descriptor(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError:  # some sandboxes do not have it: a thread waits instead, and leaves the child to be reaped
-        descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        reader, writer = os.pipe()
 
         def wait() -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(OSError):
-                os.eventfd_write(descriptor, 1)
+            os.close(writer)
 
         threading.Thread(target=wait, name="core-exit-watch", daemon=True).start()
-        return descriptor
+        return reader
 
 
 def _socket_root() -> str | None:
