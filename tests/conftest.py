@@ -7,6 +7,8 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The tests' own torch and several cores share the machine.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
 

@@ -141,12 +141,15 @@ class VllmConfig(msgspec.Struct, kw_only=True):
 
 
 def core_environment() -> dict[str, str]:
-    """The environment of a core process: this one's, where threads that wait for each other sleep.
+    """The environment of a core process: this one's, where OpenMP's threads spin briefly before they sleep.
 
-    By default OpenMP's spin, and where anything else runs on the same cores, the client for one, a step then takes many
-    times as long. OMP_WAIT_POLICY=active brings that back.
+    By default they spin for milliseconds, and whatever else runs on the same cores, the client for one, then makes a
+    step take many times as long. Long enough to bridge the gap between two operations costs next to nothing on a quiet
+    machine. Set OMP_WAIT_POLICY=passive where cores are shared, and GOMP_SPINCOUNT to choose yourself.
     """
-    return {"OMP_WAIT_POLICY": "passive", **os.environ}
+    if "OMP_WAIT_POLICY" in os.environ:
+        return dict(os.environ)
+    return {"GOMP_SPINCOUNT": "5000", **os.environ}
 
 
 class CoreLaunch(msgspec.Struct, kw_only=True):
