@@ -384,16 +384,8 @@ class AsyncLLM:
                 self._attach()  # which says so if there is no engine any more
             token_ids = parse_prompt(encoding.input_ids).token_ids
             assert token_ids is not None
-        model = self.vllm_config.model_config
         prompt_ids = np.asarray(token_ids, np.int32)
-        check_request(
-            request_id,
-            prompt_ids,
-            np.zeros(0, np.int32),
-            params,
-            model.max_model_len,
-            model.architecture.vocab_size,
-        )
+        check_request(request_id, prompt_ids, np.zeros(0, np.int32), params, [], self.vllm_config)
         if params.seed is None:
             # Drawn here, so that another core could go on with the request.
             params.seed = secrets.randbits(63)

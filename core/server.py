@@ -34,7 +34,6 @@ class Server:
         self._socket = socket
         self._config = config
         self._incarnation = incarnation
-        self._vocab_size = config.model_config.architecture.vocab_size
         self._identities: dict[bytes, int] = {}
         self._clients: dict[int, bytes] = {}
         self._next_client = 0
@@ -163,10 +162,7 @@ class Server:
         if not self._admits:
             raise ValueError("the core is shutting down; send the request to another one")
         prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
-        model = self._config.model_config
-        max_total = check_request(
-            message.request_id, prompt, output, message.params, model.max_model_len, self._vocab_size
-        )
+        max_total = check_request(message.request_id, prompt, output, message.params, message.bad_words, self._config)
         return Request(
             client=client,
             slot=message.slot,

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
         EngineGenerateError,
         EngineStartError,
     )
-    from vllm_mp.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from vllm_mp.outputs import (
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
@@ -30,11 +39,16 @@ _MODULE_OF = {
     "AsyncLLMEngine": "client.async_llm",
     "AsyncMicrobatchTokenizer": "client.microbatch_tokenizer",
     "CompletionOutput": "outputs",
+    "EmbeddingRequestOutput": "outputs",
     "EngineArgs": "engine_args",
     "EngineDeadError": "errors",
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
+    "Logprob": "outputs",
+    "PoolingOutput": "outputs",
+    "PoolingParams": "pooling_params",
+    "PoolingRequestOutput": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
@@ -49,11 +63,16 @@ __all__ = [
     "AsyncLLMEngine",
     "AsyncMicrobatchTokenizer",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineDeadError",
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",

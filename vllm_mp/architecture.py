@@ -64,6 +64,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     attention_scale: tuple[float, ...]
     rope: Rope | None
     dtype: str | None
+    is_encoder: bool = False
+    """Every token sees the whole prompt, there is no cache, and no text is generated."""
 
     @classmethod
     def from_hf_config(cls, config: Config) -> "Architecture":

@@ -38,6 +38,10 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     hf_config: dict[str, Any]
     """config.json, as it is."""
     eos_token_ids: list[int]
+    max_logprobs: int = 20
+    """Most log-probabilities a position that a request may ask for; -1: the whole vocabulary."""
+    default_sampling_params: dict[str, Any] = {}
+    """Fields of `SamplingParams` that the model's generation_config.json sets, for requests that give none."""
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -75,6 +79,9 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
     enable_chunked_prefill: bool
     policy: str
     stream_interval: int
+    """Tokens between two outputs of a stream; the first and the last come at once."""
+    check_invariants: bool = False
+    """Check after each step that no block, row or request is lost or used twice; slow, and ends the core if one is."""
 
 
 class ParallelConfig(msgspec.Struct, kw_only=True):

@@ -23,9 +23,19 @@ from vllm_mp.config import (
     VllmConfig,
 )
 from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
+from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""generation_config.json's names, and those of `SamplingParams`."""
 _DTYPES = {"half": "float16", "float": "float32"}
 _LARGEST = 2**63 - 1
 """The largest number that reaches the core as it is."""
@@ -106,7 +116,12 @@ class EngineArgs:
     scheduling_policy: str = _option(
         "fcfs", "order of waiting requests; priority: lower values first", choices=("fcfs", "priority")
     )
-    stream_interval: int = _option(1, "tokens between two outputs of a stream", low=1, served=False)
+    stream_interval: int = _option(
+        1, "tokens between two outputs of a stream; the first and the last come at once", low=1
+    )
+    check_invariants: bool = _option(
+        False, "for debugging: check the scheduler's and the cache's books after each step (slow)"
+    )
     tensor_parallel_size: int = _option(1, "devices that share each layer", low=1, served=False)
     pipeline_parallel_size: int = _option(1, "groups of layers on devices of their own", low=1, served=False)
     data_parallel_size: int = _option(1, "replicas of the model", low=1, served=False)
@@ -123,7 +138,10 @@ class EngineArgs:
         "auto", "where generation_config.json is: auto, the model's folder; vllm, ignore it; or a folder"
     )
     override_generation_config: dict[str, Any] | None = _option(
-        None, "values that replace those of generation_config.json", served=False
+        None, "values that replace those of generation_config.json, as JSON"
+    )
+    max_logprobs: int = _option(
+        20, "most log-probabilities a position that a request may ask for; -1: the whole vocabulary", low=-1
     )
     chat_template: str | None = _option(None, "chat template to use: the text, or a file that holds it")
     disable_log_stats: bool = _option(False, "write no statistics to the log")
@@ -189,6 +207,7 @@ class EngineArgs:
         hf_config = _read_json(folder / "config.json")
         architecture = Architecture.from_hf_config(hf_config)
         max_model_len = self._resolve_max_model_len(architecture)
+        generation = self._generation_config(folder)
         return VllmConfig(
             model_config=ModelConfig(
                 model=self.model,
@@ -205,7 +224,9 @@ class EngineArgs:
                 max_model_len=max_model_len,
                 enforce_eager=self.enforce_eager,
                 hf_config=hf_config,
-                eos_token_ids=self._eos_token_ids(folder, hf_config, architecture.vocab_size),
+                eos_token_ids=_eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
+                max_logprobs=self.max_logprobs,
+                default_sampling_params=_default_sampling_params(folder, generation),
             ),
             cache_config=CacheConfig(
                 block_size=self.block_size,
@@ -268,10 +289,11 @@ class EngineArgs:
             enable_chunked_prefill=chunked,
             policy=self.scheduling_policy,
             stream_interval=self.stream_interval,
+            check_invariants=self.check_invariants,
         )
 
-    def _eos_token_ids(self, folder: Path, hf_config: dict[str, Any], vocab_size: int) -> list[int]:
-        """End-of-sequence ids: generation_config.json's, which may name several, before config.json's."""
+    def _generation_config(self, folder: Path) -> dict[str, Any]:
+        """The contents of generation_config.json, as far as they are wanted, under the values that replace them."""
         generation: dict[str, Any] = {}
         if self.generation_config != "vllm":
             source = folder if self.generation_config == "auto" else Path(self.generation_config)
@@ -282,14 +304,7 @@ class EngineArgs:
                     f"generation_config={self.generation_config!r}: there is no generation_config.json in this "
                     "folder; give 'auto', 'vllm' or a folder that holds one"
                 )
-        ids = generation.get("eos_token_id")
-        if ids is None:
-            ids = hf_config.get("eos_token_id")
-        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        known = [one for one in ids if type(one) is int and 0 <= one < vocab_size]
-        if len(known) < len(ids):
-            logger.warning("%s: eos_token_id %s has ids outside the vocabulary of %d", folder, ids, vocab_size)
-        return known
+        return generation | (self.override_generation_config or {})
 
 
 @dataclasses.dataclass
@@ -306,6 +321,38 @@ class AsyncEngineArgs(EngineArgs):
             disable_log_requests=self.disable_log_requests,
             max_log_len=self.max_log_len,
         )
+
+
+def _eos_token_ids(folder: Path, generation: dict[str, Any], hf_config: dict[str, Any], vocab_size: int) -> list[int]:
+    """End-of-sequence ids: generation_config.json's, which may name several, before config.json's."""
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = hf_config.get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    known = [one for one in ids if type(one) is int and 0 <= one < vocab_size]
+    if len(known) < len(ids):
+        logger.warning("%s: eos_token_id %s has ids outside the vocabulary of %d", folder, ids, vocab_size)
+    return known
+
+
+def _default_sampling_params(folder: Path, generation: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that `generation` sets; raises ValueError, naming the field, for bad ones."""
+    defaults = {
+        field: generation[name] for name, field in _GENERATION_FIELDS.items() if generation.get(name) is not None
+    }
+    if generation.get("do_sample") is False:
+        # What transformers saves beside it are settings that it does not look at.
+        defaults = {"temperature": 0.0} | {
+            field: value for field, value in defaults.items() if field in ("repetition_penalty", "max_tokens")
+        }
+    try:
+        SamplingParams(**defaults)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"generation_config.json of {folder}, or override_generation_config: {error}; set "
+            "generation_config='vllm' to do without it"
+        ) from error
+    return defaults
 
 
 def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:

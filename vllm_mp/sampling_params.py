@@ -2,12 +2,17 @@
 
 import enum
 import numbers
+import operator
 import reprlib
 from typing import Any
 
 import msgspec
 
 _BIAS_LIMIT = 1e6
+_MAX_TEXTS = 128
+"""Most stop strings, and most bad words, of one request."""
+_MAX_TEXT = 1024
+"""Most characters of one of them."""
 SEED_LIMIT = 2**63
 """Seeds are integers in [-2**63, 2**63)."""
 
@@ -26,9 +31,15 @@ class RequestOutputKind(enum.IntEnum):
 class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling parameters of one request; names, defaults and meanings are vLLM's.
 
-    `temperature` 0 means greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch these filters off; they apply
-    in the order temperature, min-p, top-k, top-p, each to the distribution that the one before it left.
-    `max_tokens` None means up to the model's context. `seed` None draws one for the request.
+    `temperature` 0 means greedy. What changes the logits applies in this order: allowed tokens, stop tokens barred
+    below `min_tokens`, bad words, `logit_bias`, penalties (repetition, over prompt and answer; then frequency and
+    presence, over the answer), temperature, min-p, top-k, top-p, each to what the one before it left. `top_k` 0 or
+    -1, `top_p` 1 and `min_p` 0 switch these filters off. `logprobs` and `prompt_logprobs` are of the model's own
+    distribution, before all of these: the most likely that many tokens (-1: all) and the chosen one.
+    `max_tokens` None means up to the model's context, and a larger number than fits ends there too. `min_tokens`
+    also keeps `stop` strings from being looked for. `seed` None draws one for the request; with `n` answers, answer
+    i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens from the end of the prompt, -1 as many as leave
+    room for the answer. `best_of` is only accepted where it changes nothing, equal to `n`.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError
     when it is of the wrong type.
@@ -73,6 +84,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             setattr(self, name, list(value or ()))
         self._check_numbers()
         self._check_lists()
+        self._check_together()
         if self.seed == -1:
             self.seed = None  # callers of the older API write -1 for "no seed"
         try:
@@ -96,8 +108,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self._integer("logprobs", -1, 2**31 - 1)
         self._integer("prompt_logprobs", -1, 2**31 - 1)
         self._integer("truncate_prompt_tokens", -1, 2**31 - 1)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
         for name in (
             "ignore_eos",
             "detokenize",
@@ -110,13 +120,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def _check_lists(self) -> None:
         for name in ("stop", "bad_words"):
-            for text in getattr(self, name):
+            texts = getattr(self, name)
+            if len(texts) > _MAX_TEXTS:
+                raise ValueError(f"{name} must hold at most {_MAX_TEXTS} strings, got {len(texts)}")
+            for text in texts:
                 if not isinstance(text, str):
-                    raise TypeError(f"{name} must hold strings, got {text!r}")
-                if not text:
-                    raise ValueError(f"{name} must not hold an empty string")
-        if self.stop and not self.detokenize:
-            raise ValueError("stop needs detokenize=True; use stop_token_ids with detokenize=False")
+                    raise TypeError(f"{name} must hold strings, got {reprlib.repr(text)}")
+                if not text or len(text) > _MAX_TEXT:
+                    raise ValueError(
+                        f"{name} must hold strings of 1 to {_MAX_TEXT} characters, got one of {len(text)}: "
+                        f"{reprlib.repr(text)}"
+                    )
         for name in ("stop_token_ids", "allowed_token_ids"):
             given = getattr(self, name)
             ids = []
@@ -129,11 +143,50 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             setattr(self, name, None if given is None else ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty; leave it None to allow every token")
-        for token_id, bias in (self.logit_bias or {}).items():
-            if not isinstance(bias, int | float) or not -_BIAS_LIMIT <= bias <= _BIAS_LIMIT:
-                raise ValueError(
-                    f"logit_bias[{token_id!r}] must be in [-{_BIAS_LIMIT:g}, {_BIAS_LIMIT:g}], got {bias!r}"
-                )
+        if self.logit_bias is not None:
+            self.logit_bias = self._checked_bias(self.logit_bias)
+
+    def _checked_bias(self, given: Any) -> dict[int, float]:
+        """`given` with plain keys and values; JSON makes strings of the ids, so those are taken too."""
+        if not isinstance(given, dict):
+            raise TypeError(f"logit_bias must be a dict of token ids and numbers, got {reprlib.repr(given)}")
+        checked = {}
+        for token_id, bias in given.items():
+            try:
+                key = operator.index(int(token_id) if isinstance(token_id, str) else token_id)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"logit_bias must have token ids as keys, got {reprlib.repr(token_id)}") from error
+            if isinstance(bias, bool) or not isinstance(bias, numbers.Real):
+                raise TypeError(f"logit_bias[{key}] must be a number, got {bias!r}")
+            if not 0 <= key < 2**31:
+                raise ValueError(f"logit_bias must have token ids as keys, integers in [0, 2**31), got {key}")
+            if not -_BIAS_LIMIT <= float(bias) <= _BIAS_LIMIT:
+                raise ValueError(f"logit_bias[{key}] must be in [-{_BIAS_LIMIT:g}, {_BIAS_LIMIT:g}], got {bias!r}")
+            checked[key] = float(bias)
+        return checked
+
+    def _check_together(self) -> None:
+        """What each field allows by itself, but not beside the others."""
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError(
+                f"best_of must be None or equal to n={self.n}, got {self.best_of}: answers that nobody receives are "
+                "not drawn; set n to that many, ask for logprobs, and choose by cumulative_logprob"
+            )
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(
+                f"n must be 1 with temperature=0, got {self.n}: all answers would be the same; set temperature above 0"
+            )
+        if self.stop and not self.detokenize:
+            raise ValueError("stop needs detokenize=True; use stop_token_ids with detokenize=False")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
+        if self.extra_args:
+            raise ValueError(
+                f"extra_args must be empty, got {reprlib.repr(sorted(map(str, self.extra_args)))}: nothing here reads "
+                "any"
+            )
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -165,23 +218,7 @@ _OPTIONAL_INTEGERS = frozenset(
     {"best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
 )
 
-_NOT_SERVED = (
-    "n",
-    "best_of",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "bad_words",
-    "logprobs",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "guided_decoding",
-    "structured_outputs",
-    "extra_args",
-)
+_NOT_SERVED = ("guided_decoding", "structured_outputs")
 _DEFAULTS = SamplingParams()
 
 

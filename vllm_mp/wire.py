@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -40,8 +41,10 @@ class AddRequest(_Message, tag=2):
     """Client to core: run a request under `slot`, which names it in every later message of this client.
 
     `prompt` and `output` are token ids as little-endian int32; `output` holds what the client has received from
-    an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set. Only requests
-    of one `cache_salt` share cached prefixes.
+    an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set, and `params.n`
+    has no meaning: each answer is a request. Only requests of one `cache_salt` share cached prefixes; those of one
+    `group`, where it is not empty, share their prompts' blocks also where nothing else is shared. `bad_words` are
+    `params.bad_words` as token ids.
     """
 
     incarnation: int
@@ -51,6 +54,20 @@ class AddRequest(_Message, tag=2):
     params: SamplingParams
     priority: int = 0
     output: bytes = b""
+    cache_salt: str = ""
+    group: str = ""
+    bad_words: list[list[int]] = []
+
+
+class AddPooling(_Message, tag=6):
+    """Client to core: make one vector of `prompt`; its fields are as those of `AddRequest`."""
+
+    incarnation: int
+    slot: int
+    request_id: str
+    prompt: bytes
+    params: PoolingParams
+    priority: int = 0
     cache_salt: str = ""
 
 
@@ -67,6 +84,7 @@ class Call(_Message, tag=4):
     incarnation: int
     call_id: int
     name: str
+    args: list[str | int | float | bool | None] = []
 
 
 class Bye(_Message, tag=5):
@@ -75,7 +93,7 @@ class Bye(_Message, tag=5):
     incarnation: int
 
 
-ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye
+ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling
 
 
 class Welcome(_Message, tag=16):
@@ -98,13 +116,28 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """The end of a request; exactly one is sent for each slot added, and the slot is free after it.
 
     `num_output` counts the tokens of the whole answer. `reason` is "stop", "length", "abort" or "error".
+    `stop_reason` is a token id; strings are found by the client.
     """
 
     slot: int
     num_output: int
     reason: str
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities at `len(ranks) / 4` positions of one request, the first being `position`.
+
+    `token_ids` (int32) and `values` (float32) have one row a position, all of one length: the chosen token, then the
+    most likely ones, best first. `ranks` (uint32) are those of the chosen tokens, 1 being the best. Little-endian.
+    """
+
+    slot: int
+    position: int
+    token_ids: bytes
+    values: bytes
+    ranks: bytes
 
 
 class StepOutput(_Message, tag=18):
@@ -124,6 +157,12 @@ class StepOutput(_Message, tag=18):
     finished: list[Finished] = []
     cached: list[tuple[int, int]] = []
     """(slot, prompt tokens found in the cache) of requests with their first token here, where there were any."""
+    logprobs: list[TokenLogprobs] = []
+    """Of tokens of the columns, at their positions in the answer."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Of tokens of prompts, at their positions there; a prompt's come in order, before the first token."""
+    vectors: list[tuple[int, bytes]] = []
+    """(slot, vector as little-endian float32), which with its `Finished` is the answer to an `AddPooling`."""
 
 
 class Reply(_Message, tag=19):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mp import wire
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
 PARAMS = SamplingParams(
@@ -28,7 +29,6 @@ PARAMS = SamplingParams(
     output_kind=RequestOutputKind.DELTA,
     logit_bias={7: -1.5},
     allowed_token_ids=[1, 2],
-    extra_args={"nested": [1, {"a": None}]},
 )
 CLIENT_MESSAGES = [
     wire.Hello(wire.PROTOCOL_VERSION),
@@ -37,6 +37,8 @@ CLIENT_MESSAGES = [
     wire.AbortRequests(1, []),
     wire.AbortRequests(1, [0, 65_536, 2**20 - 1]),
     wire.Call(1, 2**40, "status"),
+    wire.Call(1, 3, "pause", ["keep", True]),
+    wire.AddPooling(1, 4, "id", wire.pack_ids([1]), PoolingParams(pooling_type="CLS", dimensions=8), 2, "salt"),
     wire.Bye(3),
 ]
 CORE_MESSAGES = [

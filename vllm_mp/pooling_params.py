@@ -1,0 +1,48 @@
+"""What a request may ask of the pooler, validated when it is constructed."""
+
+import numbers
+
+import msgspec
+
+POOLING_TYPES = ("last", "mean", "cls")
+
+
+class PoolingParams(msgspec.Struct, omit_defaults=True):
+    """How one vector is made of a prompt's hidden states.
+
+    `pooling_type` is "last" (the last token's), "mean" (the average of all) or "cls" (the first token's), in any
+    case of letters; None is the way that the model's folder names, or "last" for decoders and "mean" for encoders.
+    `dimensions` keeps that many leading components (Matryoshka embeddings). `normalize` then scales the vector to
+    length 1; None does so unless the model's folder says otherwise. `truncate_prompt_tokens` cuts longer prompts to
+    that many tokens, -1 to the model's context: a text as the model's tokenizer truncates, token ids from the front.
+
+    Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError when it
+    is of the wrong type.
+    """
+
+    pooling_type: str | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    task: str | None = None
+    """"embed" is the only one there is, and the default."""
+
+    def __post_init__(self) -> None:
+        if self.pooling_type is not None:
+            if not isinstance(self.pooling_type, str) or self.pooling_type.lower() not in POOLING_TYPES:
+                raise ValueError(f"pooling_type must be one of {', '.join(POOLING_TYPES)}, got {self.pooling_type!r}")
+            self.pooling_type = self.pooling_type.lower()
+        if self.normalize is not None and not isinstance(self.normalize, bool):
+            raise TypeError(f"normalize must be True, False or None, got {self.normalize!r}")
+        for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            number = int(value)  # NumPy's scalars have no place on the wire
+            if not low <= number < 2**31 or number == 0:
+                raise ValueError(f"{name} must be {'-1 or ' if low < 0 else ''}in [1, 2**31), got {value}")
+            setattr(self, name, number)
+        if self.task not in (None, "embed"):
+            raise ValueError(f"task must be 'embed' or None, got {self.task!r}")
