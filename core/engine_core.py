@@ -39,9 +39,7 @@ class EngineCore:
         model = config.model_config
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
         self._pool = BlockPool(cache.num_blocks)
-        self._scheduler = Scheduler(
-            scheduler_config, self._batch, self._pool, cache.block_size, cache.enable_prefix_caching
-        )
+        self._scheduler = Scheduler(scheduler_config, self._batch, self._pool, cache.block_size)
         self._sampler = Sampler(self._batch, device)
         self._runner = runner
         self._server = server

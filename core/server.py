@@ -171,9 +171,18 @@ class Server:
             tokens=np.concatenate([prompt, output]),
             num_prompt=len(prompt),
             max_total=max_total,
-            hashes=[root_hash(message.cache_salt)],
+            hashes=self._root_hashes(client, message),
             order=self._running_scheduler().order_of(message.priority),
         )
+
+    def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:
+        """What the block hashes of a request build on; of one that may share with no other, nothing."""
+        if self._config.cache_config.enable_prefix_caching:
+            return [root_hash(message.cache_salt)]
+        if message.group:
+            # With the client's number, which is never given out again: no other client can name this group.
+            return [root_hash(f"{client} {message.group}")]
+        return []
 
     def _abort(self, client: int, slots: list[int]) -> None:
         ends = [self._running_scheduler().abort(client, slot) for slot in slots]
