@@ -64,7 +64,11 @@ class Scheduler:
         self._requests: dict[tuple[int, int], Request] = {}
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0
+        self._held: dict[tuple[int, int], Request] = {}
+        """What has arrived during a pause; it is not in line before `resume`."""
         self._arrivals = 0
+        self._is_paused = False
+        self._is_frozen = False
 
     @property
     def num_running(self) -> int:
@@ -72,11 +76,21 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._num_waiting + len(self._held)
+
+    @property
+    def num_going_on(self) -> int:
+        """Live requests, without those that have arrived during a pause."""
+        return len(self._requests) - len(self._held)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        """There is a request that may run now."""
+        return not self._is_frozen and self.num_going_on > 0
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
 
     def is_live(self, client: int, slot: int) -> bool:
         return (client, slot) in self._requests
@@ -93,7 +107,32 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let `request` wait; its (client, slot) must not be live and its tokens must fit the context."""
         self._requests[request.client, request.slot] = request
-        self._wait(request)
+        if self._is_paused:
+            self._held[request.client, request.slot] = request
+        else:
+            self._wait(request)
+
+    def pause(self, freeze: bool) -> None:
+        """Hold back what arrives before `resume`, and with `freeze` also let nothing run that is here already."""
+        self._is_paused = True
+        self._is_frozen = freeze
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._is_paused = self._is_frozen = False
+        for request in self._held.values():
+            self._wait(request)
+        self._held.clear()
+
+    def preempt_all(self) -> None:
+        """Take the blocks of every running request; its tokens are computed anew when it runs again."""
+        for row in self.batch.order[::-1].tolist():
+            self._preempt(self.batch.request(row))
+
+    def abort_all(self) -> list[tuple[int, Finished]]:
+        """End every live request; (client, end) of each."""
+        ends = [(client, self.abort(client, slot)) for client, slot in list(self._requests)]
+        return [(client, end) for client, end in ends if end is not None]
 
     def abort(self, client: int, slot: int) -> Finished | None:
         """End a request wherever it is; None if it is not live."""
@@ -102,21 +141,17 @@ class Scheduler:
             return None
         if request.row == NO_ROW:
             num_output = request.num_output
-            request.aborted = True
             del self._requests[client, slot]
-            self._num_waiting -= 1
-            # The entry stays in the heap until it is reached, unless such entries become the most of it.
-            if len(self._waiting) > 2 * self._num_waiting:
-                self._waiting = [entry for entry in self._waiting if not entry[1].aborted]
-                heapq.heapify(self._waiting)
+            if self._held.pop((client, slot), None) is None:
+                self._leave_line(request)
         else:
             num_output = int(self.batch.num_tokens[request.row]) - request.num_prompt
             self._release(request)
         return Finished(slot, num_output, "abort")
 
     def schedule(self) -> Step | None:
-        """Choose the next step's tokens, making room and admitting as the budget allows; None without work."""
-        if not self._requests:
+        """Choose the next step's tokens, making room and admitting as the budget allows; None if nothing may run."""
+        if not self.has_work:
             return None
         batch = self.batch
         self._give_blocks_to_growing_rows()
@@ -308,6 +343,14 @@ class Scheduler:
     def _wait(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.order, request))
         self._num_waiting += 1
+
+    def _leave_line(self, request: Request) -> None:
+        request.aborted = True
+        self._num_waiting -= 1
+        # The entry stays in the heap until it is reached, unless such entries become the most of it.
+        if len(self._waiting) > 2 * self._num_waiting:
+            self._waiting = [entry for entry in self._waiting if not entry[1].aborted]
+            heapq.heapify(self._waiting)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
