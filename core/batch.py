@@ -37,6 +37,9 @@ class Batch:
         """Tokens below which no stop token is allowed."""
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.has_stop_ids = np.zeros(max_num_seqs, np.bool_)
+        self.has_rules = np.zeros(max_num_seqs, np.bool_)
+        self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
+        self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_p = np.ones(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
@@ -75,6 +78,9 @@ class Batch:
         self.min_total[row] = request.num_prompt + params.min_tokens
         self.stops_at_eos[row] = not params.ignore_eos
         self.has_stop_ids[row] = bool(params.stop_token_ids)
+        self.has_rules[row] = request.rules is not None
+        self.num_logprobs[row] = request.num_logprobs
+        self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.top_k[row] = max(0, params.top_k)

@@ -11,10 +11,11 @@ from torch import Tensor
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.device import cache_blocks
+from vllm_mp.core.logprobs import StepLogprobs, prompt_logprobs
 from vllm_mp.core.models import build_model
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
-from vllm_mp.core.scheduler import Step
+from vllm_mp.core.scheduler import Computed, Step
 from vllm_mp.core.weights import load_weights
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.sampling_params import SamplingParams
@@ -46,16 +47,20 @@ class ModelRunner:
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
 
     @torch.inference_mode()
-    def execute(self, step: Step, batch: Batch, sampler: Sampler) -> npt.NDArray[np.int64]:
-        """Compute the step; the new tokens [num_sampled] of the rows that it samples."""
+    def execute(self, step: Step, batch: Batch, sampler: Sampler) -> Computed:
+        """Compute the step."""
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+        vocab_size = self._config.model_config.architecture.vocab_size
+        of_prompts = prompt_logprobs(step, batch, hidden, self._model.compute_logits, vocab_size)
         if not step.samples.any():
-            return np.zeros(0, np.int64)
+            return Computed(np.zeros(0, np.int64), [], of_prompts)
         last = (np.cumsum(step.counts) - 1)[step.samples]
         logits = self._model.compute_logits(hidden[self._to_device(last)])
-        tokens = sampler.sample(logits, step.rows[step.samples])
-        return tokens.cpu().numpy()
+        rows = step.rows[step.samples]
+        logprobs = StepLogprobs(logits, batch, rows)
+        tokens = sampler.sample(logits, rows)
+        return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts)
 
     def _inputs(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.core.logit_rules import LogitRules
 from vllm_mp.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -31,6 +32,13 @@ class Request:
     """False: its beginning is computed even if it is in the cache; others may still build on its blocks."""
     num_cached: int = 0
     """Tokens whose keys and values were in the cache already when the request was first admitted."""
+    rules: LogitRules | None = None
+    num_logprobs: int = -1
+    """Log-probabilities to send of the most likely tokens at each position of the answer; -1: none at all."""
+    num_prompt_logprobs: int = -1
+    """The same for the prompt."""
+    num_prompt_logprobs_sent: int = 1
+    """Positions of the prompt that need none any more; the first token has none."""
     row: int = field(default=NO_ROW)
     aborted: bool = False
 

@@ -5,6 +5,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_mp.core.apply_rules import apply_rules
 from vllm_mp.core.batch import Batch, Rows
 
 NO_TOKEN = -1
@@ -13,10 +14,10 @@ NO_TOKEN = -1
 class Sampler:
     """Greedy and random choice under each row's own parameters.
 
-    The order of operations is vLLM's: stop tokens are barred below `min_tokens`, then temperature, min-p, top-k,
-    top-p. The draw inverts the cumulative distribution, in the order of token ids, at a number that is a function
-    of the request's seed and the token's position alone. So a request draws the same numbers whatever else is in
-    the batch, and a request that is taken up again in the middle goes on as if it had never stopped.
+    The order of operations is vLLM's: the rules of `LogitRules`, then temperature, min-p, top-k, top-p. The draw
+    inverts the cumulative distribution, in the order of token ids, at a number that is a function of the request's
+    seed and the token's position alone. So a request draws the same numbers whatever else is in the batch, and a
+    request that is taken up again in the middle goes on as if it had never stopped.
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
@@ -29,7 +30,9 @@ class Sampler:
         `NO_TOKEN` for a row that allows none: whose logits are not numbers, or all barred.
         """
         batch = self._batch
-        self._bar_stop_tokens(logits, rows)
+        if (batch.has_rules[rows] | (batch.num_tokens[rows] < batch.min_total[rows])).any():
+            logits = logits.float()
+            apply_rules(logits, batch, rows)
         highest, tokens = logits.max(dim=-1)
         random = np.flatnonzero(batch.temperature[rows] > 0)
         if len(random) == len(rows):
@@ -38,15 +41,6 @@ class Sampler:
             index = torch.from_numpy(random).to(self._device)
             tokens[index] = self._draw(logits[index], highest[index], rows[random])
         return tokens.masked_fill_(~highest.isfinite(), NO_TOKEN)
-
-    def _bar_stop_tokens(self, logits: Tensor, rows: Rows) -> None:
-        batch = self._batch
-        for i in np.flatnonzero(batch.num_tokens[rows] < batch.min_total[rows]).tolist():
-            row = int(rows[i])
-            barred = list(batch.request(row).params.stop_token_ids or ())
-            if batch.stops_at_eos[row]:
-                barred.extend(batch.eos_token_ids.tolist())
-            logits[i, barred] = -torch.inf
 
     def _draw(self, logits: Tensor, highest: Tensor, rows: Rows) -> Tensor:
         """Tokens int64 [n], drawn for `logits` [n, vocab] whose maxima are `highest` [n]."""

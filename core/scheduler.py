@@ -20,7 +20,7 @@ from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.batch import Batch, Rows
 from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
-from vllm_mp.wire import Finished
+from vllm_mp.wire import Finished, TokenLogprobs
 
 _NEVER_REGISTERS = np.iinfo(np.int64).max
 """The count of registered blocks of a request that shares nothing: no number of full blocks is above it."""
@@ -37,6 +37,16 @@ class Step(NamedTuple):
     """The first that many rows compute a single token."""
     samples: npt.NDArray[np.bool_]
     """[num_rows] which rows reach their last known token and so get a new one."""
+
+
+class Computed(NamedTuple):
+    """What the model made of a step."""
+
+    tokens: npt.NDArray[np.int64]
+    """[num_sampled] the new tokens of the rows that the step samples."""
+    logprobs: list[tuple[int, TokenLogprobs]]
+    """(client, log-probabilities) of new tokens."""
+    prompt_logprobs: list[tuple[int, TokenLogprobs]]
 
 
 class StepResult(NamedTuple):

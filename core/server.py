@@ -3,9 +3,9 @@
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,12 +15,15 @@ from vllm_mp import wire
 from vllm_mp.admission import check_request
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.block_pool import root_hash
+from vllm_mp.core.logit_rules import LogitRules
 from vllm_mp.core.request import Request
-from vllm_mp.core.scheduler import Scheduler, StepResult
+from vllm_mp.core.scheduler import Computed, Scheduler, StepResult
 
 logger = logging.getLogger(__name__)
 
 _FRAMES_A_STEP = 4096
+
+T = TypeVar("T")
 
 
 class Server:
@@ -90,17 +93,24 @@ class Server:
         for client in {client for client, _ in ends}:
             self._send_ends(client, [end for owner, end in ends if owner == client])
 
-    def publish(self, step: int, result: StepResult) -> None:
-        """Send each client its part of a step's result."""
-        finished: dict[int, list[wire.Finished]] = {}
-        for client, end in result.finished:
-            finished.setdefault(client, []).append(end)
-        for client in {*result.clients.tolist(), *finished}:
+    def publish(self, step: int, result: StepResult, computed: Computed) -> None:
+        """Send each client its part of what a step brought."""
+        finished = _by_client(result.finished)
+        cached = _by_client((client, (slot, count)) for client, slot, count in result.cached)
+        logprobs, of_prompts = _by_client(computed.logprobs), _by_client(computed.prompt_logprobs)
+        for client in {*result.clients.tolist(), *finished, *of_prompts}:
             own = result.clients == client
             columns = wire.pack_tokens(result.slots[own].astype(np.int64), result.tokens[own], result.positions[own])
-            cached = [(slot, count) for owner, slot, count in result.cached if owner == client]
-            ends = finished.get(client, [])
-            self._send_to(client, wire.StepOutput(self._incarnation, step, *columns, finished=ends, cached=cached))
+            message = wire.StepOutput(
+                self._incarnation,
+                step,
+                *columns,
+                finished=finished.get(client, []),
+                cached=cached.get(client, []),
+                logprobs=logprobs.get(client, []),
+                prompt_logprobs=of_prompts.get(client, []),
+            )
+            self._send_to(client, message)
 
     def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
         if len(frames) != 1:
@@ -184,6 +194,9 @@ class Server:
             tokens=np.concatenate([prompt, output]),
             num_prompt=len(prompt),
             max_total=max_total,
+            rules=LogitRules.of(message.params, message.bad_words),
+            num_logprobs=self._num_logprobs(message.params.logprobs),
+            num_prompt_logprobs=self._num_logprobs(message.params.prompt_logprobs),
             hashes=self._root_hashes(client, message),
             order=self._running_scheduler().order_of(message.priority),
         )
@@ -196,6 +209,12 @@ class Server:
             # With the client's number, which is never given out again: no other client can name this group.
             return [root_hash(f"{client} {message.group}")]
         return []
+
+    def _num_logprobs(self, wanted: int | None) -> int:
+        """How many to send a position; -1: none at all, not even of the chosen token."""
+        if wanted == -1:
+            return self._config.model_config.architecture.vocab_size
+        return -1 if wanted is None else wanted
 
     def _abort(self, client: int, slots: list[int]) -> None:
         ends = [self._running_scheduler().abort(client, slot) for slot in slots]
@@ -262,3 +281,11 @@ class Server:
         if self._scheduler is None:
             raise RuntimeError("the core does not serve yet")
         return self._scheduler
+
+
+def _by_client(owned: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
+    """What belongs to each client, of pairs of a client and something of its."""
+    parts: dict[int, list[T]] = {}
+    for client, thing in owned:
+        parts.setdefault(client, []).append(thing)
+    return parts
