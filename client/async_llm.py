@@ -45,6 +45,7 @@ _PING_TIMEOUT_S = 5.0
 _BYE_LINGER_MS = 500
 _EXIT_GRACE_S = 1.0
 _HANDOVER_TIMEOUT_S = 5.0
+_DRAIN_POLL_S = 0.01
 
 
 class AsyncLLM:
@@ -260,12 +261,7 @@ class AsyncLLM:
 
     async def core_status(self) -> dict[str, Any]:
         """What the core holds: incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age."""
-        self._attach()
-        limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
-        try:
-            status: dict[str, Any] = await self._call("status", limit)
-        except TimeoutError as error:
-            raise EngineError(f"the core has not answered for {limit:g} s: {self._read_status_page()}") from error
+        status: dict[str, Any] = await self._ask("status")
         page = self._read_status_page()
         status["incarnation"] = self._connection.incarnation
         status["restarts"] = 0
@@ -274,8 +270,53 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, device: Any = None) -> None:
         """Let later requests find nothing of earlier ones in the cache; `device` is accepted for vLLM's callers."""
+        await self._ask("reset_prefix_cache")
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop the engine from generating until `resume_generation`; what arrives meanwhile is accepted and waits.
+
+        `mode` says what becomes of the requests that are live: "abort" ends them with finish_reason "abort", "wait"
+        lets them end and returns when the last one has, "keep" freezes them until the engine is resumed. `clear_cache`
+        sees to it that no key or value from before the pause is used after it, as a change of the weights asks for:
+        the prefix cache is forgotten, and what "keep" has frozen is computed anew.
+
+        The pause holds for every client of a shared core, also when this one has left. Pausing a paused engine again
+        applies the new mode to the requests that have not been waiting since the pause; "abort" ends also those.
+        Cancelling the call does not undo the pause. Raises ValueError for another mode, and EngineError when the engine
+        is resumed, or paused with "keep", while this call waits.
+        """
+        if mode not in wire.PAUSE_MODES:
+            raise ValueError(f"mode must be one of {', '.join(wire.PAUSE_MODES)}, got {mode!r}")
+        if mode == "wait":
+            self._attach()
+            await self._call("pause", None, mode, bool(clear_cache))
+        else:
+            await self._ask("pause", mode, bool(clear_cache))
+
+    async def resume_generation(self) -> None:
+        """End a pause, whoever began it; of an engine that is not paused, nothing."""
+        await self._ask("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` has been called, by any client, and not `resume_generation` since."""
+        return bool((await self.core_status())["is_paused"])
+
+    async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:
+        """Return when this client has no unfinished request and the core has released what they held.
+
+        Raises TimeoutError, which says how many are left, after `timeout` seconds.
+        """
         self._attach()
-        await self._call("reset_prefix_cache", self.vllm_config.liveness_config.engine_iteration_timeout_s)
+        deadline = time.monotonic() + timeout
+        # Looked at now and then, so that nobody on the way of every token has to announce it.
+        while len(self._requests) or self._requests.num_slots_in_use:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"after {timeout:g} s {len(self._requests)} requests have not ended, and the core has "
+                    f"{self._requests.num_slots_in_use} to release; wait for longer, or abort them"
+                )
+            await asyncio.sleep(_DRAIN_POLL_S)
+            self._attach()
 
     async def do_log_stats(self) -> None:
         """Write a line about throughput and load to the log now; without a call, one comes every ten seconds."""
@@ -481,12 +522,21 @@ class AsyncLLM:
                 else:
                     call.set_exception(EngineError(message.error))
 
-    async def _call(self, name: str, timeout: float) -> Any:
+    async def _ask(self, name: str, *args: wire.CallArgument) -> Any:
+        """Run an operation that a core answers between two steps; raises EngineError when it does not."""
+        self._attach()
+        limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
+        try:
+            return await self._call(name, limit, *args)
+        except TimeoutError as error:
+            raise EngineError(f"the core has not answered for {limit:g} s: {self._read_status_page()}") from error
+
+    async def _call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core; raises TimeoutError when it does not answer within `timeout` seconds."""
         call_id = next(self._call_ids)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = reply
-        self._connection.send(wire.Call(self._connection.incarnation, call_id, name))
+        self._connection.send(wire.Call(self._connection.incarnation, call_id, name, list(args)))
         try:
             async with asyncio.timeout(timeout):
                 return await reply

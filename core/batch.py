@@ -30,7 +30,7 @@ class Batch:
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         """Tokens whose keys and values are in the cache."""
         self.num_registered = np.zeros(max_num_seqs, np.int64)
-        """Full blocks that the pool has been told of."""
+        """Full blocks that the pool has been told of, or more than there can be where it is told of none."""
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.max_total = np.zeros(max_num_seqs, np.int64)
         self.min_total = np.zeros(max_num_seqs, np.int64)

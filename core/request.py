@@ -27,7 +27,9 @@ class Request:
     order: tuple[int, int]
     """(priority, arrival number): what runs first, and is preempted last."""
     hashes: list[bytes] = field(default_factory=list)
-    """The root hash, then that of each full block, as far as they have been needed."""
+    """The root hash, then that of each full block, as far as they have been needed. Empty: it shares no blocks."""
+    reads_cache: bool = True
+    """False: its beginning is computed even if it is in the cache; others may still build on its blocks."""
     num_cached: int = 0
     """Tokens whose keys and values were in the cache already when the request was first admitted."""
     rules: LogitRules | None = None

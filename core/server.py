@@ -1,8 +1,10 @@
 """The core's side of the wire: who the clients are, what they ask, what goes back to them."""
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,10 +43,14 @@ class Server:
         self._clients: dict[int, bytes] = {}
         self._next_client = 0
         self._scheduler: Scheduler | None = None
-        self._calls: dict[str, Callable[[], Any]] = {}
+        self._calls: dict[str, Callable[..., Any]] = {}
 
-    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[[], Any]]) -> None:
-        """Begin to admit: `calls` are the operations that clients may name."""
+    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
+        """Begin to admit: `calls` are the operations that clients may name.
+
+        What one returns is its answer, plain data, or a future of that, which is answered when it is done. It gets a
+        client's arguments in the right number but of any type, and refuses them by a ValueError.
+        """
         self._scheduler = scheduler
         self._calls = calls
 
@@ -79,6 +85,13 @@ class Server:
                 if client is not None and isinstance(message, wire.AddRequest):
                     end = wire.Finished(message.slot, len(message.output) // 4, "error", error=f"{error!r:.500}")
                     self._send_ends(client, [end])
+                elif client is not None and isinstance(message, wire.Call):
+                    self._reply(client, message.call_id, error=f"{error!r:.500}")
+
+    def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
+        """Tell clients of requests, (client, end) each, that have ended outside of a step."""
+        for client in {client for client, _ in ends}:
+            self._send_ends(client, [end for owner, end in ends if owner == client])
 
     def publish(self, step: int, result: StepResult, computed: Computed) -> None:
         """Send each client its part of what a step brought."""
@@ -184,9 +197,18 @@ class Server:
             rules=LogitRules.of(message.params, message.bad_words),
             num_logprobs=self._num_logprobs(message.params.logprobs),
             num_prompt_logprobs=self._num_logprobs(message.params.prompt_logprobs),
-            hashes=[root_hash(message.cache_salt)],
+            hashes=self._root_hashes(client, message),
             order=self._running_scheduler().order_of(message.priority),
         )
+
+    def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:
+        """What the block hashes of a request build on; of one that may share with no other, nothing."""
+        if self._config.cache_config.enable_prefix_caching:
+            return [root_hash(message.cache_salt)]
+        if message.group:
+            # With the client's number, which is never given out again: no other client can name this group.
+            return [root_hash(f"{client} {message.group}")]
+        return []
 
     def _num_logprobs(self, wanted: int | None) -> int:
         """How many to send a position; -1: none at all, not even of the chosen token."""
@@ -200,15 +222,32 @@ class Server:
 
     def _call(self, client: int, message: wire.Call) -> None:
         call = self._calls.get(message.name)
-        if call is None:
-            reply = wire.Reply(
-                self._incarnation,
-                message.call_id,
-                error=f"the core has no operation {message.name[:100]!r}; it has {', '.join(sorted(self._calls))}",
-            )
+        try:
+            if call is None:
+                known = ", ".join(sorted(self._calls))
+                raise ValueError(f"the core has no operation {message.name[:100]!r}; it has {known}")
+            try:
+                inspect.signature(call).bind(*message.args)
+            except TypeError as error:
+                raise ValueError(f"operation {message.name}: {error}") from error
+            result = call(*message.args)
+        except ValueError as error:
+            self._reply(client, message.call_id, error=str(error))
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: self._reply_with(client, message.call_id, done))
         else:
-            reply = wire.Reply(self._incarnation, message.call_id, result=call())
-        self._send_to(client, reply)
+            self._reply(client, message.call_id, result)
+
+    def _reply_with(self, client: int, call_id: int, done: "Future[Any]") -> None:
+        error = done.exception()
+        if error is None:
+            self._reply(client, call_id, done.result())
+        else:
+            self._reply(client, call_id, error=str(error))
+
+    def _reply(self, client: int, call_id: int, result: Any = None, error: str | None = None) -> None:
+        self._send_to(client, wire.Reply(self._incarnation, call_id, result, error))
 
     def _send_ends(self, client: int, ends: list[wire.Finished]) -> None:
         if ends:
