@@ -89,8 +89,11 @@ class RequestBook:
         touched: dict[int, tuple[RequestStream, Answer]] = {}
         unwanted: list[int] = []
         for own in message.prompt_logprobs:
-            if own.slot in entries:
-                entries[own.slot][0].take_in_prompt_logprobs(own)
+            if (entry := entries.get(own.slot)) is not None:
+                try:
+                    entry[0].take_in_prompt_logprobs(own)
+                except ValueError as error:  # of this request; the rest of the message is others' answers
+                    unwanted += self._fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
             entry = entries.get(slot)
             if entry is None or entry[1].finish is not None or entry[0].is_over:
@@ -100,8 +103,11 @@ class RequestBook:
             else:
                 unwanted += self._lose(*entry)
         for own in message.logprobs:
-            if own.slot in touched:
-                touched[own.slot][1].take_in_logprobs(own)
+            if (entry := touched.get(own.slot)) is not None:
+                try:
+                    entry[1].take_in_logprobs(own)
+                except ValueError as error:
+                    unwanted += self._fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, count in message.cached:
             if slot in touched and touched[slot][1].index == 0:
                 touched[slot][0].num_cached_tokens = count

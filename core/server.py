@@ -198,6 +198,8 @@ class Server:
             num_logprobs=self._num_logprobs(message.params.logprobs),
             num_prompt_logprobs=self._num_logprobs(message.params.prompt_logprobs),
             hashes=self._root_hashes(client, message),
+            # What is not computed has no log-probabilities.
+            reads_cache=message.params.prompt_logprobs is None,
             order=self._running_scheduler().order_of(message.priority),
         )
 
