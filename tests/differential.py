@@ -518,11 +518,11 @@ class Judge:
         slack = TIE / min(1.0, params.temperature)
         found = np.inf
         for leeway in (0.0, slack, -slack):
+            if found <= TIE:
+                break
             kept = self._filtered(params, values, leeway)
             if kept[token] == 0:
                 continue
-            if found <= TIE:
-                break
             cumulative = kept.cumsum() / kept.sum()
             low, high = cumulative[token] - kept[token] / kept.sum(), cumulative[token]
             found = min(found, max(low - uniform, uniform - high, 0.0) * min(1.0, params.temperature))

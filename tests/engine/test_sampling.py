@@ -1,0 +1,482 @@
+"""What requests may ask for, on the real model: rules, log-probabilities, several answers, stop strings, truncation."""
+
+import asyncio
+import functools
+
+import pytest
+import torch
+from greedy_parity import NEAR_TIE, num_preemptions
+from harness import answer, eventually, greedy, is_empty, running_engine
+from prompts import PROMPTS
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from vllm_mp import EngineGenerateError, RequestOutputKind, SamplingParams
+
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+PROMPT = "Once upon a time, in a village by the sea,"
+LONG_PROMPT = "The engine has two halves, which run apart and talk over a socket. " * 20
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def reference(default_model):
+    return AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def busy(default_model):
+    """An engine that reads prompts in small chunks, runs out of blocks, has defaults and spaces its outputs."""
+    bytes_per_block = BLOCK_SIZE * 30 * 2 * 3 * 64 * 4
+    with running_engine(
+        default_model,
+        max_model_len=512,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=35 * bytes_per_block,
+        stream_interval=5,
+        override_generation_config={"temperature": 0.0, "repetition_penalty": 1.3, "max_new_tokens": 9},
+    ) as engine:
+        yield engine
+
+
+def ask(engine, *requests):
+    """The last output of each (prompt, parameters), all asked at once."""
+
+    async def run():
+        return await asyncio.gather(*(answer(engine, prompt, params) for prompt, params in requests))
+
+    return asyncio.run(run())
+
+
+def collect(engine, prompt, params):
+    """All outputs of a request."""
+
+    async def run():
+        return [output async for output in engine.generate(prompt, params)]
+
+    return asyncio.run(run())
+
+
+class Barred(LogitsProcessor):
+    """No word of `words` (token ids) is completed by the answer, whatever the prompt ends with."""
+
+    def __init__(self, words, num_prompt):
+        self.words, self.num_prompt = words, num_prompt
+
+    def __call__(self, input_ids, scores):
+        said = input_ids[0, self.num_prompt :].tolist()
+        for word in self.words:
+            start = len(said) - len(word) + 1
+            if start >= 0 and said[start:] == word[:-1]:
+                scores[0, word[-1]] = -torch.inf
+        return scores
+
+
+class Allowed(LogitsProcessor):
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __call__(self, input_ids, scores):
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, self.ids] = scores[:, self.ids]
+        return allowed
+
+
+@functools.lru_cache(maxsize=3)
+@torch.inference_mode()
+def logits_of(reference, ids):
+    return reference(torch.tensor([ids])).logits[0]
+
+
+def assert_chosen(reference, output, processors):
+    """Each token is the one that `generate` with these processors takes behind those before it, or ties with it."""
+    prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
+    logits = logits_of(reference, (*prompt, *ids))
+    for position, token in enumerate(ids):
+        so_far = torch.tensor([prompt + ids[:position]])
+        scores = processors(so_far, logits[len(prompt) + position - 1][None].clone())[0]
+        assert scores.max() - scores[token] <= NEAR_TIE, f"token {position} of {ids}"
+
+
+RULES = {
+    "repetition": {"repetition_penalty": 1.4},
+    "bad words": {"bad_words": ["there", " village", "a", "years old", "little girl named"]},
+    "bias": {"logit_bias": {260: -8.0, 253: -3.5, 29: 4.0, 2: -100.0}},
+    "allowed": {"allowed_token_ids": [*range(28, 60), *range(250, 400), 665, 1183]},
+}
+RULES["all"] = {name: value for rule in RULES.values() for name, value in rule.items()}
+
+
+def processors_of(tokenizer, num_prompt, params):
+    processors = LogitsProcessorList()
+    if "allowed_token_ids" in params:
+        processors.append(Allowed(params["allowed_token_ids"]))
+    if "bad_words" in params:
+        spellings = [space + word.strip() for word in params["bad_words"] for space in ("", " ")]
+        processors.append(Barred([tokenizer(one).input_ids for one in spellings], num_prompt))
+    if "logit_bias" in params:
+        bias = {(token,): value for token, value in params["logit_bias"].items()}
+        processors.append(SequenceBiasLogitsProcessor(sequence_bias=bias))
+    if "repetition_penalty" in params:
+        processors.append(RepetitionPenaltyLogitsProcessor(params["repetition_penalty"]))
+    return processors
+
+
+def test_greedy_answers_under_rules_are_those_of_transformers(llm, reference):
+    prompts = (PROMPT, PROMPTS[6], PROMPTS[28])
+    cases = [(prompt, rule) for prompt in prompts for rule in ({}, *RULES.values())]
+    outputs = ask(llm, *[(prompt, greedy(20, ignore_eos=True, **rule)) for prompt, rule in cases])
+    answers = {}
+    for (_, rule), output in zip(cases, outputs, strict=True):
+        processors = processors_of(llm.get_tokenizer(), len(output.prompt_token_ids), rule)
+        assert_chosen(reference, output, processors)
+        answers.setdefault(str(rule), []).append(output.outputs[0].token_ids)
+    assert len({str(ids) for ids in answers.values()}) == 1 + len(RULES), "a rule had nothing to do"
+
+
+def test_bad_words_are_in_no_answer_however_they_are_written(llm):
+    words = ["village", "the", "little girl", "a", "sea"]
+    requests = [
+        (PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=40, bad_words=words)) for seed in range(4)
+    ]
+    tokenizer = llm.get_tokenizer()
+    barred = [tokenizer(space + word).input_ids for word in words for space in ("", " ")]
+    for output in ask(llm, *requests):
+        ids = output.outputs[0].token_ids
+        for word in barred:
+            assert all(ids[start : start + len(word)] != word for start in range(len(ids)))
+
+
+def assert_logprobs(reference, tokenizer, output, count, prompt_count):
+    """The log-probabilities of `output` are those of transformers' logits."""
+    prompt, completion = output.prompt_token_ids, output.outputs[0]
+    ids = prompt + completion.token_ids
+    distribution = logits_of(reference, tuple(ids)).double().log_softmax(-1)
+    assert len(completion.logprobs) == len(completion.token_ids)
+    if prompt_count is None:
+        assert output.prompt_logprobs is None
+        entries = [None] * len(prompt)
+    else:
+        assert len(output.prompt_logprobs) == len(prompt)
+        assert output.prompt_logprobs[0] is None
+        entries = output.prompt_logprobs
+    for place, entry in enumerate([*entries, *completion.logprobs]):
+        if entry is None:
+            continue
+        expected, chosen = distribution[place - 1], ids[place]
+        size = prompt_count if place < len(prompt) else count
+        assert next(iter(entry)) == chosen
+        assert size <= len(entry) <= size + 1
+        best = expected.topk(size).values.tolist() if size else []
+        for token, one in entry.items():
+            assert one.logprob == pytest.approx(expected[token].item(), abs=1e-4)
+            assert one.decoded_token == tokenizer.decode([token])
+            if token != chosen:
+                assert one.logprob >= best[-1] - 1e-4
+            surely, perhaps = ((expected > one.logprob + slack).sum() for slack in (1e-4, -1e-4))
+            assert surely < one.rank <= perhaps
+    own = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-4)
+
+
+def test_log_probabilities_are_the_models_own_also_under_rules_and_for_a_prompt_that_is_cached(llm, reference):
+    rules = {**RULES["bias"], "repetition_penalty": 1.4, "frequency_penalty": 0.5}
+    params = [
+        ((5, 3), greedy(12, logprobs=5, prompt_logprobs=3, ignore_eos=True)),
+        ((0, 0), SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=0, prompt_logprobs=0, **rules)),
+        ((20, None), SamplingParams(temperature=0.8, top_k=3, seed=5, max_tokens=12, logprobs=20)),
+    ]
+    tokenizer = llm.get_tokenizer()
+    for prompt in (LONG_PROMPT[:500], "A"):
+        for _ in range(2):  # the second time it is in the cache
+            outputs = ask(llm, *[(prompt, one) for _, one in params])
+            for (counts, _), output in zip(params, outputs, strict=True):
+                assert_logprobs(reference, tokenizer, output, *counts)
+    assert outputs[0].prompt_logprobs == [None]
+    assert ask(llm, (LONG_PROMPT[:500], greedy(1, logprobs=1)))[0].num_cached_tokens > 0
+
+
+def test_log_probabilities_in_chunks_and_across_preemption_are_complete_and_right(busy, reference):
+    async def run():
+        await busy.reset_prefix_cache()
+
+    asyncio.run(run())
+    before = num_preemptions(busy)
+    begin = LONG_PROMPT[:400]
+    prompts = [begin, begin, begin + "Why?", begin + "Why?", begin + "One", PROMPT, PROMPT * 4, PROMPT * 2]
+    outputs = ask(busy, *[(prompt, greedy(40, logprobs=2, prompt_logprobs=2, ignore_eos=True)) for prompt in prompts])
+    assert num_preemptions(busy) > before
+    for output in outputs:
+        assert len(output.outputs[0].token_ids) == 40
+        assert_logprobs(reference, busy.get_tokenizer(), output, 2, 2)
+
+
+def test_log_probabilities_without_detokenization_have_no_text(llm):
+    (output,) = ask(llm, (PROMPT, greedy(4, logprobs=2, prompt_logprobs=1, detokenize=False)))
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    assert all(one.decoded_token is None for entry in entries for one in entry.values())
+    assert output.outputs[0].text == ""
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
+def test_streamed_log_probabilities_belong_to_the_streamed_tokens(llm, kind):
+    outputs = collect(
+        llm, PROMPT, SamplingParams(temperature=0, max_tokens=10, logprobs=1, prompt_logprobs=1, output_kind=kind)
+    )
+    total = 0.0
+    for output in outputs:
+        (one,) = output.outputs
+        assert [next(iter(entry)) for entry in one.logprobs] == one.token_ids
+        own = sum(entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True))
+        total = total + own if kind == DELTA else own
+        assert one.cumulative_logprob == pytest.approx(total, abs=1e-5)
+    given = [output.prompt_logprobs is not None for output in outputs]
+    assert given == [True] * len(outputs) if kind == CUMULATIVE else [True] + [False] * (len(outputs) - 1)
+
+
+def sampled(seed, n=1, **knobs):
+    # Of few tokens, so that no draw falls between two of the many that are next to impossible.
+    knobs.setdefault("top_k", 20)
+    return SamplingParams(
+        **{"temperature": 0.9, "max_tokens": 12, "output_kind": FINAL_ONLY, **knobs, "seed": seed, "n": n}
+    )
+
+
+@pytest.mark.parametrize("seed", [41, 2**63 - 2, -4])
+def test_each_of_n_answers_is_that_of_its_own_seed(llm, seed):
+    seeds = [(seed + i + 2**63) % 2**64 - 2**63 for i in range(4)]
+    single = [one for one in seeds if one != -1]  # which as a parameter means none
+    together, *others = ask(llm, (PROMPT, sampled(seed, 4)), *[(PROMPT, sampled(one)) for one in [*single, 0]])
+    assert [one.index for one in together.outputs] == [0, 1, 2, 3]
+    by_seed = {one: completion.token_ids for one, completion in zip(seeds, together.outputs, strict=True)}
+    for one, other in zip(single, others, strict=False):
+        assert by_seed[one] == other.outputs[0].token_ids
+    assert len({tuple(ids) for ids in by_seed.values()}) == 4
+    assert others[-1].outputs[0].token_ids not in by_seed.values(), "seed 0 is another one"
+
+
+def test_n_answers_tell_the_same_story_in_each_kind_of_output(llm):
+    final, cumulative, delta = (
+        collect(llm, PROMPT, sampled(7, 3, output_kind=kind, stop=["e"], min_tokens=4, max_tokens=20, logprobs=1))
+        for kind in (FINAL_ONLY, CUMULATIVE, DELTA)
+    )
+    assert len(final) == 1
+    for outputs in (final, cumulative, delta):
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        for output in outputs:
+            indices = [one.index for one in output.outputs]
+            assert indices == sorted(set(indices))
+    for index, whole in enumerate(final[0].outputs):
+        last = cumulative[-1].outputs[index]
+        assert (last.text, last.token_ids, last.stop_reason) == (whole.text, whole.token_ids, whole.stop_reason)
+        parts = [one for output in delta for one in output.outputs if one.index == index]
+        assert "".join(part.text for part in parts) == whole.text
+        assert [token for part in parts for token in part.token_ids] == whole.token_ids
+        entries = [entry for part in parts for entry in part.logprobs]
+        assert [next(iter(entry)) for entry in entries] == whole.token_ids
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [whole.finish_reason]
+        assert parts[-1].stop_reason == whole.stop_reason
+        for one in (parts[-1], last):
+            assert one.cumulative_logprob == pytest.approx(whole.cumulative_logprob, abs=1e-4)
+
+
+def test_n_answers_share_the_blocks_of_their_prompt_and_leaving_early_frees_all(llm):
+    async def run():
+        await eventually(lambda: is_empty(llm))
+        used = 0
+        async for output in llm.generate(LONG_PROMPT, sampled(1, 4, max_tokens=300, output_kind=CUMULATIVE)):
+            if len(output.outputs) == 4 and all(one.token_ids for one in output.outputs):
+                status = await llm.core_status()
+                used = status["total_blocks"] - status["free_blocks"]
+                break
+        await eventually(lambda: is_empty(llm))
+        return used, len(output.prompt_token_ids)
+
+    used, num_prompt = asyncio.run(run())
+    assert num_prompt // BLOCK_SIZE < used < 2 * num_prompt // BLOCK_SIZE
+
+
+def test_aborting_a_request_ends_all_its_answers(llm):
+    async def run():
+        outputs = []
+        async for output in llm.generate(PROMPT, sampled(1, 3, max_tokens=900, output_kind=DELTA), "several"):
+            outputs.append(output)
+            if len(outputs) == 4:
+                await llm.abort("several")
+        await eventually(lambda: is_empty(llm))
+        return outputs
+
+    outputs = asyncio.run(run())
+    ends = [(one.index, one.finish_reason) for output in outputs for one in output.outputs if one.finish_reason]
+    assert sorted(ends) == [(0, "abort"), (1, "abort"), (2, "abort")]
+    assert outputs[-1].finished
+
+
+def stops_of(llm, whole):
+    """Strings of the answer `whole`: inside a token, a whole one, and across the borders of two and three."""
+    texts = [llm.get_tokenizer().decode([token]) for token in whole.token_ids]
+    across = [texts[i][-2:] + texts[i + 1][:2] for i in (6, 9, 13)]
+    return [texts[5], texts[8][1:3], *across, texts[4][-1:] + texts[5] + texts[6][:1]]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_an_answer_and_is_never_streamed_past(llm, include):
+    (whole,) = ask(llm, (PROMPT, greedy(30, ignore_eos=True)))[0].outputs
+    stops = [stop for stop in stops_of(llm, whole) if stop.strip()]
+    assert len(stops) >= 4
+
+    async def stream(stop, kind):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=900,
+            ignore_eos=True,
+            stop=stop,
+            include_stop_str_in_output=include,
+            output_kind=kind,
+        )
+        return [output async for output in llm.generate(PROMPT, params)]
+
+    async def run():
+        cases = [([stop, "never said"], kind) for stop in stops for kind in RequestOutputKind]
+        streams = await asyncio.gather(*(stream(*case) for case in cases))
+        await eventually(lambda: is_empty(llm))  # well before 900 tokens
+        return streams
+
+    streams = asyncio.run(run())
+    for number, stop in enumerate(stops):
+        of_kinds = streams[3 * number : 3 * number + 3]
+        start = whole.text.index(stop)
+        expected = whole.text[: start + (len(stop) if include else 0)]
+        for kind, outputs in zip(RequestOutputKind, of_kinds, strict=True):
+            shown = ""
+            for output in outputs:
+                (one,) = output.outputs
+                shown = shown + one.text if kind == DELTA else one.text
+                assert expected.startswith(shown), "streamed past the stop"
+            assert shown == expected
+            assert (one.finish_reason, one.stop_reason) == ("stop", stop)
+        ids = of_kinds[-1][-1].outputs[0].token_ids
+        assert ids == whole.token_ids[: len(ids)]
+        decode = llm.get_tokenizer().decode
+        assert stop in decode(ids)
+        assert stop not in decode(ids[:-1])
+
+
+def test_a_stop_string_of_wide_characters_that_tokens_cut_is_found(llm):
+    prompt = "日本の首都は"
+    (whole,) = ask(llm, (prompt, greedy(40, ignore_eos=True)))[0].outputs
+    wide = [i for i, character in enumerate(whole.text) if ord(character) > 0x2000 and character not in whole.text[:i]]
+    stop = whole.text[wide[3] : wide[3] + 2]
+    outputs = collect(llm, prompt, SamplingParams(temperature=0, max_tokens=40, stop=stop, output_kind=DELTA))
+    assert "".join(output.outputs[0].text for output in outputs) == whole.text[: whole.text.index(stop)]
+    assert outputs[-1].outputs[0].stop_reason == stop
+
+
+def test_a_stop_string_within_the_first_min_tokens_does_not_count(llm):
+    (whole,) = ask(llm, (PROMPT, greedy(30, ignore_eos=True)))[0].outputs
+    decode = llm.get_tokenizer().decode
+    (output,) = ask(llm, (PROMPT, greedy(30, ignore_eos=True, stop=[" "], min_tokens=8)))
+    (one,) = output.outputs
+    assert len(one.token_ids) > 8
+    start = len(decode(whole.token_ids[:8]))
+    assert one.text == whole.text[: whole.text.index(" ", start)]
+
+
+def test_a_prompt_is_truncated_from_its_beginning(busy):
+    ids = busy.get_tokenizer()(LONG_PROMPT).input_ids
+    requests = [
+        (LONG_PROMPT, greedy(6, truncate_prompt_tokens=20)),
+        (ids, greedy(6, truncate_prompt_tokens=20)),
+        (ids[-20:], greedy(6)),
+        (PROMPT, greedy(6, truncate_prompt_tokens=500)),
+        (ids * 9, greedy(6, truncate_prompt_tokens=-1)),
+        (ids * 9, greedy(None, truncate_prompt_tokens=508)),
+    ]
+    outputs = ask(busy, *requests)
+    assert [output.prompt_token_ids for output in outputs[:3]] == [ids[-20:]] * 3
+    assert len({output.outputs[0].text for output in outputs[:3]}) == 1
+    assert outputs[3].prompt_token_ids == busy.get_tokenizer()(PROMPT).input_ids
+    assert outputs[4].prompt_token_ids == (ids * 9)[-(512 - 6) :]
+    assert len(outputs[4].outputs[0].token_ids) == 6
+    assert len(outputs[5].prompt_token_ids) + len(outputs[5].outputs[0].token_ids) == 512
+
+
+def test_an_answer_that_does_not_fit_ends_at_the_context(busy):
+    ids = (busy.get_tokenizer()(LONG_PROMPT).input_ids * 9)[:498]
+    requests = [(ids, greedy(limit, ignore_eos=True)) for limit in (10**6, None, 14, 5)]
+    completions = [output.outputs[0] for output in ask(busy, *requests)]
+    assert [len(one.token_ids) for one in completions] == [14, 14, 14, 5]
+    assert {one.finish_reason for one in completions} == {"length"}
+
+
+def test_without_parameters_those_of_the_generation_config_apply(busy):
+    prompt = "x" * 30
+    implicit, explicit = ask(
+        busy, (prompt, None), (prompt, SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=9))
+    )
+    assert implicit.outputs[0].token_ids == explicit.outputs[0].token_ids
+    assert len(implicit.outputs[0].token_ids) == 9
+    (other,) = ask(busy, (prompt, greedy(9)))
+    assert other.outputs[0].token_ids != implicit.outputs[0].token_ids, "parameters that are given stand alone"
+
+
+def test_the_stream_interval_spaces_outputs(busy):
+    outputs = collect(busy, PROMPT, SamplingParams(temperature=0, max_tokens=23, ignore_eos=True, output_kind=DELTA))
+    sizes = [len(output.outputs[0].token_ids) for output in outputs]
+    assert sum(sizes) == 23
+    assert sizes[0] < 5
+    assert all(size >= 5 for size in sizes[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SamplingParams(stop=""), "stop"),
+        (lambda: SamplingParams(stop=["ok", ""]), "stop"),
+        (lambda: SamplingParams(stop="x" * 5000), "stop"),
+        (lambda: SamplingParams(stop=["x"] * 5000), "stop"),
+        (lambda: SamplingParams(stop="x", detokenize=False), "detokenize"),
+        (lambda: SamplingParams(bad_words=[""]), "bad_words"),
+        (lambda: SamplingParams(logit_bias={49152: 1.0}), "logit_bias"),
+        (lambda: SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
+        (lambda: SamplingParams(allowed_token_ids=[49152]), "allowed_token_ids"),
+        (lambda: SamplingParams(n=0), "n must"),
+        (lambda: SamplingParams(n=10_000), "max_num_seqs"),
+        (lambda: SamplingParams(n=10_001), "n must"),
+        (lambda: SamplingParams(n=2, temperature=0), "temperature"),
+        (lambda: SamplingParams(best_of=3), "best_of"),
+        (lambda: SamplingParams(logprobs=21), "max_logprobs"),
+        (lambda: SamplingParams(logprobs=-1), "max_logprobs"),
+        (lambda: SamplingParams(prompt_logprobs=21), "max_logprobs"),
+        (lambda: SamplingParams(min_tokens=2000, max_tokens=None), "min_tokens"),
+        (lambda: SamplingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name_and_harms_nobody(llm, make, words):
+    async def run():
+        neighbour = asyncio.create_task(answer(llm, PROMPT, greedy(6, ignore_eos=True)))
+        with pytest.raises(ValueError, match=words):
+            await answer(llm, PROMPT, make())
+        return (await neighbour).outputs[0]
+
+    assert len(asyncio.run(run()).token_ids) == 6
+    assert asyncio.run(llm.get_num_unfinished_requests()) == 0
+
+
+def test_a_request_that_bars_every_token_fails_alone(llm):
+    async def run():
+        neighbour = asyncio.create_task(answer(llm, PROMPT, greedy(12, ignore_eos=True)))
+        with pytest.raises(EngineGenerateError, match="no token is allowed"):
+            await answer(llm, PROMPT, greedy(6, allowed_token_ids=[2], min_tokens=3))
+        several = sampled(3, 3, allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=3)
+        with pytest.raises(EngineGenerateError, match="no token is allowed"):
+            await answer(llm, PROMPT, several)
+        await neighbour
+        await eventually(lambda: is_empty(llm))
+
+    asyncio.run(run())
