@@ -281,5 +281,9 @@ def test_where_no_row_has_rules_nothing_is_done_for_them(monkeypatch):
     ]
     logits = logits_of(3, 1)
     assert sample(logits, *rows)[::2] == logits.argmax(-1)[::2].tolist()
+    batch = make_batch(make_request(SamplingParams(presence_penalty=1, min_tokens=9)))
+    batch.remove(0)
+    assert batch.add(make_request(SamplingParams(temperature=0)), np.array([1], np.int32)) == 0
+    assert Sampler(batch, CPU).sample(logits[:1], batch.order).tolist() == [int(logits[0].argmax())]
     with pytest.raises(AssertionError, match="nothing to apply"):
         sample(logits, *rows, make_request(SamplingParams(min_tokens=1)))
