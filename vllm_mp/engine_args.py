@@ -36,6 +36,8 @@ _GENERATION_FIELDS = {
     "max_new_tokens": "max_tokens",
 }
 """generation_config.json's names, and those of `SamplingParams`."""
+_GREEDY_FIELDS = {"repetition_penalty", "max_new_tokens"}
+"""What of them matters without sampling."""
 _DTYPES = {"half": "float16", "float": "float32"}
 _LARGEST = 2**63 - 1
 """The largest number that reaches the core as it is."""
@@ -207,7 +209,8 @@ class EngineArgs:
         hf_config = _read_json(folder / "config.json")
         architecture = Architecture.from_hf_config(hf_config)
         max_model_len = self._resolve_max_model_len(architecture)
-        generation = self._generation_config(folder)
+        overrides = self.override_generation_config or {}
+        generation = self._generation_config(folder) | overrides
         return VllmConfig(
             model_config=ModelConfig(
                 model=self.model,
@@ -226,7 +229,7 @@ class EngineArgs:
                 hf_config=hf_config,
                 eos_token_ids=_eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
                 max_logprobs=self.max_logprobs,
-                default_sampling_params=_default_sampling_params(folder, generation),
+                default_sampling_params=_default_sampling_params(generation, overrides),
             ),
             cache_config=CacheConfig(
                 block_size=self.block_size,
@@ -293,18 +296,18 @@ class EngineArgs:
         )
 
     def _generation_config(self, folder: Path) -> dict[str, Any]:
-        """The contents of generation_config.json, as far as they are wanted, under the values that replace them."""
-        generation: dict[str, Any] = {}
-        if self.generation_config != "vllm":
-            source = folder if self.generation_config == "auto" else Path(self.generation_config)
-            if (source / "generation_config.json").exists():
-                generation = _read_json(source / "generation_config.json")
-            elif self.generation_config != "auto":
-                raise ValueError(
-                    f"generation_config={self.generation_config!r}: there is no generation_config.json in this "
-                    "folder; give 'auto', 'vllm' or a folder that holds one"
-                )
-        return generation | (self.override_generation_config or {})
+        """The contents of generation_config.json, as far as they are wanted."""
+        if self.generation_config == "vllm":
+            return {}
+        source = folder if self.generation_config == "auto" else Path(self.generation_config)
+        if (source / "generation_config.json").exists():
+            return _read_json(source / "generation_config.json")
+        if self.generation_config == "auto":
+            return {}
+        raise ValueError(
+            f"generation_config={self.generation_config!r}: there is no generation_config.json in this "
+            "folder; give 'auto', 'vllm' or a folder that holds one"
+        )
 
 
 @dataclasses.dataclass
@@ -335,23 +338,32 @@ def _eos_token_ids(folder: Path, generation: dict[str, Any], hf_config: dict[str
     return known
 
 
-def _default_sampling_params(folder: Path, generation: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `SamplingParams` that `generation` sets; raises ValueError, naming the field, for bad ones."""
-    defaults = {
-        field: generation[name] for name, field in _GENERATION_FIELDS.items() if generation.get(name) is not None
-    }
+def _default_sampling_params(generation: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that `generation` sets, `overrides` being what of it the user gave.
+
+    Raises ValueError, naming the field and where it comes from, for bad ones.
+    """
+    for name in overrides.keys() - {*_GENERATION_FIELDS, "do_sample", "eos_token_id"}:
+        logger.warning("override_generation_config: nothing here reads %r", name)
+    defaults: dict[str, Any] = {}
+    wanted = set(_GENERATION_FIELDS)
     if generation.get("do_sample") is False:
-        # What transformers saves beside it are settings that it does not look at.
-        defaults = {"temperature": 0.0} | {
-            field: value for field, value in defaults.items() if field in ("repetition_penalty", "max_tokens")
-        }
-    try:
-        SamplingParams(**defaults)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"generation_config.json of {folder}, or override_generation_config: {error}; set "
-            "generation_config='vllm' to do without it"
-        ) from error
+        # What transformers saves beside it are settings that it does not look at; what the user gives is meant.
+        defaults["temperature"] = 0.0
+        wanted = _GREEDY_FIELDS | (set() if "do_sample" in overrides else overrides.keys())
+    for name, field in _GENERATION_FIELDS.items():
+        value = generation.get(name)
+        if value is None or name not in wanted:
+            continue
+        try:
+            defaults[field] = getattr(SamplingParams(**{field: value}), field)
+        except (TypeError, ValueError) as error:
+            if name in overrides:
+                raise ValueError(f"override_generation_config: {name}={value!r}: {error}") from error
+            raise ValueError(
+                f"generation_config.json: {name}={value!r}: {error}; correct it with override_generation_config, or "
+                "set generation_config='vllm' to do without the file"
+            ) from error
     return defaults
 
 
