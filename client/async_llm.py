@@ -14,15 +14,12 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
-import numpy as np
-
 from vllm_mp import wire
-from vllm_mp.admission import check_request
 from vllm_mp.client.core_connection import CoreConnection, run_on
 from vllm_mp.client.core_process import CoreProcess
-from vllm_mp.client.detokenizer import IncrementalDetokenizer
+from vllm_mp.client.input_processor import InputProcessor
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
-from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.request_book import RequestBook
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.client.stats_log import StatsLog
@@ -67,6 +64,7 @@ class AsyncLLM:
         self._process = process
         self._tokenizer = tokenizer
         self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
+        self._inputs = InputProcessor(config, tokenizer, self._microbatch)
         self._requests = RequestBook()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -159,6 +157,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to `prompt`; leaving the loop early or cancelling the task aborts it in the core.
 
+        Without `sampling_params` those of the model's generation_config.json apply. With `n` answers each output has
+        all of them, or with DELTA those that have news.
         Raises ValueError or TypeError for a request that cannot run, NotImplementedError for what is not served,
         EngineGenerateError when this request fails, and EngineDeadError when the core is gone.
         """
@@ -220,7 +220,7 @@ class AsyncLLM:
                 request_id,
                 prompt,
                 prompt_token_ids,
-                params.clone() if params is not None else SamplingParams(),
+                params,
                 priority,
                 arrival_time,
                 tokenization_kwargs or {},
@@ -407,54 +407,45 @@ class AsyncLLM:
         request_id: str,
         prompt: PromptType | None,
         prompt_token_ids: list[int] | None,
-        params: SamplingParams,
+        params: SamplingParams | None,
         priority: int,
         arrival_time: float | None,
         tokenization_kwargs: dict[str, Any],
     ) -> RequestStream:
         """Tokenize, check, and send the request to the core."""
         arrival_time = time.time() if arrival_time is None else arrival_time
-        text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
-        if token_ids is None:
-            assert text is not None
-            if self._microbatch is None:
-                raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
-            try:
-                encoding = await self._microbatch(text, **tokenization_kwargs)
-            finally:
-                self._attach()  # which says so if there is no engine any more
-            token_ids = parse_prompt(encoding.input_ids).token_ids
-            assert token_ids is not None
-        prompt_ids = np.asarray(token_ids, np.int32)
-        check_request(request_id, prompt_ids, np.zeros(0, np.int32), params, [], self.vllm_config)
-        if params.seed is None:
-            # Drawn here, so that another core could go on with the request.
-            params.seed = secrets.randbits(63)
-        detokenizer = None
-        if params.detokenize and self._tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(
-                self._tokenizer,
-                token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-            )
-        stream = RequestStream(request_id, text, token_ids, params, detokenizer, arrival_time)
+        try:
+            given = await self._inputs.generation(request_id, prompt, prompt_token_ids, params, tokenization_kwargs)
+        finally:
+            self._attach()  # which says so if there is no engine any more
+        stream = self._inputs.stream(request_id, given, arrival_time)
         if self._requests.was_aborted_early(request_id):
             self._requests.cancel(request_id)
-            stream.end(wire.Finished(0, 0, "abort"))
+            stream.end_all("abort")
             return stream
-        slot = self._requests.take_slot()
-        ids = prompt_ids.astype("<i4").tobytes()
+        self._requests.enter(stream)
+        # Nobody else's request has this group.
+        group = secrets.token_hex(16) if len(stream.answers) > 1 else ""
+        num_sent = 0
         try:
-            self._connection.send(
-                wire.AddRequest(
-                    self._connection.incarnation, slot, request_id, ids, params, priority, cache_salt=cache_salt
+            for answer in stream.answers:
+                message = wire.AddRequest(
+                    self._connection.incarnation,
+                    answer.slot,
+                    request_id,
+                    given.prompt,
+                    answer.params,
+                    priority,
+                    cache_salt=given.cache_salt,
+                    group=group,
+                    bad_words=given.bad_words,
                 )
-            )
+                self._connection.send(message)
+                num_sent += 1
         except BaseException:
-            self._requests.give_back(slot)
+            if slots := self._requests.withdraw(stream, num_sent):
+                self._abort_in_core(slots)
             raise
-        self._requests.enter(stream, slot)
         self._log_request(stream)
         return stream
 
@@ -472,9 +463,9 @@ class AsyncLLM:
 
     def _abort(self, stream: RequestStream) -> None:
         if not stream.is_over:
-            self._requests.end_by_abort(stream)
+            slots = self._requests.end_by_abort(stream)
             if not self.is_stopped:
-                self._abort_in_core([stream.slot])
+                self._abort_in_core(slots)
 
     def _abort_in_core(self, slots: list[int]) -> None:
         self._connection.send(wire.AbortRequests(self._connection.incarnation, slots))
@@ -519,8 +510,8 @@ class AsyncLLM:
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         if isinstance(message, wire.StepOutput):
-            if lost := self._requests.take_in(message):
-                self._abort_in_core(lost)
+            if unwanted := self._requests.take_in(message):
+                self._abort_in_core(unwanted)
             if self._stats.count(len(message.tokens) // 4) and not self._is_quiet:
                 self._log_stats()
         elif isinstance(message, wire.Reply):
