@@ -12,16 +12,18 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 
 from vllm_mp import wire
-from vllm_mp.admission import check_request
+from vllm_mp.admission import check_pooling, check_request
 from vllm_mp.client.core_connection import CoreConnection, run_on
 from vllm_mp.client.core_process import CoreProcess
 from vllm_mp.client.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
+from vllm_mp.client.pooling_stream import PoolingStream
 from vllm_mp.client.prompt import PromptType, parse_prompt
 from vllm_mp.client.request_book import RequestBook
 from vllm_mp.client.request_stream import RequestStream
@@ -38,7 +40,8 @@ from vllm_mp.config import (
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError, EngineStartError
 from vllm_mp.model_files import cache_root
-from vllm_mp.outputs import RequestOutput
+from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.status_page import CoreState, CoreStatus, StatusPage
 
@@ -161,6 +164,8 @@ class AsyncLLM:
         Raises ValueError or TypeError for a request that cannot run, NotImplementedError for what is not served,
         EngineGenerateError when this request fails, and EngineDeadError when the core is gone.
         """
+        if isinstance(sampling_params, PoolingParams):
+            raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
         stream = await self.add_request(
             request_id,
             prompt,
@@ -178,11 +183,50 @@ class AsyncLLM:
             async for output in stream:
                 yield output
 
+    async def encode(
+        self,
+        prompt: PromptType | None,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield one output, the vector of `prompt`; leaving early or cancelling the task aborts it in the core.
+
+        `truncate_prompt_tokens` takes the place of that in `pooling_params`. Raises what `generate` raises, and
+        EngineGenerateError also when the request is aborted by its id: there is no vector to yield then.
+        """
+        if isinstance(pooling_params, SamplingParams):
+            raise TypeError("pooling_params must be PoolingParams, got SamplingParams; call generate() for text")
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if truncate_prompt_tokens is not None and isinstance(params, PoolingParams):
+            params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+        stream = await self.add_request(
+            request_id,
+            prompt,
+            params,
+            arrival_time,
+            prompt_token_ids=prompt_token_ids,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
     async def add_request(
         self,
         request_id: str | None,
         prompt: PromptType | None,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         *,
         prompt_token_ids: list[int] | None = None,
@@ -192,8 +236,11 @@ class AsyncLLM:
         data_parallel_rank: int | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_adapter_request: Any = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Admit a request now and return its stream, which `generate` would yield; raises what `generate` raises."""
+    ) -> AsyncGenerator[Any, None]:
+        """Admit a request now and return its stream: what `generate`, or with PoolingParams `encode`, would yield.
+
+        Raises what `generate` raises.
+        """
         for name, value in (
             ("lora_request", lora_request),
             ("trace_headers", trace_headers),
@@ -206,8 +253,8 @@ class AsyncLLM:
             raise ValueError(f"priority must be an integer of 32 bits, got {priority!r}")
         if priority and self.vllm_config.scheduler_config.policy != "priority":
             raise ValueError(f"priority={priority} needs an engine with scheduling_policy='priority'")
-        if params is not None and not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if params is not None and not isinstance(params, SamplingParams | PoolingParams):
+            raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
         self._attach()
         if request_id is None:
             request_id = uuid.uuid4().hex
@@ -215,22 +262,19 @@ class AsyncLLM:
             raise TypeError(f"request_id must be a str, got {request_id!r}")
         self._requests.reserve(request_id)
         try:
-            stream = await self._admit(
-                request_id,
-                prompt,
-                prompt_token_ids,
-                params.clone() if params is not None else SamplingParams(),
-                priority,
-                arrival_time,
-                tokenization_kwargs or {},
-            )
+            request = (request_id, prompt, prompt_token_ids)
+            rest = (priority, time.time() if arrival_time is None else arrival_time, tokenization_kwargs or {})
+            if isinstance(params, PoolingParams):
+                stream: RequestStream = await self._admit_pooling(*request, msgspec.structs.replace(params), *rest)
+            else:
+                stream = await self._admit(*request, params.clone() if params else SamplingParams(), *rest)
         except BaseException:
             self._requests.cancel(request_id)
             raise
         outputs = self._consume(stream)
         # Begun now, so that it aborts the request also when nobody ever takes an output.
         await anext(outputs)
-        return cast("AsyncGenerator[RequestOutput, None]", outputs)
+        return outputs
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End these requests; their streams end with finish_reason "abort". Unknown ids are no error."""
@@ -368,22 +412,13 @@ class AsyncLLM:
         prompt_token_ids: list[int] | None,
         params: SamplingParams,
         priority: int,
-        arrival_time: float | None,
+        arrival_time: float,
         tokenization_kwargs: dict[str, Any],
     ) -> RequestStream:
         """Tokenize, check, and send the request to the core."""
-        arrival_time = time.time() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
         if token_ids is None:
-            assert text is not None
-            if self._microbatch is None:
-                raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
-            try:
-                encoding = await self._microbatch(text, **tokenization_kwargs)
-            finally:
-                self._attach()  # which says so if there is no engine any more
-            token_ids = parse_prompt(encoding.input_ids).token_ids
-            assert token_ids is not None
+            token_ids = await self._tokenize(text, tokenization_kwargs)
         prompt_ids = np.asarray(token_ids, np.int32)
         check_request(request_id, prompt_ids, np.zeros(0, np.int32), params, [], self.vllm_config)
         if params.seed is None:
@@ -398,26 +433,69 @@ class AsyncLLM:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
         stream = RequestStream(request_id, text, token_ids, params, detokenizer, arrival_time)
-        if self._requests.was_aborted_early(request_id):
-            self._requests.cancel(request_id)
-            stream.end(wire.Finished(0, 0, "abort"))
-            return stream
-        slot = self._requests.take_slot()
         ids = prompt_ids.astype("<i4").tobytes()
-        try:
-            self._connection.send(
-                wire.AddRequest(
-                    self._connection.incarnation, slot, request_id, ids, params, priority, cache_salt=cache_salt
-                )
-            )
-        except BaseException:
-            self._requests.give_back(slot)
-            raise
-        self._requests.enter(stream, slot)
-        self._log_request(stream)
+        incarnation = self._connection.incarnation
+        self._submit(stream, wire.AddRequest(incarnation, 0, request_id, ids, params, priority, cache_salt=cache_salt))
         return stream
 
-    async def _consume(self, stream: RequestStream) -> AsyncGenerator[RequestOutput | None, None]:
+    async def _admit_pooling(
+        self,
+        request_id: str,
+        prompt: PromptType | None,
+        prompt_token_ids: list[int] | None,
+        params: PoolingParams,
+        priority: int,
+        arrival_time: float,
+        tokenization_kwargs: dict[str, Any],
+    ) -> PoolingStream:
+        """Tokenize, truncate, check, and send the request to the core."""
+        text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
+        limit = params.truncate_prompt_tokens
+        if limit == -1:
+            limit = self.model_config.max_model_len
+        if token_ids is not None:
+            token_ids = token_ids[:limit]
+        elif limit is None:
+            token_ids = await self._tokenize(text, tokenization_kwargs)
+        else:
+            # By the tokenizer, which knows what tokens must stand at the ends.
+            token_ids = await self._tokenize(text, {**tokenization_kwargs, "truncation": True, "max_length": limit})
+        prompt_ids = np.asarray(token_ids, np.int32)
+        check_pooling(request_id, prompt_ids, params, self.vllm_config)
+        stream = PoolingStream(request_id, text, token_ids, params, arrival_time)
+        ids = prompt_ids.astype("<i4").tobytes()
+        incarnation = self._connection.incarnation
+        self._submit(stream, wire.AddPooling(incarnation, 0, request_id, ids, params, priority, cache_salt))
+        return stream
+
+    async def _tokenize(self, text: str | None, tokenization_kwargs: dict[str, Any]) -> list[int]:
+        assert text is not None
+        if self._microbatch is None:
+            raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
+        try:
+            encoding = await self._microbatch(text, **tokenization_kwargs)
+        finally:
+            self._attach()  # which says so if there is no engine any more
+        token_ids = parse_prompt(encoding.input_ids).token_ids
+        assert token_ids is not None
+        return token_ids
+
+    def _submit(self, stream: RequestStream, message: wire.AddRequest | wire.AddPooling) -> None:
+        """Send `message` under a slot of its own, unless its request has been aborted meanwhile."""
+        if self._requests.was_aborted_early(stream.request_id):
+            self._requests.cancel(stream.request_id)
+            stream.end(wire.Finished(0, 0, "abort"))
+            return
+        message.slot = self._requests.take_slot()
+        try:
+            self._connection.send(message)
+        except BaseException:
+            self._requests.give_back(message.slot)
+            raise
+        self._requests.enter(stream, message.slot)
+        self._log_request(stream)
+
+    async def _consume(self, stream: RequestStream) -> AsyncGenerator[Any, None]:
         """Outputs, after a None that shows that it has begun."""
         try:
             yield None
@@ -556,7 +634,7 @@ class AsyncLLM:
             stream.request_id,
             None if stream.prompt is None else stream.prompt[: config.max_log_len],
             len(stream.prompt_token_ids),
-            stream.params,
+            stream.pooling if isinstance(stream, PoolingStream) else stream.params,
         )
 
 

@@ -5,6 +5,7 @@ import logging
 import time
 
 from vllm_mp import wire
+from vllm_mp.client.pooling_stream import PoolingStream
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.errors import EngineGenerateError
 
@@ -93,9 +94,13 @@ class RequestBook:
             else:
                 self._lose(stream)
                 lost.append(slot)
+        for slot, vector in message.vectors:
+            stream = streams.get(slot)
+            if isinstance(stream, PoolingStream):
+                stream.take_in_vector(vector)
         for slot, count in message.cached:
-            if slot in touched:
-                touched[slot].num_cached_tokens = count
+            if (stream := streams.get(slot)) is not None:
+                stream.num_cached_tokens = count
         for finish in message.finished:
             stream = streams.pop(finish.slot, None)
             if stream is not None:

@@ -1,7 +1,7 @@
 """Runs the model over the rows that the scheduler chose."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,15 +9,25 @@ import torch
 from torch import Tensor
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.batch import Batch
+from vllm_mp.core.batch import Batch, Vector
 from vllm_mp.core.device import cache_blocks
 from vllm_mp.core.models import build_model
+from vllm_mp.core.pooler import Pooler
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Step
 from vllm_mp.core.weights import load_weights
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.sampling_params import SamplingParams
+
+
+class Computed(NamedTuple):
+    """What a step brought."""
+
+    tokens: npt.NDArray[np.int64]
+    """[num_sampled] the new tokens of the rows that the step samples."""
+    vectors: list[Vector]
+    """Those of the rows that the step pools."""
 
 
 class ModelRunner:
@@ -40,22 +50,24 @@ class ModelRunner:
         model_config = config.model_config
         self._model: Any = build_model(model_config.architecture, dtype, device)
         load_weights(self._model, model_config.folder, model_config.load_format, model_config.seed, progress)
-        if device.type == "cuda":
+        self._pooler = Pooler()
+        if device.type == "cuda" and not model_config.architecture.is_encoder:
             self._profile()
         config.cache_config.num_blocks = cache_blocks(config, device, dtype)
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
 
     @torch.inference_mode()
-    def execute(self, step: Step, batch: Batch, sampler: Sampler) -> npt.NDArray[np.int64]:
-        """Compute the step; the new tokens [num_sampled] of the rows that it samples."""
+    def execute(self, step: Step, batch: Batch, sampler: Sampler) -> Computed:
+        """Compute the step."""
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+        vectors = self._pooler.pool(hidden, step, batch)
         if not step.samples.any():
-            return np.zeros(0, np.int64)
+            return Computed(np.zeros(0, np.int64), vectors)
         last = (np.cumsum(step.counts) - 1)[step.samples]
         logits = self._model.compute_logits(hidden[self._to_device(last)])
         tokens = sampler.sample(logits, step.rows[step.samples])
-        return tokens.cpu().numpy()
+        return Computed(tokens.cpu().numpy(), vectors)
 
     def _inputs(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
@@ -89,11 +101,13 @@ class ModelRunner:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each.
+        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each; none for an encoder.
 
         Not zeroed: no operation reads a slot that was not written, and memory that is not reached is not taken.
         """
         arch = self._config.model_config.architecture
+        if arch.is_encoder:
+            return []
         shape = (num_blocks, self._config.cache_config.block_size, arch.num_kv_heads, arch.head_dim)
 
         def cache() -> Tensor:
@@ -112,7 +126,7 @@ class ModelRunner:
         request = Request(0, 0, "profile", SamplingParams(), prompt, count, count + 1, (0, 0))
         batch.add(request, np.arange(1, num_blocks + 1, dtype=np.int32))
         self._kv_caches = self._allocate(num_blocks + 1)
-        step = Step(np.array([0]), np.array([count]), 0, np.array([True]))
+        step = Step(np.array([0]), np.array([count]), 0, np.array([True]), np.array([False]))
         self.execute(step, batch, Sampler(batch, self._device))
         self._kv_caches = []
         logits = torch.zeros(
