@@ -460,6 +460,10 @@ class AsyncLLM:
         else:
             # By the tokenizer, which knows what tokens must stand at the ends.
             token_ids = await self._tokenize(text, {**tokenization_kwargs, "truncation": True, "max_length": limit})
+            if len(token_ids) > limit:
+                raise ValueError(
+                    f"truncate_prompt_tokens must leave room for the tokens that the tokenizer adds, got {limit}"
+                )
         prompt_ids = np.asarray(token_ids, np.int32)
         check_pooling(request_id, prompt_ids, params, self.vllm_config)
         stream = PoolingStream(request_id, text, token_ids, params, arrival_time)

@@ -29,11 +29,12 @@ class PoolingStream(RequestStream):
         self._vector: npt.NDArray[np.float32] | None = None
 
     def take_in_vector(self, data: bytes) -> None:
-        """Note the vector, little-endian float32, of which the end will follow.
+        """Note the vector, little-endian float32, whose end will follow, unless there was an end already.
 
         Raises ValueError if the length does not fit.
         """
-        self._vector = np.frombuffer(data, "<f4").astype(np.float32)
+        if not self.is_over:
+            self._vector = np.frombuffer(data, "<f4").astype(np.float32)
 
     def _output(self) -> Any:
         """A PoolingRequestOutput; raises EngineGenerateError where there is no vector: the request was aborted."""
