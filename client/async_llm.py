@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import secrets
 import threading
 import time
 import types
@@ -12,17 +11,17 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
-import numpy as np
+import msgspec
 
 from vllm_mp import wire
-from vllm_mp.admission import check_request
 from vllm_mp.client.core_connection import CoreConnection, run_on
 from vllm_mp.client.core_process import CoreProcess
-from vllm_mp.client.detokenizer import IncrementalDetokenizer
+from vllm_mp.client.input_processor import InputProcessor
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
-from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.pooling_stream import PoolingStream
+from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.request_book import RequestBook
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.client.stats_log import StatsLog
@@ -38,7 +37,8 @@ from vllm_mp.config import (
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError, EngineStartError
 from vllm_mp.model_files import cache_root
-from vllm_mp.outputs import RequestOutput
+from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.status_page import CoreState, CoreStatus, StatusPage
 
@@ -48,6 +48,7 @@ _PING_TIMEOUT_S = 5.0
 _BYE_LINGER_MS = 500
 _EXIT_GRACE_S = 1.0
 _HANDOVER_TIMEOUT_S = 5.0
+_DRAIN_POLL_S = 0.01
 
 
 class AsyncLLM:
@@ -66,6 +67,7 @@ class AsyncLLM:
         self._process = process
         self._tokenizer = tokenizer
         self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
+        self._inputs = InputProcessor(config, tokenizer, self._microbatch)
         self._requests = RequestBook()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -158,9 +160,13 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to `prompt`; leaving the loop early or cancelling the task aborts it in the core.
 
+        Without `sampling_params` those of the model's generation_config.json apply. With `n` answers each output has
+        all of them, or with DELTA those that have news.
         Raises ValueError or TypeError for a request that cannot run, NotImplementedError for what is not served,
         EngineGenerateError when this request fails, and EngineDeadError when the core is gone.
         """
+        if isinstance(sampling_params, PoolingParams):
+            raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
         stream = await self.add_request(
             request_id,
             prompt,
@@ -178,11 +184,50 @@ class AsyncLLM:
             async for output in stream:
                 yield output
 
+    async def encode(
+        self,
+        prompt: PromptType | None,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield one output, the vector of `prompt`; leaving early or cancelling the task aborts it in the core.
+
+        `truncate_prompt_tokens` takes the place of that in `pooling_params`. Raises what `generate` raises, and
+        EngineGenerateError also when the request is aborted by its id: there is no vector to yield then.
+        """
+        if isinstance(pooling_params, SamplingParams):
+            raise TypeError("pooling_params must be PoolingParams, got SamplingParams; call generate() for text")
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if truncate_prompt_tokens is not None and isinstance(params, PoolingParams):
+            params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+        stream = await self.add_request(
+            request_id,
+            prompt,
+            params,
+            arrival_time,
+            prompt_token_ids=prompt_token_ids,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
     async def add_request(
         self,
         request_id: str | None,
         prompt: PromptType | None,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         *,
         prompt_token_ids: list[int] | None = None,
@@ -192,8 +237,11 @@ class AsyncLLM:
         data_parallel_rank: int | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_adapter_request: Any = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Admit a request now and return its stream, which `generate` would yield; raises what `generate` raises."""
+    ) -> AsyncGenerator[Any, None]:
+        """Admit a request now and return its stream: what `generate`, or with PoolingParams `encode`, would yield.
+
+        Raises what `generate` raises.
+        """
         for name, value in (
             ("lora_request", lora_request),
             ("trace_headers", trace_headers),
@@ -206,8 +254,8 @@ class AsyncLLM:
             raise ValueError(f"priority must be an integer of 32 bits, got {priority!r}")
         if priority and self.vllm_config.scheduler_config.policy != "priority":
             raise ValueError(f"priority={priority} needs an engine with scheduling_policy='priority'")
-        if params is not None and not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if params is not None and not isinstance(params, SamplingParams | PoolingParams):
+            raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
         self._attach()
         if request_id is None:
             request_id = uuid.uuid4().hex
@@ -219,9 +267,9 @@ class AsyncLLM:
                 request_id,
                 prompt,
                 prompt_token_ids,
-                params.clone() if params is not None else SamplingParams(),
+                params,
                 priority,
-                arrival_time,
+                time.time() if arrival_time is None else arrival_time,
                 tokenization_kwargs or {},
             )
         except BaseException:
@@ -230,7 +278,7 @@ class AsyncLLM:
         outputs = self._consume(stream)
         # Begun now, so that it aborts the request also when nobody ever takes an output.
         await anext(outputs)
-        return cast("AsyncGenerator[RequestOutput, None]", outputs)
+        return outputs
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End these requests; their streams end with finish_reason "abort". Unknown ids are no error."""
@@ -260,12 +308,7 @@ class AsyncLLM:
 
     async def core_status(self) -> dict[str, Any]:
         """What the core holds: incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age."""
-        self._attach()
-        limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
-        try:
-            status: dict[str, Any] = await self._call("status", limit)
-        except TimeoutError as error:
-            raise EngineError(f"the core has not answered for {limit:g} s: {self._read_status_page()}") from error
+        status: dict[str, Any] = await self._ask("status")
         page = self._read_status_page()
         status["incarnation"] = self._connection.incarnation
         status["restarts"] = 0
@@ -274,8 +317,53 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, device: Any = None) -> None:
         """Let later requests find nothing of earlier ones in the cache; `device` is accepted for vLLM's callers."""
+        await self._ask("reset_prefix_cache")
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop the engine from generating until `resume_generation`; what arrives meanwhile is accepted and waits.
+
+        `mode` says what becomes of the requests that are live: "abort" ends them with finish_reason "abort", "wait"
+        lets them end and returns when the last one has, "keep" freezes them until the engine is resumed. `clear_cache`
+        sees to it that no key or value from before the pause is used after it, as a change of the weights asks for:
+        the prefix cache is forgotten, and what "keep" has frozen is computed anew.
+
+        The pause holds for every client of a shared core, also when this one has left. Pausing a paused engine again
+        applies the new mode to the requests that have not been waiting since the pause; "abort" ends also those.
+        Cancelling the call does not undo the pause. Raises ValueError for another mode, and EngineError when the engine
+        is resumed, or paused with "keep", while this call waits.
+        """
+        if mode not in wire.PAUSE_MODES:
+            raise ValueError(f"mode must be one of {', '.join(wire.PAUSE_MODES)}, got {mode!r}")
+        if mode == "wait":
+            self._attach()
+            await self._call("pause", None, mode, bool(clear_cache))
+        else:
+            await self._ask("pause", mode, bool(clear_cache))
+
+    async def resume_generation(self) -> None:
+        """End a pause, whoever began it; of an engine that is not paused, nothing."""
+        await self._ask("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` has been called, by any client, and not `resume_generation` since."""
+        return bool((await self.core_status())["is_paused"])
+
+    async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:
+        """Return when this client has no unfinished request and the core has released what they held.
+
+        Raises TimeoutError, which says how many are left, after `timeout` seconds.
+        """
         self._attach()
-        await self._call("reset_prefix_cache", self.vllm_config.liveness_config.engine_iteration_timeout_s)
+        deadline = time.monotonic() + timeout
+        # Looked at now and then, so that nobody on the way of every token has to announce it.
+        while len(self._requests) or self._requests.num_slots_in_use:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"after {timeout:g} s {len(self._requests)} requests have not ended, and the core has "
+                    f"{self._requests.num_slots_in_use} to release; wait for longer, or abort them"
+                )
+            await asyncio.sleep(_DRAIN_POLL_S)
+            self._attach()
 
     async def do_log_stats(self) -> None:
         """Write a line about throughput and load to the log now; without a call, one comes every ten seconds."""
@@ -366,58 +454,40 @@ class AsyncLLM:
         request_id: str,
         prompt: PromptType | None,
         prompt_token_ids: list[int] | None,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams | None,
         priority: int,
-        arrival_time: float | None,
+        arrival_time: float,
         tokenization_kwargs: dict[str, Any],
     ) -> RequestStream:
         """Tokenize, check, and send the request to the core."""
-        arrival_time = time.time() if arrival_time is None else arrival_time
-        text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
-        if token_ids is None:
-            assert text is not None
-            if self._microbatch is None:
-                raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
-            try:
-                encoding = await self._microbatch(text, **tokenization_kwargs)
-            finally:
-                self._attach()  # which says so if there is no engine any more
-            token_ids = parse_prompt(encoding.input_ids).token_ids
-            assert token_ids is not None
-        prompt_ids = np.asarray(token_ids, np.int32)
-        check_request(request_id, prompt_ids, np.zeros(0, np.int32), params, [], self.vllm_config)
-        if params.seed is None:
-            # Drawn here, so that another core could go on with the request.
-            params.seed = secrets.randbits(63)
-        detokenizer = None
-        if params.detokenize and self._tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(
-                self._tokenizer,
-                token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-            )
-        stream = RequestStream(request_id, text, token_ids, params, detokenizer, arrival_time)
+        given = (request_id, prompt, prompt_token_ids)
+        rest = (priority, arrival_time, tokenization_kwargs)
+        try:
+            if isinstance(params, PoolingParams):
+                stream, messages = await self._inputs.pooling(*given, params, *rest)
+            else:
+                stream, messages = await self._inputs.generation(*given, params, *rest)
+        finally:
+            self._attach()  # which says so if there is no engine any more
         if self._requests.was_aborted_early(request_id):
             self._requests.cancel(request_id)
-            stream.end(wire.Finished(0, 0, "abort"))
+            stream.end_all("abort")
             return stream
-        slot = self._requests.take_slot()
-        ids = prompt_ids.astype("<i4").tobytes()
+        self._requests.enter(stream)
+        num_sent = 0
         try:
-            self._connection.send(
-                wire.AddRequest(
-                    self._connection.incarnation, slot, request_id, ids, params, priority, cache_salt=cache_salt
-                )
-            )
+            for answer, message in zip(stream.answers, messages, strict=True):
+                message.incarnation, message.slot = self._connection.incarnation, answer.slot
+                self._connection.send(message)
+                num_sent += 1
         except BaseException:
-            self._requests.give_back(slot)
+            if slots := self._requests.withdraw(stream, num_sent):
+                self._abort_in_core(slots)
             raise
-        self._requests.enter(stream, slot)
         self._log_request(stream)
         return stream
 
-    async def _consume(self, stream: RequestStream) -> AsyncGenerator[RequestOutput | None, None]:
+    async def _consume(self, stream: RequestStream) -> AsyncGenerator[Any, None]:
         """Outputs, after a None that shows that it has begun."""
         try:
             yield None
@@ -431,9 +501,9 @@ class AsyncLLM:
 
     def _abort(self, stream: RequestStream) -> None:
         if not stream.is_over:
-            self._requests.end_by_abort(stream)
+            slots = self._requests.end_by_abort(stream)
             if not self.is_stopped:
-                self._abort_in_core([stream.slot])
+                self._abort_in_core(slots)
 
     def _abort_in_core(self, slots: list[int]) -> None:
         self._connection.send(wire.AbortRequests(self._connection.incarnation, slots))
@@ -478,8 +548,8 @@ class AsyncLLM:
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         if isinstance(message, wire.StepOutput):
-            if lost := self._requests.take_in(message):
-                self._abort_in_core(lost)
+            if unwanted := self._requests.take_in(message):
+                self._abort_in_core(unwanted)
             if self._stats.count(len(message.tokens) // 4) and not self._is_quiet:
                 self._log_stats()
         elif isinstance(message, wire.Reply):
@@ -490,12 +560,21 @@ class AsyncLLM:
                 else:
                     call.set_exception(EngineError(message.error))
 
-    async def _call(self, name: str, timeout: float) -> Any:
+    async def _ask(self, name: str, *args: wire.CallArgument) -> Any:
+        """Run an operation that a core answers between two steps; raises EngineError when it does not."""
+        self._attach()
+        limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
+        try:
+            return await self._call(name, limit, *args)
+        except TimeoutError as error:
+            raise EngineError(f"the core has not answered for {limit:g} s: {self._read_status_page()}") from error
+
+    async def _call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core; raises TimeoutError when it does not answer within `timeout` seconds."""
         call_id = next(self._call_ids)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = reply
-        self._connection.send(wire.Call(self._connection.incarnation, call_id, name))
+        self._connection.send(wire.Call(self._connection.incarnation, call_id, name, list(args)))
         try:
             async with asyncio.timeout(timeout):
                 return await reply
@@ -556,7 +635,7 @@ class AsyncLLM:
             stream.request_id,
             None if stream.prompt is None else stream.prompt[: config.max_log_len],
             len(stream.prompt_token_ids),
-            stream.params,
+            stream.pooling if isinstance(stream, PoolingStream) else stream.params,
         )
 
 

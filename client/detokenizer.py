@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +18,7 @@ _MAX_CHAR_TOKENS = 4
 # starts at most 7 tokens before the end: 3 of an incomplete character, and its own 4.
 _CONTEXT_SIZES = (6, 5, 7, 4, 3, 2, 1)
 _MAX_WINDOW = 16
+_REMEMBERED_TEXTS = 65_536
 
 
 class IncrementalDetokenizer:
@@ -48,9 +50,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
-        vocabulary = _vocabularies.get(tokenizer)
-        if vocabulary is None:
-            vocabulary = _vocabularies[tokenizer] = _Vocabulary(tokenizer)
+        vocabulary = _vocabulary_of(tokenizer)
         self._stream: _Stream
         if vocabulary.token_bytes is not None:
             # These tokenizers never put a space between special tokens, so that option has nothing to do.
@@ -317,6 +317,13 @@ class _Vocabulary:
 _vocabularies: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
 
 
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
+    vocabulary = _vocabularies.get(tokenizer)
+    if vocabulary is None:
+        vocabulary = _vocabularies[tokenizer] = _Vocabulary(tokenizer)
+    return vocabulary
+
+
 def _decoder(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary) -> Callable[[list[int]], str]:
     """A function that decodes ids as they are: nothing skipped, nothing cleaned up, unknown ids without text."""
     if vocabulary.known_ids is not None:
@@ -338,3 +345,9 @@ def _decoder(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary) -> Cal
         return text
 
     return decode_fast
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """A function that gives the text of one token alone, special ones included, and remembers it."""
+    decode = _decoder(tokenizer, _vocabulary_of(tokenizer))
+    return functools.lru_cache(maxsize=_REMEMBERED_TEXTS)(lambda token_id: decode([token_id]))

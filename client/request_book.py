@@ -1,10 +1,12 @@
-"""The live requests of a client, by the caller's id and by the slot that names them on the wire."""
+"""The live requests of a client, by the caller's id and by the slots that name their answers on the wire."""
 
 import heapq
 import logging
 import time
 
 from vllm_mp import wire
+from vllm_mp.client.answer import Answer
+from vllm_mp.client.pooling_stream import PoolingStream
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.errors import EngineGenerateError
 
@@ -14,8 +16,8 @@ logger = logging.getLogger(__name__)
 class RequestBook:
     """Who is waiting for what.
 
-    A slot is taken when a request is sent to the core and is free again when the core has said that the request has
-    ended, which may be after its stream has. Until then whatever still comes for the slot belongs to that request.
+    A slot is taken when an answer is asked of the core and is free again when the core has said that it has ended,
+    which may be after its stream has. Until then whatever still comes for the slot belongs to that answer.
     """
 
     def __init__(self) -> None:
@@ -23,7 +25,7 @@ class RequestBook:
         """None while the prompt is being tokenized."""
         self._aborted_early: set[str] = set()
         """Of those, the ones that have been aborted meanwhile."""
-        self._by_slot: dict[int, RequestStream] = {}
+        self._by_slot: dict[int, tuple[RequestStream, Answer]] = {}
         self._free_slots: list[int] = []
         self._num_slots = 0
 
@@ -58,82 +60,124 @@ class RequestBook:
         """The live stream of that id, if its request has been sent."""
         return self._by_id.get(request_id)
 
-    def take_slot(self) -> int:
-        """A slot for a request that is about to be sent; raises ValueError when there are none."""
-        if self._free_slots:
-            return heapq.heappop(self._free_slots)
-        if self._num_slots == wire.MAX_LIVE_REQUESTS:
-            raise ValueError(f"{self._num_slots} requests are live, which is the most; wait for some to finish")
-        self._num_slots += 1
-        return self._num_slots - 1
+    def enter(self, stream: RequestStream) -> None:
+        """Give each answer of `stream` a slot; raises ValueError when there are not enough."""
+        missing = len(stream.answers) - len(self._free_slots)
+        if self._num_slots + missing > wire.MAX_LIVE_REQUESTS:
+            raise ValueError(f"{len(self._by_slot)} answers are being written, which is the most; wait for some to end")
+        for answer in stream.answers:
+            if self._free_slots:
+                answer.slot = heapq.heappop(self._free_slots)
+            else:
+                answer.slot = self._num_slots
+                self._num_slots += 1
+            self._by_slot[answer.slot] = stream, answer
+        self._by_id[stream.request_id] = stream
 
-    def give_back(self, slot: int) -> None:
-        """Free a slot that the core knows nothing of, or nothing any more."""
-        heapq.heappush(self._free_slots, slot)
-
-    def enter(self, stream: RequestStream, slot: int) -> None:
-        """The request has been sent."""
-        stream.slot = slot
-        self._by_id[stream.request_id] = self._by_slot[slot] = stream
+    def withdraw(self, stream: RequestStream, num_sent: int) -> list[int]:
+        """Undo `enter` for a stream of which only the first `num_sent` answers were sent; returns their slots."""
+        for answer in stream.answers[num_sent:]:
+            self._free(answer.slot)
+        self.end_by_abort(stream)
+        return [answer.slot for answer in stream.answers[:num_sent]]
 
     def take_in(self, message: wire.StepOutput) -> list[int]:
-        """Give the streams what a step brought them; returns slots whose requests the core must abort.
+        """Give the streams what a step brought them; returns slots whose answers the core must abort.
 
-        Raises ValueError for a message whose columns disagree.
+        Raises ValueError for a message whose parts disagree.
         """
-        streams = self._by_slot
-        touched: dict[int, RequestStream] = {}
-        lost = []
+        entries = self._by_slot
+        touched: dict[int, tuple[RequestStream, Answer]] = {}
+        unwanted: list[int] = []
+        for own in message.prompt_logprobs:
+            if own.slot in entries:
+                entries[own.slot][0].take_in_prompt_logprobs(own)
         for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
-            stream = streams.get(slot)
-            if stream is None or stream.is_over:
+            entry = entries.get(slot)
+            if entry is None or entry[1].finish is not None or entry[0].is_over:
                 continue
-            if stream.take_in(token, position):
-                touched[slot] = stream
+            if entry[1].take_in(token, position):
+                touched[slot] = entry
             else:
-                self._lose(stream)
-                lost.append(slot)
+                unwanted += self._lose(*entry)
+        for own in message.logprobs:
+            if own.slot in touched:
+                touched[own.slot][1].take_in_logprobs(own)
+        for slot, vector in message.vectors:
+            if slot in entries and isinstance(stream := entries[slot][0], PoolingStream):
+                stream.take_in_vector(vector)
         for slot, count in message.cached:
-            if slot in touched:
-                touched[slot].num_cached_tokens = count
+            if slot in entries and entries[slot][1].index == 0:
+                entries[slot][0].num_cached_tokens = count
         for finish in message.finished:
-            stream = streams.pop(finish.slot, None)
-            if stream is not None:
-                self.give_back(finish.slot)
-                self._end(stream, finish)
+            entry = self._free(finish.slot)
+            if entry is not None:
+                unwanted += self._end(*entry, finish)
         now = time.time()
-        for stream in touched.values():
+        for stream, answer in touched.values():
+            if answer.wants_stop_strings:
+                unwanted += self._look_for_stop(stream, answer)
             stream.wake_for_tokens(now)
-        return lost
+        return unwanted
 
-    def end_by_abort(self, stream: RequestStream) -> None:
-        """End a live stream for its consumer; its slot stays taken until the core answers."""
-        stream.end(wire.Finished(stream.slot, len(stream.token_ids), "abort"))
+    def end_by_abort(self, stream: RequestStream) -> list[int]:
+        """End a live stream for its consumer; returns its slots, which stay taken until the core answers."""
+        slots = self._slots_of(stream)
+        stream.end_all("abort")
         self._by_id.pop(stream.request_id, None)
+        return slots
 
     def fail_all(self, error: Exception) -> None:
         """End every stream with `error`."""
-        for stream in self._by_slot.values():
+        for stream, _ in self._by_slot.values():
             stream.fail(error)
             self._by_id.pop(stream.request_id, None)
         self._by_slot.clear()
 
-    def _end(self, stream: RequestStream, finish: wire.Finished) -> None:
-        if stream.is_over:
-            return
-        if finish.reason == "error":
-            stream.fail(EngineGenerateError(f"request {stream.request_id} failed: {finish.error}"))
-        elif finish.num_output != len(stream.token_ids):
-            self._lose(stream)
-        else:
-            stream.end(finish)
-        self._by_id.pop(stream.request_id, None)
+    def _free(self, slot: int) -> tuple[RequestStream, Answer] | None:
+        """End the use of a slot that the core knows nothing of, or nothing any more."""
+        entry = self._by_slot.pop(slot, None)
+        if entry is not None:
+            heapq.heappush(self._free_slots, slot)
+        return entry
 
-    def _lose(self, stream: RequestStream) -> None:
+    def _slots_of(self, stream: RequestStream) -> list[int]:
+        """The slots under which the core may still be writing answers to `stream`."""
+        return [answer.slot for answer in stream.answers if answer.finish is None and answer.slot in self._by_slot]
+
+    def _end(self, stream: RequestStream, answer: Answer, finish: wire.Finished) -> list[int]:
+        if stream.is_over or answer.finish is not None:
+            return []
+        if finish.reason == "error":
+            return self._fail(stream, f"request {stream.request_id} failed: {finish.error}")
+        if finish.num_output != len(answer.token_ids):
+            return self._lose(stream, answer)
+        stream.end(answer, finish)
+        self._forget_if_over(stream)
+        return []
+
+    def _look_for_stop(self, stream: RequestStream, answer: Answer) -> list[int]:
+        finish = answer.finish
+        answer.read()
+        if answer.finish is finish:
+            return []
+        stream.note_end()
+        self._forget_if_over(stream)
+        return [answer.slot] if finish is None else []
+
+    def _lose(self, stream: RequestStream, answer: Answer) -> list[int]:
         """Fail a stream of which tokens are missing."""
-        stream.fail(
-            EngineGenerateError(
-                f"request {stream.request_id}: tokens after the first {len(stream.token_ids)} were lost on the way"
-            )
+        return self._fail(
+            stream,
+            f"request {stream.request_id}: tokens after the first {len(answer.token_ids)} were lost on the way",
         )
+
+    def _fail(self, stream: RequestStream, why: str) -> list[int]:
+        slots = self._slots_of(stream)
+        stream.fail(EngineGenerateError(why))
         self._by_id.pop(stream.request_id, None)
+        return slots
+
+    def _forget_if_over(self, stream: RequestStream) -> None:
+        if stream.is_over:
+            self._by_id.pop(stream.request_id, None)

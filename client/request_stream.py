@@ -2,18 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
-from vllm_mp.client.detokenizer import IncrementalDetokenizer
-from vllm_mp.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
-from vllm_mp.wire import Finished
+from vllm_mp.client.answer import Answer, TokenText, append_logprobs
+from vllm_mp.outputs import LogprobsOnePosition, RequestMetrics, RequestOutput
+from vllm_mp.sampling_params import RequestOutputKind
+from vllm_mp.wire import Finished, TokenLogprobs
 
 
 class RequestStream:
-    """Takes tokens in as they arrive and hands outputs out as the consumer asks.
+    """Collects the answers to one prompt and hands outputs out as the consumer asks.
 
     Between two requests of the consumer tokens merely pile up, so a slow consumer gets fewer, larger outputs, holds up
-    nobody and loses nothing. Text is made when it is taken.
+    nobody and loses nothing. Text is made when it is taken, unless it has to be searched for stop strings.
     """
 
     def __init__(
@@ -21,49 +22,54 @@ class RequestStream:
         request_id: str,
         prompt: str | None,
         prompt_token_ids: list[int],
-        params: SamplingParams,
-        detokenizer: IncrementalDetokenizer | None,
+        answers: Sequence[Answer],
         arrival_time: float,
+        interval: int = 1,
+        token_text: TokenText | None = None,
     ) -> None:
+        """`answers` differ in index and seed alone; `interval` is the number of tokens between two outputs."""
         self.request_id = request_id
-        self.slot = -1
-        """What names the request on the wire, once it has been sent."""
-        self.params = params
+        self.params = answers[0].params
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
-        self.token_ids: list[int] = []
-        """Every token received; recovery sends these to the next core."""
+        self.answers = answers
         self.num_cached_tokens = 0
-        """Prompt tokens whose keys and values were in the core's cache already."""
-        self.finish: Finished | None = None
+        """Prompt tokens whose keys and values were in the core's cache already when the first answer began."""
+        self._interval = interval
         self._metrics = RequestMetrics(arrival_time)
-        self._detokenizer = detokenizer
-        self._text = ""
-        self._num_taken = 0
+        self._token_text = token_text
+        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_over(self) -> bool:
         """Nothing more will arrive."""
-        return self.finish is not None or self._error is not None
+        return self._error is not None or all(answer.finish is not None for answer in self.answers)
 
-    def take_in(self, token_id: int, position: int) -> bool:
-        """Add a token whose position has the lower 16 bits `position`; False if tokens are missing before it.
+    def take_in_prompt_logprobs(self, message: TokenLogprobs) -> None:
+        """Add the log-probabilities of prompt tokens; those that came before are ignored."""
+        if self._prompt_logprobs is not None:
+            append_logprobs(self._prompt_logprobs, message, self._token_text)
 
-        A token that came before is ignored.
-        """
-        ahead = (position - len(self.token_ids)) & 0xFFFF
-        if ahead == 0:
-            self.token_ids.append(token_id)
-            return True
-        return ahead >= 0x8000
+    def end(self, answer: Answer, finish: Finished) -> None:
+        """Note the end of an answer, unless there was one already, and wake the consumer."""
+        if answer.finish is None and self._error is None:
+            answer.finish = finish
+            self.note_end()
 
-    def end(self, finish: Finished) -> None:
-        """Note the end, unless there was one already, and wake the consumer."""
-        if not self.is_over:
-            self.finish = finish
+    def end_all(self, reason: str) -> None:
+        """End the answers that have no end yet, for `reason`."""
+        for answer in self.answers:
+            self.end(answer, Finished(answer.slot, len(answer.token_ids), reason))
+
+    def note_end(self) -> None:
+        """Wake the consumer, after an answer has got its end."""
+        if self.is_over:
             self._metrics.finished_time = time.time()
+        if self.is_over or self.params.output_kind != RequestOutputKind.FINAL_ONLY:
             self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -77,7 +83,7 @@ class RequestStream:
         self._metrics.last_token_time = now
         if self._metrics.first_token_time is None:
             self._metrics.first_token_time = now
-        if self.params.output_kind != RequestOutputKind.FINAL_ONLY:
+        if self._has_news():
             self._wake()
 
     async def next(self) -> RequestOutput:
@@ -94,10 +100,9 @@ class RequestStream:
         return self._output()
 
     def _has_news(self) -> bool:
-        if self.is_over:
-            return True
-        wants_tokens = self.params.output_kind != RequestOutputKind.FINAL_ONLY
-        return wants_tokens and len(self.token_ids) > self._num_taken
+        if self.params.output_kind == RequestOutputKind.FINAL_ONLY:
+            return self.is_over
+        return self._error is not None or any(answer.has_news(self._interval) for answer in self.answers)
 
     def _wake(self) -> None:
         waiter = self._waiter
@@ -105,34 +110,19 @@ class RequestStream:
             waiter.set_result(None)
 
     def _output(self) -> RequestOutput:
-        new_ids = self.token_ids[self._num_taken :]
-        self._num_taken += len(new_ids)
-        new_text = self._detokenize(new_ids)
         delta = self.params.output_kind == RequestOutputKind.DELTA
-        self._text += new_text
-        finish = self.finish
-        completion = CompletionOutput(
-            index=0,
-            text=new_text if delta else self._text,
-            token_ids=new_ids if delta else list(self.token_ids),
-            finish_reason=finish.reason if finish else None,
-            stop_reason=finish.stop_reason if finish else None,
-        )
+        shown = [answer for answer in self.answers if answer.has_news(1)] if delta else self.answers
+        completions = [answer.completion() for answer in shown]
+        prompt_logprobs = self._prompt_logprobs
+        if delta:
+            self._prompt_logprobs = None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            finished=finish is not None,
+            outputs=completions,
+            finished=all(answer.is_taken for answer in self.answers),
+            prompt_logprobs=prompt_logprobs,
             metrics=self._metrics,
             num_cached_tokens=self.num_cached_tokens,
         )
-
-    def _detokenize(self, new_ids: list[int]) -> str:
-        if self._detokenizer is None:
-            return ""
-        finish = self.finish
-        if finish and finish.reason == "stop" and not self.params.include_stop_str_in_output:
-            new_ids = new_ids[:-1]  # the token that stopped it came with the end, so it is among these
-        text = self._detokenizer.append(new_ids)
-        return text + self._detokenizer.flush() if finish else text

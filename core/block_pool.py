@@ -73,7 +73,10 @@ class BlockPool:
         self._num_users[blocks] += 1
 
     def register(self, block: int, digest: bytes) -> None:
-        """Let `block`, whose tokens are all computed, be found under `digest`, unless another one is already."""
+        """Let `block` be found under `digest`, unless another one is already.
+
+        Its tokens are computed, or will be before anyone who has found it reads it.
+        """
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest

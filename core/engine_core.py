@@ -10,7 +10,9 @@ import zmq
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.block_pool import BlockPool
+from vllm_mp.core.invariants import check_invariants
 from vllm_mp.core.model_runner import ModelRunner
+from vllm_mp.core.pause import Pause
 from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Scheduler
 from vllm_mp.core.server import Server
@@ -23,7 +25,11 @@ _BEAT_MS = 1000
 
 
 class EngineCore:
-    """Runs requests until it is told to stop: never sleeping while there is work, blocked in poll without."""
+    """Runs requests until it is told to stop: never sleeping while there is work, blocked in poll without.
+
+    Work is what may run: what a pause holds back is none, so a paused core costs nothing, and one that is told to
+    finish its work before it stops does not wait for a `resume` that may never come.
+    """
 
     def __init__(
         self,
@@ -39,10 +45,10 @@ class EngineCore:
         model = config.model_config
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
         self._pool = BlockPool(cache.num_blocks)
-        self._scheduler = Scheduler(
-            scheduler_config, self._batch, self._pool, cache.block_size, cache.enable_prefix_caching
-        )
+        self._scheduler = Scheduler(scheduler_config, self._batch, self._pool, cache.block_size)
         self._sampler = Sampler(self._batch, device)
+        self._pause = Pause(self._scheduler, self._pool, server.send_ends)
+        self._checks_invariants = scheduler_config.check_invariants
         self._runner = runner
         self._server = server
         self._page = page
@@ -53,16 +59,25 @@ class EngineCore:
         self._stop = stop
         server.serve(
             self._scheduler,
-            {"ping": lambda: None, "status": self.status, "reset_prefix_cache": self._pool.forget_all},
+            {
+                "ping": lambda: None,
+                "status": self.status,
+                "reset_prefix_cache": self._pool.forget_all,
+                "pause": self._pause.pause,
+                "resume": self._pause.resume,
+            },
         )
 
     def run(self) -> None:
-        """Serve until told to stop; where the stop is to drain, until no request is left."""
+        """Serve until told to stop; where the stop is to drain, until no request is left that may run."""
         self._note_state()
         while not self._stop.is_set or (self._stop.drain and self._scheduler.has_work):
             self._wait()
             self._server.receive(admit=not self._stop.is_set)
             self._run_step()
+            self._pause.settle()
+            if self._checks_invariants:
+                check_invariants(self._scheduler)
 
     def status(self) -> dict[str, Any]:
         """What the core holds, in plain numbers."""
@@ -74,6 +89,7 @@ class EngineCore:
             "num_preemptions": self._scheduler.num_preemptions,
             "free_blocks": self._pool.num_free,
             "total_blocks": self._pool.num_blocks,
+            "is_paused": self._scheduler.is_paused,
             "num_dropped_messages": self._server.num_dropped,
         }
 
@@ -89,7 +105,7 @@ class EngineCore:
         self._step += 1
         self._page.begin_step(self._step, self._batch.client[step.rows], self._batch.slot[step.rows])
         computed = self._runner.execute(step, self._batch, self._sampler)
-        result = self._scheduler.update(step, computed.tokens)
+        result = self._scheduler.update(step, computed.tokens, computed.vectors)
         self._note_state()
         self._server.publish(self._step, result, computed)
 

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.core.logit_rules import LogitRules
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -13,7 +14,10 @@ NO_ROW = -1
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to generate; while it runs, its tokens and counters live in its row of the `Batch`."""
+    """One sequence to generate, or to make a vector of.
+
+    While it runs, its tokens and counters live in its row of the `Batch`.
+    """
 
     client: int
     slot: int
@@ -27,7 +31,9 @@ class Request:
     order: tuple[int, int]
     """(priority, arrival number): what runs first, and is preempted last."""
     hashes: list[bytes] = field(default_factory=list)
-    """The root hash, then that of each full block, as far as they have been needed."""
+    """The root hash, then that of each full block, as far as they have been needed. Empty: it shares no blocks."""
+    reads_cache: bool = True
+    """False: its beginning is computed even if it is in the cache; others may still build on its blocks."""
     num_cached: int = 0
     """Tokens whose keys and values were in the cache already when the request was first admitted."""
     rules: LogitRules | None = None
@@ -37,6 +43,8 @@ class Request:
     """The same for the prompt."""
     num_prompt_logprobs_sent: int = 1
     """Positions of the prompt that need none any more; the first token has none."""
+    pooling: PoolingParams | None = None
+    """Make a vector of the prompt, and nothing else; without None in `pooling_type` and `normalize`."""
     row: int = field(default=NO_ROW)
     aborted: bool = False
 

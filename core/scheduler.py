@@ -3,32 +3,43 @@
 One token budget covers a whole step; there are no phases. A request in decode wants one token, one in prefill
 wants the rest of its prompt and gets a chunk of what the budget has left. When the cache runs out of blocks, the
 request that is last in order gives its blocks up and waits again; its tokens are computed anew on its return.
+
+A block can be found by other requests from the moment at which the step that fills it is scheduled. So a request of the
+same step may build on blocks that rows before it are about to fill, and requests that begin alike compute their
+common beginning once, also when they come together. What makes this right is an invariant of every model: each layer
+writes the keys and values of all rows of a step before it attends for any of them.
 """
 
 import heapq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import SchedulerConfig
-from vllm_mp.core.batch import Batch, Rows
+from vllm_mp.core.batch import Batch, Rows, Vector
 from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
 from vllm_mp.wire import Finished, TokenLogprobs
+
+_NEVER_REGISTERS = np.iinfo(np.int64).max
+"""The count of registered blocks of a request that shares nothing: no number of full blocks is above it."""
 
 
 class Step(NamedTuple):
     """What one step computes; rows that want a single token come first."""
 
     rows: Rows
-    """[num_rows] rows of the batch."""
+    """[num_rows] rows of the batch; a row may read blocks that rows before it fill in this step."""
     counts: npt.NDArray[np.int64]
     """[num_rows] tokens to compute of each."""
     num_decodes: int
     """The first that many rows compute a single token."""
     samples: npt.NDArray[np.bool_]
     """[num_rows] which rows reach their last known token and so get a new one."""
+    pools: npt.NDArray[np.bool_]
+    """[num_rows] which rows reach their last token and so get their vector."""
 
 
 class Computed(NamedTuple):
@@ -39,6 +50,8 @@ class Computed(NamedTuple):
     logprobs: list[tuple[int, TokenLogprobs]]
     """(client, log-probabilities) of new tokens."""
     prompt_logprobs: list[tuple[int, TokenLogprobs]]
+    vectors: list[Vector]
+    """Of the rows that the step pools, in order."""
 
 
 class StepResult(NamedTuple):
@@ -52,17 +65,15 @@ class StepResult(NamedTuple):
     """(client, end of the request)."""
     cached: list[tuple[int, int, int]]
     """(client, slot, tokens found in the cache) of requests that have their first token, where there were any."""
+    vectors: list[tuple[int, int, Vector]]
+    """(client, slot, vector) of requests that end with one."""
 
 
 class Scheduler:
     """Owns the waiting requests, the rows of the batch and the blocks of the pool."""
 
-    def __init__(
-        self, config: SchedulerConfig, batch: Batch, pool: BlockPool, block_size: int, shares_prefixes: bool
-    ) -> None:
-        """`shares_prefixes`: a request whose first blocks are in the cache already does not compute them again."""
+    def __init__(self, config: SchedulerConfig, batch: Batch, pool: BlockPool, block_size: int) -> None:
         self.config = config
-        self.shares_prefixes = shares_prefixes
         self.batch = batch
         self.pool = pool
         self.block_size = block_size
@@ -70,7 +81,11 @@ class Scheduler:
         self._requests: dict[tuple[int, int], Request] = {}
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0
+        self._held: dict[tuple[int, int], Request] = {}
+        """What has arrived during a pause; it is not in line before `resume`."""
         self._arrivals = 0
+        self._is_paused = False
+        self._is_frozen = False
 
     @property
     def num_running(self) -> int:
@@ -78,11 +93,21 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._num_waiting + len(self._held)
+
+    @property
+    def num_going_on(self) -> int:
+        """Live requests, without those that have arrived during a pause."""
+        return len(self._requests) - len(self._held)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        """There is a request that may run now."""
+        return not self._is_frozen and self.num_going_on > 0
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
 
     def is_live(self, client: int, slot: int) -> bool:
         return (client, slot) in self._requests
@@ -99,7 +124,32 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let `request` wait; its (client, slot) must not be live and its tokens must fit the context."""
         self._requests[request.client, request.slot] = request
-        self._wait(request)
+        if self._is_paused:
+            self._held[request.client, request.slot] = request
+        else:
+            self._wait(request)
+
+    def pause(self, freeze: bool) -> None:
+        """Hold back what arrives before `resume`, and with `freeze` also let nothing run that is here already."""
+        self._is_paused = True
+        self._is_frozen = freeze
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._is_paused = self._is_frozen = False
+        for request in self._held.values():
+            self._wait(request)
+        self._held.clear()
+
+    def preempt_all(self) -> None:
+        """Take the blocks of every running request; its tokens are computed anew when it runs again."""
+        for row in self.batch.order[::-1].tolist():
+            self._preempt(self.batch.request(row))
+
+    def abort_all(self) -> list[tuple[int, Finished]]:
+        """End every live request; (client, end) of each."""
+        ends = [(client, self.abort(client, slot)) for client, slot in list(self._requests)]
+        return [(client, end) for client, end in ends if end is not None]
 
     def abort(self, client: int, slot: int) -> Finished | None:
         """End a request wherever it is; None if it is not live."""
@@ -108,44 +158,42 @@ class Scheduler:
             return None
         if request.row == NO_ROW:
             num_output = request.num_output
-            request.aborted = True
             del self._requests[client, slot]
-            self._num_waiting -= 1
-            # The entry stays in the heap until it is reached, unless such entries become the most of it.
-            if len(self._waiting) > 2 * self._num_waiting:
-                self._waiting = [entry for entry in self._waiting if not entry[1].aborted]
-                heapq.heapify(self._waiting)
+            if self._held.pop((client, slot), None) is None:
+                self._leave_line(request)
         else:
             num_output = int(self.batch.num_tokens[request.row]) - request.num_prompt
             self._release(request)
         return Finished(slot, num_output, "abort")
 
     def schedule(self) -> Step | None:
-        """Choose the next step's tokens, making room and admitting as the budget allows; None without work."""
-        if not self._requests:
+        """Choose the next step's tokens, making room and admitting as the budget allows; None if nothing may run."""
+        if not self.has_work:
             return None
         batch = self.batch
         self._give_blocks_to_growing_rows()
         rows = batch.order
         wanted = batch.num_tokens[rows] - batch.num_computed[rows]
         decodes = rows[wanted == 1]
+        self._register_full_blocks(decodes)
         chunks = self._chunk_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
         if chunks:
             rows = np.concatenate([decodes, np.array([row for row, _ in chunks], np.int64)])
             counts = np.array([1] * len(decodes) + [count for _, count in chunks], np.int64)
         else:
             rows, counts = decodes, np.ones(len(decodes), np.int64)
-        return Step(rows, counts, len(decodes), batch.num_computed[rows] + counts == batch.num_tokens[rows])
+        ends = batch.num_computed[rows] + counts == batch.num_tokens[rows]
+        is_pooled = batch.is_pooled[rows]
+        return Step(rows, counts, len(decodes), ends & ~is_pooled, ends & is_pooled)
 
-    def update(self, step: Step, tokens: npt.NDArray[np.int64]) -> StepResult:
+    def update(self, step: Step, tokens: npt.NDArray[np.int64], vectors: Sequence[Vector] = ()) -> StepResult:
         """Book the step: `tokens` [num_sampled] are those of the rows that `step.samples` marks, in order.
 
-        A row whose token is negative could not be sampled and ends with an error.
+        `vectors` are those of the rows that `step.pools` marks. A row whose token is negative could not be sampled, one
+        whose vector is not finite could not be pooled, and either ends with an error.
         """
         batch = self.batch
         batch.num_computed[step.rows] += step.counts
-        if self.shares_prefixes:
-            self._register_full_blocks(step.rows)
         rows = step.rows[step.samples]
         finished = self._fail(rows[tokens < 0])
         if finished:
@@ -176,7 +224,16 @@ class Scheduler:
             num_output = int(before[i]) + 1 - request.num_prompt
             finished.append((request.client, Finished(request.slot, num_output, reason, stopped_by.get(i))))
             self._release(request)
-        return StepResult(clients, slots, tokens, positions, finished, cached)
+        pooled = [
+            (batch.request(row), vector) for row, vector in zip(step.rows[step.pools].tolist(), vectors, strict=True)
+        ]
+        for request, vector in pooled:
+            finished.append((request.client, _end_of_pooling(request, vector)))
+            if request.num_cached:
+                cached.append((request.client, request.slot, request.num_cached))
+            self._release(request)
+        sent = [(request.client, request.slot, vector) for request, vector in pooled]
+        return StepResult(clients, slots, tokens, positions, finished, cached, sent)
 
     def _fail(self, rows: Rows) -> list[tuple[int, Finished]]:
         """End the requests whose logits allow no token."""
@@ -207,6 +264,7 @@ class Scheduler:
             wanted = int(batch.num_tokens[row] - batch.num_computed[row])
             count = chunk(wanted)
             if count > 0:
+                self._register_blocks(row, int(batch.num_computed[row]) + count)
                 chunks.append((row, count))
                 budget -= count
             num_partial += count < wanted
@@ -219,7 +277,9 @@ class Scheduler:
             count = chunk(wanted)
             if count < wanted and not config.enable_chunked_prefill:
                 break
-            chunks.append((self._admit(request, found), count))
+            row = self._admit(request, found)
+            self._register_blocks(row, int(batch.num_computed[row]) + count)
+            chunks.append((row, count))
             budget -= count
             num_partial += count < wanted
         return chunks
@@ -232,7 +292,7 @@ class Scheduler:
             return None
         request = self._waiting[0][1]
         # A block for each running request stays free, or the next few tokens would preempt what is admitted now.
-        found = self._find_prefix(request) if self.shares_prefixes else []
+        found = self._find_prefix(request) if request.hashes and request.reads_cache else []
         needed = self._blocks_for(len(request.tokens)) - len(found)
         available = self.pool.num_free - self.pool.num_free_among(found)
         if needed + len(self.batch) > available and len(self.batch):
@@ -248,7 +308,7 @@ class Scheduler:
         if len(request.tokens) == request.num_prompt:
             request.num_cached = num_computed
         row = self.batch.add(request, np.concatenate([np.array(found, np.int32), new]), num_computed)
-        self.batch.num_registered[row] = len(found)
+        self.batch.num_registered[row] = len(found) if request.hashes else _NEVER_REGISTERS
         return row
 
     def _find_prefix(self, request: Request) -> list[int]:
@@ -264,17 +324,28 @@ class Scheduler:
         for block in range(len(hashes) - 1, num_blocks):
             hashes.append(chain_hash(hashes[-1], tokens[block * size : (block + 1) * size]))
 
-    def _register_full_blocks(self, rows: Rows) -> None:
-        """Let the blocks of `rows` that have become full be found by requests that begin alike."""
+    def _register_full_blocks(self, decodes: Rows) -> None:
+        """Register the blocks that one token more fills, of `decodes` [n]."""
         batch = self.batch
-        num_full = batch.num_computed[rows] // self.block_size
-        for i in np.flatnonzero(num_full > batch.num_registered[rows]).tolist():
-            row, full = int(rows[i]), int(num_full[i])
-            request = batch.request(row)
-            self._hash_blocks(request, batch.token_ids[row], full)
-            for block in range(int(batch.num_registered[row]), full):
-                self.pool.register(int(batch.block_table[row, block]), request.hashes[block + 1])
-            batch.num_registered[row] = full
+        num_tokens = batch.num_computed[decodes] + 1
+        due = num_tokens // self.block_size > batch.num_registered[decodes]
+        for row, count in zip(decodes[due].tolist(), num_tokens[due].tolist(), strict=True):
+            self._register_blocks(row, count)
+
+    def _register_blocks(self, row: int, num_tokens: int) -> None:
+        """Let the blocks of `row` that its first `num_tokens` tokens fill be found by requests that begin alike.
+
+        The step that is being scheduled computes these tokens, and must not be given up after this.
+        """
+        batch, num_full = self.batch, num_tokens // self.block_size
+        registered = int(batch.num_registered[row])
+        if num_full <= registered:
+            return
+        request = batch.request(row)
+        self._hash_blocks(request, batch.token_ids[row], num_full)
+        for block in range(registered, num_full):
+            self.pool.register(int(batch.block_table[row, block]), request.hashes[block + 1])
+        batch.num_registered[row] = num_full
 
     def _give_blocks_to_growing_rows(self) -> None:
         """A block more for every row whose last token has no place yet, preempting from the end of the order."""
@@ -302,5 +373,19 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.order, request))
         self._num_waiting += 1
 
+    def _leave_line(self, request: Request) -> None:
+        request.aborted = True
+        self._num_waiting -= 1
+        # The entry stays in the heap until it is reached, unless such entries become the most of it.
+        if len(self._waiting) > 2 * self._num_waiting:
+            self._waiting = [entry for entry in self._waiting if not entry[1].aborted]
+            heapq.heapify(self._waiting)
+
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _end_of_pooling(request: Request, vector: Vector) -> Finished:
+    if np.isfinite(vector).all():
+        return Finished(request.slot, 0, "stop")
+    return Finished(request.slot, 0, "error", error="the vector is not finite: the model overflows on this prompt")

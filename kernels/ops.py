@@ -1,4 +1,4 @@
-"""The hot operations of a decoder layer, each defined by its plain torch implementation.
+"""The hot operations of a layer, each defined by its plain torch implementation.
 
 Every other implementation (Triton, C++) of an operation is correct when it agrees with the function here.
 Nothing in this file looks at the device: the same lines run on CPU and CUDA.
@@ -20,8 +20,10 @@ class AttentionMetadata(NamedTuple):
     """Where the tokens of one step stand in the paged KV cache.
 
     Rows (one per sequence in the step) and their query tokens are laid out consecutively in row order: the
-    first `num_decodes` rows have exactly one query token each, the rest are chunks of prefill. The host
-    fields repeat what the tensors say, so that reading a length never waits for the device.
+    first `num_decodes` rows have exactly one query token each, the rest are chunks of prefill. Rows may have
+    blocks in common, also ones that one of them fills in this very step: in each layer the keys and values
+    of the whole step are written before attention reads any. The host fields repeat what the tensors say, so
+    that reading a length never waits for the device.
     """
 
     query_start: Tensor  # int32 [num_rows + 1], first query token of each row, then num_tokens
@@ -90,12 +92,13 @@ def paged_attention(
     """Causal attention of each row's query tokens over its whole context (PagedAttention, Kwon et al. 2023).
 
     `q` [num_tokens, num_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] in which
-    the new tokens are written already; query head h reads KV head h // (num_heads / num_kv_heads). The query
-    at position p sees the keys in (p - sliding_window, p]. With `soft_cap` the scaled scores become soft_cap
-    * tanh(score / soft_cap) before the softmax (Gemma 2). Returns [num_tokens, num_heads, head_dim].
+    the new tokens of all rows are written already, as a row may read what another row of the step wrote;
+    query head h reads KV head h // (num_heads / num_kv_heads). The query at position p sees the keys in
+    (p - sliding_window, p]. With `soft_cap` the scaled scores become soft_cap * tanh(score / soft_cap) before
+    the softmax (Gemma 2). Returns [num_tokens, num_heads, head_dim].
 
-    A row reads no slot but its own, so whatever another request left in the cache (a NaN included) stays
-    there.
+    A row reads no slot but those of its context, so whatever another request left in the cache (a NaN
+    included) stays there.
     """
     num_decodes = metadata.num_decodes
     num_rows = len(metadata.host_seq_lens)
@@ -124,6 +127,22 @@ def paged_attention(
                 soft_cap,
             )
             token += stop - start
+    return out
+
+
+def encoder_attention(q: Tensor, k: Tensor, v: Tensor, row_lens: Sequence[int], scale: float) -> Tensor:
+    """Attention in both directions, each token's over all tokens of its row (Vaswani et al. 2017).
+
+    `q`, `k`, `v` [num_tokens, num_heads, head_dim], the rows laid out consecutively, row i of `row_lens[i]` tokens.
+    Returns [num_tokens, num_heads, head_dim]. A row reads no other row's tokens, so a NaN stays in its row.
+    """
+    out = torch.empty_like(q)
+    first = 0
+    for count in row_lens:
+        row = slice(first, first + count)
+        one_q, one_k, one_v = (part[row].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        out[row] = _attend(one_q, one_k, one_v, None, False, scale, None).squeeze(0).transpose(0, 1)
+        first += count
     return out
 
 

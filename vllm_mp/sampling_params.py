@@ -12,10 +12,9 @@ import msgspec
 _BIAS_LIMIT = 1e6
 _PENALTY_LIMIT = 1e6
 """Repetition penalties lie between its reciprocal and it, so that logits stay finite in float32."""
-_MAX_TEXTS = 128
-"""Most stop strings, and most bad words, of one request."""
-_MAX_TEXT = 1024
-"""Most characters of one of them."""
+_MAX_STRINGS = {"stop": 64, "bad_words": 1024}
+_MAX_CHARACTERS = 256
+"""Of one of these strings."""
 SEED_LIMIT = 2**63
 """Seeds are integers in [-2**63, 2**63)."""
 
@@ -125,14 +124,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def _check_lists(self) -> None:
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
-            if len(texts) > _MAX_TEXTS:
-                raise ValueError(f"{name} must hold at most {_MAX_TEXTS} strings, got {len(texts)}")
+            if len(texts) > _MAX_STRINGS[name]:
+                raise ValueError(f"{name} must hold at most {_MAX_STRINGS[name]} strings, got {len(texts)}")
             for text in texts:
                 if not isinstance(text, str):
                     raise TypeError(f"{name} must hold strings, got {reprlib.repr(text)}")
-                if not text or len(text) > _MAX_TEXT:
+                if not text or len(text) > _MAX_CHARACTERS:
                     raise ValueError(
-                        f"{name} must hold strings of 1 to {_MAX_TEXT} characters, got one of {len(text)}: "
+                        f"{name} must hold strings of 1 to {_MAX_CHARACTERS} characters, got one of {len(text)}: "
                         f"{reprlib.repr(text)}"
                     )
                 try:

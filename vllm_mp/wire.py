@@ -25,6 +25,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
 MAX_LIVE_REQUESTS = 2**20
 """Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
+PAUSE_MODES = ("abort", "wait", "keep")
+"""What the operation "pause" may do with the requests that are live."""
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -78,13 +80,16 @@ class AbortRequests(_Message, tag=3):
     slots: list[int]
 
 
+CallArgument = str | int | float | bool | None
+
+
 class Call(_Message, tag=4):
     """Client to core: run the named operation and answer with a `Reply`."""
 
     incarnation: int
     call_id: int
     name: str
-    args: list[str | int | float | bool | None] = []
+    args: list[CallArgument] = []
 
 
 class Bye(_Message, tag=5):

@@ -1,9 +1,13 @@
 """Requests that begin alike share what has been computed, and answer as if they did not."""
 
 import asyncio
+import contextlib
 
 import pytest
 from harness import answer, eventually, greedy, is_empty
+
+from vllm_mp import wire
+from vllm_mp.client.core_connection import CoreConnection
 
 SHARED = "The engine has two halves, which run apart and talk over a socket. " * 20
 
@@ -55,6 +59,21 @@ def test_reset_and_other_salts_find_nothing(llm):
     assert salted == after == 0
 
 
+def test_requests_that_arrive_together_compute_their_common_beginning_once(make_engine):
+    engine = make_engine(max_num_seqs=16)
+
+    async def run():
+        together = await asyncio.gather(*(ask(engine, str(i)) for i in range(12)))
+        await engine.reset_prefix_cache()
+        return together, [await ask(engine, str(i)) for i in range(12)]
+
+    together, one_by_one = asyncio.run(run())
+    length = len(engine.get_tokenizer()(SHARED).input_ids)
+    assert sum(output.num_cached_tokens >= length - 16 for output in together) == 11
+    for with_others, alone in zip(together, one_by_one, strict=True):
+        assert with_others.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 def test_requests_in_flight_together_share_what_the_first_has_computed(make_engine):
     engine = make_engine(max_num_batched_tokens=64, max_num_seqs=16)
 
@@ -63,12 +82,40 @@ def test_requests_in_flight_together_share_what_the_first_has_computed(make_engi
         return first, await asyncio.gather(*(ask(engine, str(i % 3)) for i in range(12)))
 
     first, others = asyncio.run(run())
+    assert first.num_cached_tokens == 0
     assert all(output.num_cached_tokens > 200 for output in others)
     assert all(
         output.outputs[0].token_ids == first.outputs[0].token_ids
         for output in others
         if output.prompt_token_ids == first.prompt_token_ids
     )
+
+
+def test_without_the_cache_a_group_shares_its_prompt_and_nobody_else_does(make_engine):
+    engine = make_engine(enable_prefix_caching=False)
+    prompt = wire.pack_ids(list(range(1000, 1100)))
+
+    def ask_together(groups):
+        """Send a request for each group; the tokens that each found in the cache, and the answers."""
+        with contextlib.closing(CoreConnection(engine._connection.address)) as client:
+            welcome, _ = client.greet(10, lambda: None)
+            params = greedy(4, ignore_eos=True, seed=1)
+            for slot, group in enumerate(groups):
+                client.send(wire.AddRequest(welcome.incarnation, slot, "x", prompt, params, group=group))
+            found, answers, num_ended = [0] * len(groups), [[] for _ in groups], 0
+            while num_ended < len(groups):
+                output = wire.decode_core_message(client._socket.recv())
+                for slot, token, _ in zip(*wire.unpack_tokens(output), strict=True):
+                    answers[slot].append(token)
+                for slot, count in output.cached:
+                    found[slot] = count
+                num_ended += len(output.finished)
+        return found, answers
+
+    found, answers = ask_together(["one", "one", "two", "", "", "one"])
+    assert found == [0, 96, 0, 0, 0, 96]
+    assert answers == [answers[0]] * 6
+    assert ask_together(["one", ""]) == ([0, 0], answers[:2])
 
 
 def test_a_salt_that_is_no_text_is_refused(llm):

@@ -1,7 +1,6 @@
 """A core that was started by hand, with clients that come and go."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -10,23 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness import answer, eventually, greedy, is_empty
+from standalone_core import standalone
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
 from vllm_mp.curve_key import ensure_key_file
-
-OPTIONS = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27)]
-
-
-@contextlib.contextmanager
-def standalone(default_model, address, *options):
-    """A core of `vllm-mp engine`; ended by SIGTERM if it still runs."""
-    command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", str(default_model)]
-    process = subprocess.Popen([*command, *OPTIONS, *options], stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
 
 
 def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):

@@ -16,6 +16,7 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm_mp.pooling_config import PoolingConfig
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
@@ -50,6 +51,7 @@ def config(max_logprobs=20, **changes):
             hf_config={**LLAMA, **changes},
             eos_token_ids=[2],
             max_logprobs=max_logprobs,
+            pooling=PoolingConfig(pooling_type="last", normalize=True),
         ),
         cache_config=CacheConfig(
             block_size=4,

@@ -65,11 +65,14 @@ def test_the_folders_values_are_proposed_under_the_names_of_sampling_params(defa
     SamplingParams(**defaults(SAMPLED))
 
 
-@pytest.mark.parametrize(
-    "generation", [None, {}, {"do_sample": True}, {"temperature": None, "eos_token_id": 5}], ids=str
-)
+@pytest.mark.parametrize("generation", [None, {}, {"temperature": None, "eos_token_id": 5}], ids=str)
 def test_a_folder_that_says_nothing_proposes_nothing(defaults, generation):
     assert defaults(generation) == {}
+
+
+def test_a_folder_that_samples_at_no_temperature_of_its_own_samples_at_1(defaults):
+    assert defaults({"do_sample": True, "top_k": 5}) == {"temperature": 1.0, "top_k": 5}
+    assert defaults({"temperature": 0.5}, override_generation_config={"do_sample": True}) == {"temperature": 0.5}
 
 
 def test_the_folder_can_be_left_out_of_account(defaults):

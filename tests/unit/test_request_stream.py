@@ -6,6 +6,7 @@ import time
 import pytest
 from harness import eventually
 
+from vllm_mp.client.answer import Answer
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 from vllm_mp.wire import Finished
@@ -24,22 +25,29 @@ class Detokenizer:
 
 
 def make_stream(kind=CUMULATIVE, detokenizer=None, **params):
-    return RequestStream(
-        "id", "prompt", [1, 2], SamplingParams(output_kind=kind, **params), detokenizer or Detokenizer(), 5.0
-    )
+    answer = Answer(0, SamplingParams(output_kind=kind, **params), detokenizer or Detokenizer())
+    return RequestStream("id", "prompt", [1, 2], [answer], 5.0)
+
+
+def take_in(stream, token_id, position):
+    return stream.answers[0].take_in(token_id, position)
+
+
+def end(stream, finish):
+    stream.end(stream.answers[0], finish)
 
 
 def receive(stream, *token_ids):
     """What the client does with a message of the core: all tokens, then one wake-up."""
     for token_id in token_ids:
-        assert stream.take_in(token_id, len(stream.token_ids) & 0xFFFF)
+        assert take_in(stream, token_id, len(stream.answers[0].token_ids) & 0xFFFF)
     stream.wake_for_tokens(time.time())
 
 
 def receive_last(stream, *token_ids, reason="length", stop_reason=None):
     for token_id in token_ids:
-        assert stream.take_in(token_id, len(stream.token_ids) & 0xFFFF)
-    stream.end(Finished(0, len(stream.token_ids), reason, stop_reason))
+        assert take_in(stream, token_id, len(stream.answers[0].token_ids) & 0xFFFF)
+    end(stream, Finished(0, len(stream.answers[0].token_ids), reason, stop_reason))
     stream.wake_for_tokens(time.time())
 
 
@@ -185,50 +193,50 @@ def test_a_consumer_that_gives_up_waiting_loses_nothing():
 def test_a_token_that_came_before_is_ignored():
     stream = make_stream()
     for position, token_id in enumerate([7, 8, 9]):
-        assert stream.take_in(token_id, position)
+        assert take_in(stream, token_id, position)
     for position in (0, 1, 2):
-        assert stream.take_in(99, position)
-    assert stream.token_ids == [7, 8, 9]
-    assert stream.take_in(10, 3)
-    assert stream.token_ids == [7, 8, 9, 10]
+        assert take_in(stream, 99, position)
+    assert stream.answers[0].token_ids == [7, 8, 9]
+    assert take_in(stream, 10, 3)
+    assert stream.answers[0].token_ids == [7, 8, 9, 10]
 
 
 def test_a_gap_is_reported_and_nothing_is_taken():
     stream = make_stream()
-    assert stream.take_in(7, 0)
+    assert take_in(stream, 7, 0)
     for position in (2, 3, 1 + 0x7FFF):
-        assert not stream.take_in(8, position)
-    assert stream.token_ids == [7]
-    assert stream.take_in(8, 1)
+        assert not take_in(stream, 8, position)
+    assert stream.answers[0].token_ids == [7]
+    assert take_in(stream, 8, 1)
 
 
 def test_answers_go_on_beyond_the_range_of_the_positions_on_the_wire():
     stream = make_stream()
     count = 2**17 + 3
     for position in range(count):
-        assert stream.take_in(position, position & 0xFFFF)
+        assert take_in(stream, position, position & 0xFFFF)
         if position % 1000 == 0:
-            assert stream.take_in(-1, position & 0xFFFF), "again"
-            assert not stream.take_in(-1, (position + 2) & 0xFFFF), "one is missing"
-    assert stream.token_ids == list(range(count))
+            assert take_in(stream, -1, position & 0xFFFF), "again"
+            assert not take_in(stream, -1, (position + 2) & 0xFFFF), "one is missing"
+    assert stream.answers[0].token_ids == list(range(count))
 
 
 @pytest.mark.parametrize("length", [0, 1, 65_535, 65_536, 65_537])
 @pytest.mark.parametrize(("ahead", "grows", "fine"), [(0, 1, True), (-1, 0, True), (1, 0, False), (300, 0, False)])
 def test_positions_are_compared_modulo_their_width(length, ahead, grows, fine):
     stream = make_stream()
-    stream.token_ids.extend(range(length))
-    assert stream.take_in(5, (length + ahead) & 0xFFFF) is fine
-    assert len(stream.token_ids) == length + grows
+    stream.answers[0].token_ids.extend(range(length))
+    assert take_in(stream, 5, (length + ahead) & 0xFFFF) is fine
+    assert len(stream.answers[0].token_ids) == length + grows
 
 
 def test_the_first_end_counts():
     stream = make_stream()
     receive(stream, 7)
     assert not stream.is_over
-    stream.end(Finished(0, 1, "length"))
+    end(stream, Finished(0, 1, "length"))
     assert stream.is_over
-    stream.end(Finished(0, 1, "abort"))
+    end(stream, Finished(0, 1, "abort"))
     stream.fail(RuntimeError("too late"))
     output = asyncio.run(stream.next())
     assert (output.finished, output.outputs[0].finish_reason) == (True, "length")
@@ -240,8 +248,8 @@ def test_the_first_failure_counts():
     stream.fail(RuntimeError("first"))
     assert stream.is_over
     stream.fail(RuntimeError("second"))
-    stream.end(Finished(0, 1, "length"))
-    assert stream.finish is None
+    end(stream, Finished(0, 1, "length"))
+    assert stream.answers[0].finish is None
     for _ in range(2):
         with pytest.raises(RuntimeError, match="first"):
             asyncio.run(stream.next())
@@ -289,7 +297,7 @@ def test_the_last_token_of_any_other_end_is_in_the_text(reason):
 
 
 def test_without_a_detokenizer_there_are_ids_and_no_text():
-    stream = RequestStream("id", None, [1], SamplingParams(detokenize=False), None, 0.0)
+    stream = RequestStream("id", None, [1], [Answer(0, SamplingParams(detokenize=False))], 0.0)
     receive_last(stream, 7, 9, reason="stop")
     output = asyncio.run(stream.next())
     assert output.prompt is None
@@ -315,13 +323,13 @@ def test_an_output_is_not_changed_by_what_comes_after_it():
 def test_outputs_carry_the_request_and_its_times():
     stream = make_stream()
     stream.num_cached_tokens = 2
-    assert stream.take_in(1, 0)
+    assert take_in(stream, 1, 0)
     stream.wake_for_tokens(6.0)
     output = asyncio.run(stream.next())
     assert output.num_cached_tokens == 2
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("id", "prompt", [1, 2])
     assert output.metrics.finished_time is None
-    assert stream.take_in(2, 1)
+    assert take_in(stream, 2, 1)
     stream.wake_for_tokens(7.0)
     before = time.time()
     receive_last(stream, 3)

@@ -1,113 +1,8 @@
 """The scheduler with a stand-in for the model: every step's tokens are chosen by the test."""
 
-import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from stand_in_engine import BLOCK, EOS, Engine
 
-from vllm_mp.config import SchedulerConfig
-from vllm_mp.core.batch import Batch
-from vllm_mp.core.block_pool import BlockPool, root_hash
-from vllm_mp.core.request import NO_ROW, Request
-from vllm_mp.core.scheduler import Scheduler
-from vllm_mp.sampling_params import SamplingParams
-
-EOS = 2
-BLOCK = 4
-
-
-class Engine:
-    """A scheduler and what it owns."""
-
-    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, shares_prefixes=True, **config):
-        settings = {
-            "max_num_partial_prefills": 1,
-            "enable_chunked_prefill": True,
-            "policy": "fcfs",
-            "stream_interval": 1,
-        }
-        self.batch = Batch(max_num_seqs, max_model_len, BLOCK, [EOS])
-        self.pool = BlockPool(num_blocks + 1)
-        self.config = SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **{**settings, **config}
-        )
-        self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK, shares_prefixes)
-        self.contents: dict[int, list[int]] = {}
-        """What the model has written: the tokens up to and including each block."""
-        self.max_model_len = max_model_len
-        self.outputs: dict[int, list[int]] = {}
-        self.ends: dict[int, str] = {}
-
-    def add(self, slot, num_prompt=5, max_tokens=8, priority=0, prompt=None, salt="", **params):
-        tokens = (
-            np.arange(num_prompt, dtype=np.int32) + 100 * (slot + 1) if prompt is None else np.array(prompt, np.int32)
-        )
-        num_prompt = len(tokens)
-        request = Request(
-            client=0,
-            slot=slot,
-            request_id=str(slot),
-            params=SamplingParams(max_tokens=max_tokens, seed=1, **params),
-            tokens=tokens,
-            num_prompt=num_prompt,
-            max_total=min(self.max_model_len, num_prompt + max_tokens),
-            hashes=[root_hash(salt)],
-            order=self.scheduler.order_of(priority),
-        )
-        self.scheduler.add(request)
-        return request
-
-    def step(self, token=7):
-        step = self.scheduler.schedule()
-        if step is None:
-            return None
-        self.compute(step)
-        result = self.scheduler.update(step, np.full(int(step.samples.sum()), token))
-        for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
-            output = self.outputs.setdefault(int(slot), [])
-            assert position == len(output), "positions are consecutive"
-            output.append(int(tok))
-        for _, end in result.finished:
-            assert end.num_output == len(self.outputs[end.slot])
-            self.ends[end.slot] = end.reason
-        self.check()
-        return step
-
-    def compute(self, step):
-        """Write the step's blocks as the model would, having seen to it that what it reads is there."""
-        for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
-            done = int(self.batch.num_computed[row])
-            tokens = self.batch.token_ids[row].tolist()
-            blocks = self.batch.block_table[row].tolist()
-            if done:
-                assert self.contents[blocks[(done - 1) // BLOCK]][:done] == tokens[:done]
-            for block in range(done // BLOCK, -(-(done + count) // BLOCK)):
-                self.contents[blocks[block]] = tokens[: min(done + count, (block + 1) * BLOCK)]
-
-    def run(self, token=7):
-        for _ in range(10_000):
-            if self.step(token) is None:
-                return
-        raise AssertionError("the scheduler does not come to an end")
-
-    def check(self):
-        """Every block is counted for each of its users or free; every row belongs to one live request."""
-        rows = self.batch.order
-        owned = [block for row in rows for block in self.batch.block_table[row, : self.batch.num_blocks[row]].tolist()]
-        assert 0 not in owned
-        users = np.bincount(owned, minlength=self.pool.num_blocks + 1)
-        assert (users == self.pool._num_users).all()
-        assert set(owned).isdisjoint(self.pool._free)
-        assert len(set(owned)) + self.pool.num_free == self.pool.num_blocks
-        assert {block: digest for digest, block in self.pool._block_of.items()} == self.pool._hash_of
-        for row in rows.tolist():
-            writable = int(self.batch.num_computed[row]) // BLOCK
-            for block in self.batch.block_table[row, writable : self.batch.num_blocks[row]].tolist():
-                assert users[block] == 1, "a block that will be written has one user"
-        assert all(self.batch.request(int(row)).row == row for row in rows)
-        orders = [self.batch.request(int(row)).order for row in rows]
-        assert orders == sorted(orders)
-        used = self.batch.num_tokens[rows]
-        assert (used - 1 <= self.batch.num_blocks[rows] * BLOCK).all()
+from vllm_mp.core.request import NO_ROW
 
 
 def test_a_request_runs_to_its_length_and_gives_everything_back():
@@ -230,48 +125,6 @@ def test_aborting_frees_rows_and_blocks_wherever_the_request_is():
     assert engine.scheduler.num_waiting == 0
 
 
-PROMPTS = st.builds(
-    lambda shared, own: [7] * shared + own, st.integers(0, 20), st.lists(st.integers(7, 8), min_size=1, max_size=11)
-)
-"""Prompts that often begin alike, also with what others have generated."""
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_any_interleaving_of_arrivals_aborts_and_steps_keeps_every_block_accounted_for(data):
-    engine = Engine(
-        num_blocks=data.draw(st.integers(8, 20)),
-        max_num_seqs=data.draw(st.integers(1, 6)),
-        max_model_len=32,
-        budget=data.draw(st.integers(6, 24)),
-        max_num_partial_prefills=data.draw(st.integers(1, 3)),
-        policy=data.draw(st.sampled_from(["fcfs", "priority"])),
-        shares_prefixes=data.draw(st.booleans()),
-    )
-    live, limits = set(), {}
-    for slot in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["add", "add", "abort", "step", "step"]))
-        if action == "add":
-            prompt, limit = data.draw(PROMPTS), data.draw(st.integers(1, 40))
-            salt = data.draw(st.sampled_from(["", "", "tenant"]))
-            engine.add(slot, prompt=prompt, max_tokens=limit, priority=data.draw(st.integers(-2, 2)), salt=salt)
-            live.add(slot)
-            limits[slot] = min(limit, 32 - len(prompt))
-        elif action == "abort" and live:
-            victim = data.draw(st.sampled_from(sorted(live)))
-            live.discard(victim)
-            ended = victim in engine.ends
-            assert (engine.scheduler.abort(0, victim) is None) == ended
-            engine.check()
-        elif data.draw(st.integers(0, 9)) == 0:
-            engine.pool.forget_all()
-        else:
-            engine.step()
-    engine.run()
-    assert all(len(engine.outputs[slot]) == limits[slot] for slot in live)
-    assert engine.pool.num_free == engine.pool.num_blocks
-
-
 def test_a_prompt_that_begins_like_an_earlier_one_computes_only_what_is_new():
     engine = Engine(budget=64)
     shared = list(range(100, 120))
@@ -312,6 +165,77 @@ def test_requests_that_run_at_the_same_time_share_blocks():
     assert engine.scheduler.num_running == 3, "alone each takes 9 blocks of 14"
     engine.run()
     assert engine.scheduler.num_preemptions == 0
+
+
+def test_requests_that_arrive_together_compute_their_common_beginning_once():
+    engine = Engine(num_blocks=200, budget=256, max_num_seqs=64, max_model_len=64)
+    prompt = list(range(100, 141))
+    requests = [engine.add(slot, prompt=[*prompt, slot], max_tokens=4) for slot in range(64)]
+    step = engine.step()
+    assert step.counts.tolist() == [42] + [2] * 63
+    assert [request.num_cached for request in requests] == [0] + [40] * 63
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0, "alone each takes 12 blocks, and there are 200"
+    assert all(output == [7] * 4 for output in engine.outputs.values())
+
+
+def test_a_prompt_that_takes_several_steps_is_shared_as_soon_as_its_last_chunk_is_scheduled():
+    engine = Engine(budget=16, max_num_seqs=4)
+    prompt = list(range(100, 140))
+    first, second = (engine.add(slot, prompt=[*prompt, slot]) for slot in range(2))
+    assert [engine.step().counts.tolist() for _ in range(3)] == [[16], [16], [9, 1]]
+    assert (first.num_cached, second.num_cached) == (0, 40)
+
+
+def test_of_a_prompt_in_progress_what_is_scheduled_is_shared():
+    engine = Engine(budget=16, max_num_seqs=4, max_num_partial_prefills=2)
+    prompt = list(range(100, 140))
+    for slot in range(2):
+        engine.add(slot, prompt=[*prompt, slot])
+    engine.step()
+    assert engine.batch.request(1).num_cached == 8
+    engine.run()
+
+
+def test_a_block_that_a_running_request_fills_is_found_in_the_same_step():
+    engine = Engine()
+    engine.add(0, prompt=[1, 2, 3], max_tokens=20, ignore_eos=True)
+    engine.step(token=7)
+    second = engine.add(1, prompt=[1, 2, 3, 7, 9])
+    assert engine.step().counts.tolist() == [1, 1]
+    assert second.num_cached == BLOCK
+
+
+def test_one_that_builds_on_a_request_of_the_same_step_outlives_its_end():
+    engine = Engine()
+    for slot in range(2):
+        engine.add(slot, prompt=list(range(100, 111)), max_tokens=8)
+    engine.step()
+    engine.scheduler.abort(0, 0)
+    engine.run()
+    assert engine.outputs[1] == [7] * 8
+
+
+def test_a_request_that_shares_nothing_neither_finds_nor_leaves_anything():
+    engine = Engine(budget=128)
+    prompt = list(range(100, 120))
+    requests = [engine.add(slot, prompt=prompt, salt=salt) for slot, salt in enumerate([None, None, "", None])]
+    assert engine.step().counts.tolist() == [20, 20, 20, 20]
+    engine.run()
+    again = engine.add(4, prompt=prompt)
+    engine.run()
+    assert [request.num_cached for request in [*requests, again]] == [0, 0, 0, 0, 16]
+
+
+def test_a_request_that_does_not_read_the_cache_is_computed_whole_and_leaves_its_blocks_to_others():
+    engine = Engine(budget=64)
+    prompt = list(range(100, 120))
+    first = engine.add(0, prompt=prompt, reads_cache=False)
+    second = engine.add(1, prompt=prompt)
+    third = engine.add(2, prompt=prompt, reads_cache=False)
+    assert engine.step().counts.tolist() == [20, 4, 20]
+    assert [request.num_cached for request in (first, second, third)] == [0, 16, 0]
+    engine.run()
 
 
 def test_other_salts_share_nothing():

@@ -1,0 +1,268 @@
+"""A paused engine generates nothing, loses nothing, costs nothing and still answers."""
+
+import asyncio
+import re
+import signal
+
+import psutil
+import pytest
+from harness import answer, eventually, greedy, is_empty
+from standalone_core import standalone
+
+from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
+
+PROMPT = "The quick brown fox"
+
+
+@pytest.fixture
+def engine(llm):
+    yield llm
+    asyncio.run(llm.resume_generation())
+    asyncio.run(eventually(lambda: is_empty(llm)))
+
+
+def streaming(llm, max_tokens=400, request_id=None):
+    return llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), request_id)
+
+
+async def rest(stream):
+    """The last output of a stream."""
+    async for output in stream:
+        last = output
+    return last.outputs[0]
+
+
+def num_waiting_is(llm, count):
+    async def condition():
+        return (await llm.core_status())["num_waiting"] == count
+
+    return condition
+
+
+def test_abort_ends_what_runs_and_later_requests_wait_for_the_resume(engine):
+    async def run():
+        stream = streaming(engine)
+        await anext(stream)
+        await engine.pause_generation()
+        assert await engine.is_paused()
+        assert (await rest(stream)).finish_reason == "abort"
+        later = asyncio.create_task(answer(engine, PROMPT, greedy(5)))
+        await eventually(num_waiting_is(engine, 1))
+        await engine.check_health()
+        await engine.resume_generation()
+        assert not await engine.is_paused()
+        assert len((await later).outputs[0].token_ids) == 5
+
+    asyncio.run(run())
+
+
+def test_wait_returns_when_what_runs_has_ended(engine):
+    async def run():
+        stream = streaming(engine, 60)
+        await anext(stream)
+        await engine.pause_generation("wait")
+        status = await engine.core_status()
+        assert (status["num_running"], status["is_paused"]) == (0, True)
+        assert len((await rest(stream)).token_ids) == 60
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_keep_freezes_a_stream_which_goes_on_as_if_nothing_had_been(engine, clear_cache):
+    async def run():
+        expected = (await rest(streaming(engine, 60))).token_ids
+        stream = streaming(engine, 60)
+        await anext(stream)
+        await engine.pause_generation("keep", clear_cache)
+        step = (await engine.core_status())["step"]
+        held = asyncio.create_task(answer(engine, PROMPT, greedy(5)))
+        await eventually(num_waiting_is(engine, 2 if clear_cache else 1))
+        status = await engine.core_status()
+        assert status["step"] == step
+        assert (status["free_blocks"] == status["total_blocks"]) == clear_cache
+        await engine.resume_generation()
+        assert (await rest(stream)).token_ids == expected
+        assert (await held).finished
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_paused_engine_can_be_aborted(engine):
+    async def run():
+        stream = streaming(engine, request_id="frozen")
+        await anext(stream)
+        await engine.pause_generation("keep")
+        held = await engine.add_request("held", PROMPT, greedy(5))
+        await eventually(num_waiting_is(engine, 2))
+        await engine.abort(["frozen", "held"])
+        assert (await rest(stream)).finish_reason == "abort"
+        assert (await rest(held)).finish_reason == "abort"
+        await eventually(lambda: is_empty(engine))
+        assert await engine.is_paused()
+
+    asyncio.run(run())
+
+
+def test_a_paused_engine_with_requests_uses_no_processor(engine):
+    async def run():
+        stream = streaming(engine)
+        await anext(stream)
+        await engine.pause_generation("keep")
+        core = psutil.Process((await engine.core_status())["pid"])
+        before = core.cpu_times()
+        await asyncio.sleep(1.5)
+        after = core.cpu_times()
+        assert after.user + after.system - before.user - before.system <= 0.1
+        await stream.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_wait_that_is_cancelled_or_overtaken_leaves_the_engine_as_the_others_made_it(engine):
+    async def run():
+        stream = streaming(engine)
+        await anext(stream)
+        cancelled = asyncio.create_task(engine.pause_generation("wait"))
+        overtaken = asyncio.create_task(engine.pause_generation("wait"))
+        await eventually(engine.is_paused)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert await engine.is_paused()
+        await engine.resume_generation()
+        with pytest.raises(EngineError, match="resumed before"):
+            await overtaken
+        await stream.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_mode_that_does_not_exist_is_named_and_pauses_nothing(engine):
+    async def run():
+        with pytest.raises(ValueError, match=r"mode must be one of abort, wait, keep, got 'stop'"):
+            await engine.pause_generation("stop")
+        assert not await engine.is_paused()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("pause", [], "missing a required argument: 'mode'"),
+        ("pause", ["keep", True, 3], "too many positional arguments"),
+        ("pause", ["stop", True], "got 'stop'"),
+        ("pause", [["keep"], True], None),
+        ("pause", [None, True], "got None"),
+        ("pause", ["keep", "yes"], "clear_cache must be true or false, got 'yes'"),
+        ("resume", ["now"], "too many positional arguments"),
+        ("explode", [1], "no operation 'explode'"),
+    ],
+)
+def test_a_call_with_other_arguments_is_answered_by_an_error(engine, name, args, words):
+    async def run():
+        if words is None:
+            engine._connection.send(wire.Call(engine._connection.incarnation, 2**40, name, args))
+        else:
+            with pytest.raises(EngineError, match=re.escape(words)):
+                await engine._ask(name, *args)
+        assert not await engine.is_paused()
+
+    asyncio.run(run())
+
+
+def test_draining_waits_for_every_request_and_says_how_many_are_left(engine):
+    async def run():
+        await engine.wait_for_requests_to_drain()
+        tasks = [asyncio.create_task(rest(streaming(engine, 40))) for _ in range(3)]
+        await eventually(num_running_is(engine, 3))
+        await engine.pause_generation("keep", clear_cache=False)
+        with pytest.raises(TimeoutError, match="3 requests have not ended"):
+            await engine.wait_for_requests_to_drain(timeout=0.05)
+        await engine.resume_generation()
+        await engine.wait_for_requests_to_drain()
+        assert await engine.get_num_unfinished_requests() == 0
+        assert await is_empty(engine)
+        assert [len((await task).token_ids) for task in tasks] == [40] * 3
+
+    asyncio.run(run())
+
+
+def num_running_is(llm, count):
+    async def condition():
+        return (await llm.core_status())["num_running"] == count
+
+    return condition
+
+
+def test_a_pause_holds_for_all_clients_and_outlives_the_one_that_waits_for_it(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone(default_model, address):
+        first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
+
+        async def run():
+            streams = [streaming(first), streaming(second, 60)]
+            for stream in streams:
+                await anext(stream)
+            waiting = asyncio.create_task(first.pause_generation("wait"))
+            await eventually(second.is_paused)
+            first.shutdown()
+            with pytest.raises(EngineDeadError):
+                await waiting
+            await second.pause_generation("wait")
+            assert len((await rest(streams[1])).token_ids) == 60
+            await eventually(lambda: is_empty(second))
+            assert await second.is_paused()
+            held = asyncio.create_task(rest(streaming(second, 5)))
+            await eventually(num_waiting_is(second, 1))
+            await second.resume_generation()
+            assert len((await held).token_ids) == 5
+
+        asyncio.run(run())
+        second.shutdown()
+
+
+def test_an_abort_ends_the_requests_of_every_client(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone(default_model, address):
+        first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
+
+        async def run():
+            streams = [streaming(first), streaming(second)]
+            for stream in streams:
+                await anext(stream)
+            await first.pause_generation("abort")
+            assert [(await rest(stream)).finish_reason for stream in streams] == ["abort"] * 2
+
+        asyncio.run(run())
+        for client in (first, second):
+            client.shutdown()
+
+
+@pytest.mark.parametrize(("mode", "sent"), [("keep", signal.SIGINT), ("wait", signal.SIGINT), ("keep", signal.SIGTERM)])
+def test_a_core_that_is_told_to_stop_waits_for_nothing_that_a_pause_holds_back(default_model, tmp_path, mode, sent):
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone(default_model, address) as process:
+        client = AsyncLLM.connect(address)
+
+        async def run():
+            stream = streaming(client, 100)
+            await anext(stream)
+            pausing = asyncio.create_task(client.pause_generation(mode, clear_cache=False))
+            await eventually(client.is_paused)
+            held = asyncio.create_task(answer(client, PROMPT, greedy(5)))
+            await eventually(num_waiting_is(client, 1))
+            process.send_signal(sent)
+            await pausing
+            if mode == "wait":
+                assert len((await rest(stream)).token_ids) == 100, "what goes on is finished first"
+            else:
+                with pytest.raises(EngineDeadError):
+                    await rest(stream)
+            with pytest.raises(EngineDeadError):
+                await held
+
+        asyncio.run(asyncio.wait_for(run(), 60))
+        client.shutdown()
+        assert process.wait(30) == 0

@@ -1,0 +1,117 @@
+"""A scheduler without a model, whose tokens are chosen by the test."""
+
+import numpy as np
+
+from vllm_mp.config import SchedulerConfig
+from vllm_mp.core.batch import Batch
+from vllm_mp.core.block_pool import BlockPool, root_hash
+from vllm_mp.core.invariants import check_invariants
+from vllm_mp.core.pause import Pause
+from vllm_mp.core.request import Request
+from vllm_mp.core.sampler import NO_TOKEN
+from vllm_mp.core.scheduler import Scheduler
+from vllm_mp.sampling_params import SamplingParams
+
+EOS = 2
+BLOCK = 4
+
+
+class Engine:
+    """A scheduler and what it owns."""
+
+    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, **config):
+        settings = {
+            "max_num_partial_prefills": 1,
+            "enable_chunked_prefill": True,
+            "policy": "fcfs",
+            "stream_interval": 1,
+        }
+        self.batch = Batch(max_num_seqs, max_model_len, BLOCK, [EOS])
+        self.pool = BlockPool(num_blocks + 1)
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **{**settings, **config}
+        )
+        self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK)
+        self.pause = Pause(self.scheduler, self.pool, self.end)
+        self.contents: dict[int, list[int]] = {}
+        """What the model has written: the tokens up to and including each block."""
+        self.max_model_len = max_model_len
+        self.outputs: dict[int, list[int]] = {}
+        self.ends: dict[int, str] = {}
+
+    def add(self, slot, num_prompt=5, max_tokens=8, priority=0, prompt=None, salt="", reads_cache=True, **params):
+        """`salt` None: a request that shares nothing."""
+        tokens = (
+            np.arange(num_prompt, dtype=np.int32) + 100 * (slot + 1) if prompt is None else np.array(prompt, np.int32)
+        )
+        num_prompt = len(tokens)
+        request = Request(
+            client=0,
+            slot=slot,
+            request_id=str(slot),
+            params=SamplingParams(max_tokens=max_tokens, seed=1, **params),
+            tokens=tokens,
+            num_prompt=num_prompt,
+            max_total=min(self.max_model_len, num_prompt + max_tokens),
+            hashes=[] if salt is None else [root_hash(salt)],
+            reads_cache=reads_cache,
+            order=self.scheduler.order_of(priority),
+        )
+        self.scheduler.add(request)
+        return request
+
+    def step(self, token=7, failing=()):
+        """Run a step in which every row gets `token`, but those of the slots `failing` none; None without work."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        self.compute(step)
+        sampled = step.rows[step.samples]
+        tokens = np.where(np.isin(self.batch.slot[sampled], list(failing)), NO_TOKEN, token)
+        result = self.scheduler.update(step, tokens)
+        for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
+            output = self.outputs.setdefault(int(slot), [])
+            assert position == len(output), "positions are consecutive"
+            output.append(int(tok))
+        self.end(result.finished)
+        self.pause.settle()
+        check_invariants(self.scheduler)
+        return step
+
+    def end(self, ends):
+        for _, end in ends:
+            assert end.num_output == len(self.outputs.get(end.slot, []))
+            assert end.slot not in self.ends, "a request ends once"
+            self.ends[end.slot] = end.reason
+
+    def compute(self, step):
+        """Write the step's blocks as each layer of a model does, then see to it that all that its rows read is there.
+
+        A layer writes for all rows before it reads for any.
+        """
+        rows = [
+            (self.batch.token_ids[row].tolist(), self.batch.block_table[row].tolist(), done, done + count)
+            for row, done, count in zip(
+                step.rows.tolist(), self.batch.num_computed[step.rows].tolist(), step.counts.tolist(), strict=True
+            )
+        ]
+        for tokens, blocks, done, end in rows:
+            for block in range(done // BLOCK, -(-end // BLOCK)):
+                self.contents[blocks[block]] = tokens[: min(end, (block + 1) * BLOCK)]
+        for tokens, blocks, _, end in rows:
+            for block in range(-(-end // BLOCK)):
+                until = min(end, (block + 1) * BLOCK)
+                assert self.contents[blocks[block]][:until] == tokens[:until]
+
+    def pause_for(self, mode, clears_cache):
+        """Pause, and have the model forget its cache where the pause forbids to use it; the answer to come."""
+        done = self.pause.pause(mode, clears_cache)
+        if clears_cache:
+            done.add_done_callback(lambda done: done.exception() or self.contents.clear())
+        return done
+
+    def run(self, token=7):
+        for _ in range(10_000):
+            if self.step(token) is None:
+                return
+        raise AssertionError("the scheduler does not come to an end")
