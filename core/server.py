@@ -202,6 +202,8 @@ class Server:
     def _make_request(self, client: int, message: wire.AddRequest) -> Request:
         prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
         max_total = check_request(message.request_id, prompt, output, message.params, message.bad_words, self._config)
+        # They were sent before the first token of the answer.
+        prompt_logprobs = None if len(output) else message.params.prompt_logprobs
         return Request(
             client=client,
             slot=message.slot,
@@ -212,10 +214,10 @@ class Server:
             max_total=max_total,
             rules=LogitRules.of(message.params, message.bad_words),
             num_logprobs=self._num_logprobs(message.params.logprobs),
-            num_prompt_logprobs=self._num_logprobs(message.params.prompt_logprobs),
+            num_prompt_logprobs=self._num_logprobs(prompt_logprobs),
             hashes=self._root_hashes(client, message),
             # What is found in the cache is not computed, and so has no log-probabilities.
-            reads_cache=message.params.prompt_logprobs is None,
+            reads_cache=prompt_logprobs is None,
             order=self._running_scheduler().order_of(message.priority),
         )
 
