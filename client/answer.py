@@ -87,7 +87,7 @@ class Answer:
         new_ids = self.token_ids[self._num_read :]
         start, self._num_read = self._num_read, len(self.token_ids)
         detokenizer, finish = self._detokenizer, self.finish
-        if detokenizer is None:
+        if detokenizer is None or (self._stops and self._stops.found):
             return
         if new_ids and finish and finish.reason == "stop" and not self.params.include_stop_str_in_output:
             new_ids.pop()  # the token that stopped it came with the end, so it is among these
@@ -113,8 +113,7 @@ class Answer:
 
     def completion(self) -> CompletionOutput:
         """What the consumer sees now: everything, or with DELTA what it has not seen."""
-        if not self.wants_stop_strings:
-            self.read()
+        self.read()
         delta = self.params.output_kind == RequestOutputKind.DELTA
         start = self._num_taken if delta else 0
         finish = self.finish

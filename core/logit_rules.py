@@ -61,7 +61,8 @@ class TokenCounts:
                 self._place(token)
             self._num_seen = num_prompt
         for token in tokens[self._num_seen :].tolist():
-            self._counts[self._place(token)] += 1
+            place = self._place(token)  # which may make a larger array of the counts
+            self._counts[place] += 1
         self._num_seen = len(tokens)
         used = len(self._place_of)
         return self._ids[:used], self._counts[:used]

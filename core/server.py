@@ -3,9 +3,9 @@
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,12 +18,11 @@ from vllm_mp.core.block_pool import root_hash
 from vllm_mp.core.logit_rules import LogitRules
 from vllm_mp.core.request import Request
 from vllm_mp.core.scheduler import Computed, Scheduler, StepResult
+from vllm_mp.core.step_messages import step_outputs
 
 logger = logging.getLogger(__name__)
 
 _FRAMES_A_STEP = 4096
-
-T = TypeVar("T")
 
 
 class Server:
@@ -95,21 +94,7 @@ class Server:
 
     def publish(self, step: int, result: StepResult, computed: Computed) -> None:
         """Send each client its part of what a step brought."""
-        finished = _by_client(result.finished)
-        cached = _by_client((client, (slot, count)) for client, slot, count in result.cached)
-        logprobs, of_prompts = _by_client(computed.logprobs), _by_client(computed.prompt_logprobs)
-        for client in {*result.clients.tolist(), *finished, *of_prompts}:
-            own = result.clients == client
-            columns = wire.pack_tokens(result.slots[own].astype(np.int64), result.tokens[own], result.positions[own])
-            message = wire.StepOutput(
-                self._incarnation,
-                step,
-                *columns,
-                finished=finished.get(client, []),
-                cached=cached.get(client, []),
-                logprobs=logprobs.get(client, []),
-                prompt_logprobs=of_prompts.get(client, []),
-            )
+        for client, message in step_outputs(self._incarnation, step, result, computed):
             self._send_to(client, message)
 
     def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
@@ -198,6 +183,8 @@ class Server:
             num_logprobs=self._num_logprobs(message.params.logprobs),
             num_prompt_logprobs=self._num_logprobs(message.params.prompt_logprobs),
             hashes=self._root_hashes(client, message),
+            # What is found in the cache is not computed, and so has no log-probabilities.
+            reads_cache=message.params.prompt_logprobs is None,
             order=self._running_scheduler().order_of(message.priority),
         )
 
@@ -281,11 +268,3 @@ class Server:
         if self._scheduler is None:
             raise RuntimeError("the core does not serve yet")
         return self._scheduler
-
-
-def _by_client(owned: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
-    """What belongs to each client, of pairs of a client and something of its."""
-    parts: dict[int, list[T]] = {}
-    for client, thing in owned:
-        parts.setdefault(client, []).append(thing)
-    return parts

@@ -1,5 +1,7 @@
 """The conditions under which a request can run, checked by the client first and by the core again."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -50,7 +52,8 @@ def check_request(
     for word in bad_words:
         if not 0 < len(word) <= _MAX_BAD_WORD_TOKENS:
             raise ValueError(f"bad_words must be of 1 to {_MAX_BAD_WORD_TOKENS} tokens each, got {len(word)}")
-        _check_ids("bad_words", np.asarray(word, np.int64), vocab_size)
+        # As objects: the wire has integers that an int64 does not hold.
+        _check_ids("bad_words", np.asarray(word, np.object_), vocab_size)
     most = vocab_size if model.max_logprobs == -1 else model.max_logprobs
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
@@ -104,7 +107,7 @@ def _check_id(request_id: str) -> None:
         raise ValueError(f"request_id must be of at most {MAX_REQUEST_ID_BYTES} bytes, got {request_id[:50]!r}...")
 
 
-def _check_ids(name: str, ids: npt.NDArray[np.integer], vocab_size: int) -> None:
+def _check_ids(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if len(wrong):
         raise ValueError(f"{name} must be in [0, {vocab_size}), the model's vocabulary, got {int(wrong[0])}")

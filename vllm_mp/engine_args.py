@@ -341,10 +341,12 @@ def _default_sampling_params(folder: Path, generation: dict[str, Any]) -> dict[s
         field: generation[name] for name, field in _GENERATION_FIELDS.items() if generation.get(name) is not None
     }
     if generation.get("do_sample") is False:
-        # What transformers saves beside it are settings that it does not look at.
+        # What transformers may save beside it are settings that it does not look at then.
         defaults = {"temperature": 0.0} | {
             field: value for field, value in defaults.items() if field in ("repetition_penalty", "max_tokens")
         }
+    elif generation.get("do_sample"):
+        defaults.setdefault("temperature", 1.0)
     try:
         SamplingParams(**defaults)
     except (TypeError, ValueError) as error:
