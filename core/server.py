@@ -89,8 +89,8 @@ class Server:
 
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
         """Tell clients of requests, (client, end) each, that have ended outside of a step."""
-        for client, own in _by_client(ends).items():
-            self._send_ends(client, own)
+        for client in {client for client, _ in ends}:
+            self._send_ends(client, [end for owner, end in ends if owner == client])
 
     def publish(self, step: int, result: StepResult, computed: Computed) -> None:
         """Send each client its part of what a step brought."""
