@@ -17,6 +17,7 @@ from vllm_mp.core.pooler import Pooler
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Computed, Step
+from vllm_mp.core.step_inputs import step_inputs
 from vllm_mp.core.weights import load_weights
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.sampling_params import SamplingParams
@@ -67,28 +68,7 @@ class ModelRunner:
 
     def _inputs(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
-        rows, counts = step.rows, step.counts
-        block_size = self._config.cache_config.block_size
-        ends = np.cumsum(counts)
-        row_of = np.repeat(rows, counts)
-        positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed[rows], counts)
-        input_ids = batch.token_ids[row_of, positions].astype(np.int64)
-        slots = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
-        slots += positions % block_size
-        seq_lens = batch.num_computed[rows] + counts
-        max_seq_len = int(seq_lens.max())
-        blocks = batch.block_table[rows, : -(-max_seq_len // block_size)]
-        metadata = AttentionMetadata(
-            query_start=self._to_device(np.concatenate([[0], ends]).astype(np.int32)),
-            seq_lens=self._to_device(seq_lens.astype(np.int32)),
-            block_table=self._to_device(blocks),
-            slot_mapping=self._to_device(slots),
-            query_lens=counts.tolist(),
-            host_seq_lens=seq_lens.tolist(),
-            num_decodes=step.num_decodes,
-            max_seq_len=max_seq_len,
-        )
-        return self._to_device(input_ids), self._to_device(positions), metadata
+        return step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
         tensor = torch.from_numpy(array)

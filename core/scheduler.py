@@ -11,7 +11,7 @@ writes the keys and values of all rows of a step before it attends for any of th
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -315,14 +315,22 @@ class Scheduler:
         """The blocks in the cache that hold the beginning of `request`, short of its last token."""
         # The last token is always computed: the next one is drawn from what it gives.
         num_full = (len(request.tokens) - 1) // self.block_size
-        self._hash_blocks(request, request.tokens, num_full)
-        return self.pool.find(request.hashes[1 : num_full + 1])
+        return self.pool.find(self._block_hashes(request, request.tokens, 0, num_full))
 
-    def _hash_blocks(self, request: Request, tokens: npt.NDArray[np.int32], num_blocks: int) -> None:
-        """Extend the hashes of `request`, whose tokens begin with `tokens`, to its first `num_blocks` blocks."""
-        hashes, size = request.hashes, self.block_size
-        for block in range(len(hashes) - 1, num_blocks):
-            hashes.append(chain_hash(hashes[-1], tokens[block * size : (block + 1) * size]))
+    def _block_hashes(self, request: Request, tokens: npt.NDArray[np.int32], first: int, last: int) -> Iterator[bytes]:
+        """The hashes of the blocks [first, last) of `request`, whose tokens begin with `tokens`.
+
+        Those that are not known yet are made as they are asked for, because a long prompt has many and the first is
+        often all that is looked up. There must be none missing before `first`.
+        """
+        hashes = request.hashes
+        known = len(hashes) - 1
+        yield from hashes[first + 1 : last + 1]
+        data = tokens[known * self.block_size : last * self.block_size].tobytes()
+        size = self.block_size * tokens.itemsize
+        for start in range(0, len(data), size):
+            hashes.append(chain_hash(hashes[-1], data[start : start + size]))
+            yield hashes[-1]
 
     def _register_full_blocks(self, decodes: Rows) -> None:
         """Register the blocks that one token more fills, of `decodes` [n]."""
@@ -341,10 +349,10 @@ class Scheduler:
         registered = int(batch.num_registered[row])
         if num_full <= registered:
             return
-        request = batch.request(row)
-        self._hash_blocks(request, batch.token_ids[row], num_full)
-        for block in range(registered, num_full):
-            self.pool.register(int(batch.block_table[row, block]), request.hashes[block + 1])
+        blocks = batch.block_table[row, registered:num_full].tolist()
+        hashes = self._block_hashes(batch.request(row), batch.token_ids[row], registered, num_full)
+        for block, digest in zip(blocks, hashes, strict=True):
+            self.pool.register(block, digest)
         batch.num_registered[row] = num_full
 
     def _give_blocks_to_growing_rows(self) -> None:
