@@ -18,13 +18,15 @@ async def vector(engine, prompt, params=None, request_id=None, **options):
 
 
 def vectors(engine, prompts, params=None, concurrent=True, **options):
-    """The output for each prompt; one after the other unless `concurrent`."""
+    """The output for each prompt, with `params` or its own of a list; one after the other unless `concurrent`."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    pairs = list(zip(prompts, each, strict=True))
 
     async def run():
         await engine.reset_prefix_cache()
         if concurrent:
-            return await asyncio.gather(*(vector(engine, prompt, params, **options) for prompt in prompts))
-        return [await vector(engine, prompt, params, **options) for prompt in prompts]
+            return await asyncio.gather(*(vector(engine, *pair, **options) for pair in pairs))
+        return [await vector(engine, *pair, **options) for pair in pairs]
 
     return asyncio.run(run())
 

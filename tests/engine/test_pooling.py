@@ -1,7 +1,6 @@
 """Vectors of decoders: whatever is batched, chunked, found in the cache or preempted, and beside whatever generates."""
 
 import asyncio
-import contextlib
 import os
 import signal
 
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from harness import answer, eventually, greedy, is_empty, running_engine
-from pooling_parity import TOLERANCE, assert_pooled, hidden_states, params_of, vector, vectors
+from pooling_parity import TOLERANCE, assert_pooled, hidden_states, params_of, pooled, vector, vectors
 from prompts import PROMPTS
 from random_models import (
     CONFIGS,
-    NATIVE,
     PROMPT_LENGTHS,
     one_thread,
     random_prompts,
@@ -24,7 +22,7 @@ from transformers import AutoModel
 
 from vllm_mp import EngineDeadError, EngineGenerateError, PoolingParams, SamplingParams
 
-BATCH = [*PROMPTS[:29], "A long prompt, read in chunks. " * 60]
+BATCH = [*PROMPTS[:29], "A long prompt, read in chunks. " * 15]
 TYPES = ("last", "mean", "cls")
 
 
@@ -40,9 +38,12 @@ def states(llm, reference):
     return [hidden_states(reference, tokenizer(prompt).input_ids) for prompt in BATCH]
 
 
-@pytest.mark.parametrize("pooling_type", TYPES)
-def test_vectors_of_a_batch_are_those_of_transformers(llm, states, pooling_type):
-    for output, expected in zip(vectors(llm, BATCH, params_of(pooling_type)), states, strict=True):
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_vectors_are_those_of_transformers(llm, states, concurrent):
+    # Each way of pooling has prompts of all lengths, and each prompt is pooled one way together and another way alone.
+    types = [TYPES[(i + concurrent) % len(TYPES)] for i in range(len(BATCH))]
+    outputs = vectors(llm, BATCH, [params_of(pooling_type) for pooling_type in types], concurrent)
+    for output, expected, pooling_type in zip(outputs, states, types, strict=True):
         assert_pooled(output, expected, pooling_type)
 
 
@@ -55,8 +56,8 @@ def test_a_decoder_gives_the_normalised_last_one_unless_told(llm, states):
 
 
 def test_prompts_in_small_chunks(make_engine, states):
-    engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, max_num_partial_prefills=3)
-    chosen = [2, 9, 23, 29]
+    engine = make_engine(max_num_batched_tokens=32, max_num_seqs=16, max_num_partial_prefills=3)
+    chosen = [2, 29]
     for pooling_type in TYPES:
         outputs = vectors(engine, [BATCH[i] for i in chosen], params_of(pooling_type))
         for i, output in zip(chosen, outputs, strict=True):
@@ -86,7 +87,7 @@ def test_what_was_pooled_is_found_by_what_generates(llm):
     assert found.outputs[0].token_ids == asyncio.run(answer(llm, BATCH[29], greedy(4))).outputs[0].token_ids
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", ["llama", "mistral-windowed", "gpt2"])
 def test_requests_preempted_in_their_prompts_beside_ones_that_generate(name, tmp_path):
     prompts = random_prompts(PROMPT_LENGTHS)
     with one_thread():
@@ -118,12 +119,12 @@ def test_requests_preempted_in_their_prompts_beside_ones_that_generate(name, tmp
 
 def test_pooling_changes_no_answer_of_what_generates_beside_it(llm, states):
     async def run():
-        alone = [await answer(llm, prompt, greedy(12, ignore_eos=True)) for prompt in BATCH[:6]]
+        alone = [await answer(llm, prompt, greedy(8, ignore_eos=True)) for prompt in BATCH[:4]]
         together = await asyncio.gather(
-            *(answer(llm, prompt, greedy(12, ignore_eos=True)) for prompt in BATCH[:6]),
-            *(vector(llm, prompt, params_of("mean")) for prompt in BATCH[:12]),
+            *(answer(llm, prompt, greedy(8, ignore_eos=True)) for prompt in BATCH[:4]),
+            *(vector(llm, prompt, params_of("mean")) for prompt in BATCH[:8]),
         )
-        return alone, together[:6], together[6:]
+        return alone, together[:4], together[4:]
 
     alone, answers, outputs = asyncio.run(run())
     for one, other in zip(alone, answers, strict=True):
@@ -132,25 +133,43 @@ def test_pooling_changes_no_answer_of_what_generates_beside_it(llm, states):
         assert_pooled(output, expected, "mean")
 
 
-def test_vectors_of_lower_precision_are_pooled_in_single(default_model, states):
-    with running_engine(default_model, dtype="bfloat16") as engine:
-        (output,) = vectors(engine, BATCH[23:24], params_of("mean"))
+def test_vectors_of_lower_precision_are_pooled_in_single(tmp_path):
+    prompt = list(range(20, 90))
+    with one_thread():
+        model = save_random_model(CONFIGS["llama"], tmp_path).base_model
+        with running_engine(tmp_path, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=128) as engine:
+            (output,) = vectors(engine, [prompt], params_of("mean"))
     assert output.outputs.data.dtype == np.float32
     assert abs(np.linalg.norm(output.outputs.data) - 1) < TOLERANCE
-    expected = torch.nn.functional.normalize(states[23].mean(0), dim=0).numpy()
-    assert output.outputs.data @ expected > 0.999
+    assert output.outputs.data @ pooled(hidden_states(model, prompt), "mean") > 0.99
 
 
-LONG = "word " * 900
+LONG = "word " * 300
 
 
-def test_a_prompt_may_fill_the_context(llm, states):
-    (output,) = vectors(llm, [[5] * 1024])
-    assert len(output.prompt_token_ids) == 1024
-    with pytest.raises(ValueError, match="1025 tokens"):
-        vectors(llm, [[5] * 1025])
-    (output,) = vectors(llm, [[*range(1, 1026)]], truncate_prompt_tokens=-1)
-    assert output.prompt_token_ids == [*range(1, 1025)]
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """An engine of a small model with a context of 128 tokens and its own queue, and transformers' own of it."""
+    folder = tmp_path_factory.mktemp("small")
+    options = {"max_model_len": 128, "max_num_seqs": 1, "scheduling_policy": "priority"}
+    with one_thread():
+        model = save_random_model(CONFIGS["llama"], folder)
+        model.model.embed_tokens.weight.data[13] = float("nan")
+        model.save_pretrained(folder)
+        with running_engine(folder, skip_tokenizer_init=True, device="cpu", num_threads=1, **options) as engine:
+            yield engine, model.base_model
+
+
+def test_a_prompt_may_fill_the_context(small):
+    engine, model = small
+    (output,) = vectors(engine, [[5] * 128], params_of("mean"))
+    assert_pooled(output, hidden_states(model, [5] * 128), "mean")
+    with pytest.raises(ValueError, match="129 tokens"):
+        vectors(engine, [[5] * 129])
+    (output,) = vectors(engine, [[*range(20, 90)] * 2], truncate_prompt_tokens=-1)
+    assert output.prompt_token_ids == [*range(20, 90), *range(20, 78)]
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        vectors(engine, ["text"])
 
 
 def test_add_request_takes_either_kind_of_parameters(llm):
@@ -184,13 +203,15 @@ def test_options_are_checked_as_those_of_generate(llm, options, error, message):
         vectors(llm, ["x"], **options)
 
 
-def test_an_id_is_taken_while_its_request_lives(llm):
+def test_an_id_is_taken_while_its_request_lives(small):
+    engine, _ = small
+
     async def run():
-        stream = await llm.add_request("same", LONG, PoolingParams())
+        stream = await engine.add_request("same", [1, 2], PoolingParams())
         with pytest.raises(ValueError, match="in use"):
-            await vector(llm, "x", request_id="same")
+            await vector(engine, [1], request_id="same")
         with pytest.raises(ValueError, match="in use"):
-            await answer(llm, "x", greedy(1), "same")
+            await answer(engine, [1], greedy(1), "same")
         (output,) = [output async for output in stream]
         return output
 
@@ -228,34 +249,36 @@ def test_whoever_leaves_frees_what_the_core_held(llm, leave):
     asyncio.run(run())
 
 
-def test_priority_decides_who_is_pooled_first(default_model):
-    options = {"scheduling_policy": "priority", "max_num_seqs": 1, "max_num_batched_tokens": 64}
-    with running_engine(default_model, **options) as engine:
-        done = []
+def test_priority_decides_who_is_pooled_first(small):
+    engine, _ = small
+    done = []
 
-        async def one(name, priority):
-            await vector(engine, "word " * 150, params_of("mean"), name, priority=priority)
-            done.append(name)
+    async def one(name, priority):
+        await vector(engine, [1, 2, 3], params_of("mean"), name, priority=priority)
+        done.append(name)
 
-        async def run():
-            # The first is being read when the others come.
-            first = asyncio.create_task(one("first", 0))
+    async def run():
+        os.kill(engine._process.pid, signal.SIGSTOP)
+        try:
+            tasks = [asyncio.create_task(one(f"{priority}", priority)) for priority in (5, 1, 3)]
 
-            async def begun():
-                return (await engine.core_status())["num_running"] == 1
+            async def all_sent():
+                return engine._requests.num_slots_in_use == 3
 
-            await eventually(begun)
-            await asyncio.gather(first, one("low", 5), one("high", 1))
+            await eventually(all_sent)
+        finally:
+            os.kill(engine._process.pid, signal.SIGCONT)
+        await asyncio.gather(*tasks)
 
-        asyncio.run(run())
-    assert done == ["first", "high", "low"]
+    asyncio.run(run())
+    assert done == ["1", "3", "5"]
 
 
 def test_the_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine):
-    engine = make_engine()
+    engine = make_engine(max_model_len=512)
 
     async def run():
-        os.kill((await engine.core_status())["pid"], signal.SIGSTOP)
+        os.kill(engine._process.pid, signal.SIGSTOP)
         tasks = [asyncio.create_task(vector(engine, [1] * (i + 1), params_of("mean"))) for i in range(8)]
 
         async def all_sent():
@@ -271,23 +294,16 @@ def test_the_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine
             await vector(engine, "x")
         assert await engine.get_num_unfinished_requests() == 0
 
-    with contextlib.suppress(ProcessLookupError):
-        asyncio.run(run())
+    asyncio.run(run())
 
 
-def test_a_model_that_overflows_fails_the_request_alone(tmp_path):
-    with one_thread():
-        model = save_random_model(CONFIGS["llama"], tmp_path)
-        model.model.embed_tokens.weight.data[13] = float("nan")
-        model.save_pretrained(tmp_path)
-        with running_engine(tmp_path, skip_tokenizer_init=True, max_model_len=128) as engine:
+def test_a_vector_that_is_not_finite_fails_its_request_alone(small):
+    engine, model = small
 
-            async def run():
-                return await asyncio.gather(
-                    vector(engine, [1, 13, 2]), vector(engine, [1, 2, 3]), return_exceptions=True
-                )
+    async def run():
+        return await asyncio.gather(vector(engine, [1, 13, 2]), vector(engine, [1, 2, 3]), return_exceptions=True)
 
-            bad, good = asyncio.run(run())
-            assert isinstance(bad, EngineGenerateError)
-            assert "not finite" in str(bad)
-            assert_pooled(good, hidden_states(model.base_model, [1, 2, 3]), "last")
+    bad, good = asyncio.run(run())
+    assert isinstance(bad, EngineGenerateError)
+    assert "not finite" in str(bad)
+    assert_pooled(good, hidden_states(model, [1, 2, 3]), "last")
