@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -165,6 +167,31 @@ def test_an_aborted_request_ends_with_an_error_that_says_so(encoder):
         await eventually(lambda: is_empty(encoder))
 
     asyncio.run(run())
+
+
+CLIENT = """
+import asyncio, sys
+from vllm_mp import AsyncEngineArgs, AsyncLLM
+
+llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model="All-MiniLM-L6-v2", dtype="float32", device="cpu"))
+
+async def main():
+    texts = ["A plane is taking off.", "An air plane takes off.", "A man plays a large flute."]
+    vectors = []
+    for text in texts:
+        async for output in llm.encode(text):
+            vectors.append(output.outputs.data)
+    assert vectors[0] @ vectors[1] > 0.8 > 0.3 > vectors[0] @ vectors[2], vectors
+
+asyncio.run(main())
+llm.shutdown()
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_alias_is_enough_and_the_client_loads_no_torch():
+    done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 SIZES = {"vocab_size": 97, "max_position_embeddings": 66}
