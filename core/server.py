@@ -20,6 +20,7 @@ from vllm_mp.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _FRAMES_A_STEP = 4096
+_VECTORS_A_MESSAGE = 512
 _NO_SAMPLING = SamplingParams()
 """What pooling requests have instead of sampling parameters: nothing reads it."""
 
@@ -91,6 +92,10 @@ class Server:
             vectors = [
                 (slot, vector.astype("<f4").tobytes()) for owner, slot, vector in result.vectors if owner == client
             ]
+            while len(vectors) > _VECTORS_A_MESSAGE:
+                # Ahead of the ends, or the message would grow beyond what a client takes.
+                part, vectors = vectors[:_VECTORS_A_MESSAGE], vectors[_VECTORS_A_MESSAGE:]
+                self._send_to(client, wire.StepOutput(self._incarnation, step, b"", b"", b"", vectors=part))
             ends = finished.get(client, [])
             output = wire.StepOutput(self._incarnation, step, *columns, finished=ends, cached=cached, vectors=vectors)
             self._send_to(client, output)
