@@ -46,6 +46,8 @@ def set_threads(config: VllmConfig) -> None:
 def cache_blocks(config: VllmConfig, device: torch.device, dtype: torch.dtype) -> int:
     """How many KV blocks to allocate, the padding block included; to be called with the weights loaded.
 
+    Where blocks take no memory, as an encoder's, there are as many as can be of use.
+
     Raises ValueError when a single request of `max_model_len` tokens would not fit.
     """
     model, cache = config.model_config, config.cache_config
@@ -53,6 +55,8 @@ def cache_blocks(config: VllmConfig, device: torch.device, dtype: torch.dtype) -
     block_bytes = token_bytes * cache.block_size
     request_blocks = -(-model.max_model_len // cache.block_size)
     useful = request_blocks * config.scheduler_config.max_num_seqs
+    if not block_bytes:
+        return useful + 1
     if cache.kv_cache_memory_bytes is not None:
         memory, source = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif device.type == "cuda":

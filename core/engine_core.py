@@ -105,7 +105,7 @@ class EngineCore:
         self._step += 1
         self._page.begin_step(self._step, self._batch.client[step.rows], self._batch.slot[step.rows])
         computed = self._runner.execute(step, self._batch, self._sampler)
-        result = self._scheduler.update(step, computed.tokens)
+        result = self._scheduler.update(step, computed.tokens, computed.vectors)
         self._note_state()
         self._server.publish(self._step, result, computed)
 

@@ -13,6 +13,7 @@ from vllm_mp.core.batch import Batch
 from vllm_mp.core.device import cache_blocks
 from vllm_mp.core.logprobs import StepLogprobs, prompt_logprobs
 from vllm_mp.core.models import build_model
+from vllm_mp.core.pooler import Pooler
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Computed, Step
@@ -42,7 +43,8 @@ class ModelRunner:
         model_config = config.model_config
         self._model: Any = build_model(model_config.architecture, dtype, device)
         load_weights(self._model, model_config.folder, model_config.load_format, model_config.seed, progress)
-        if device.type == "cuda":
+        self._pooler = Pooler()
+        if device.type == "cuda" and not model_config.architecture.is_encoder:
             self._profile()
         config.cache_config.num_blocks = cache_blocks(config, device, dtype)
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
@@ -52,16 +54,17 @@ class ModelRunner:
         """Compute the step."""
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+        vectors = self._pooler.pool(hidden, step, batch)
         vocab_size = self._config.model_config.architecture.vocab_size
         of_prompts = prompt_logprobs(step, batch, hidden, self._model.compute_logits, vocab_size)
         if not step.samples.any():
-            return Computed(np.zeros(0, np.int64), [], of_prompts)
+            return Computed(np.zeros(0, np.int64), [], of_prompts, vectors)
         last = (np.cumsum(step.counts) - 1)[step.samples]
         logits = self._model.compute_logits(hidden[self._to_device(last)])
         rows = step.rows[step.samples]
         logprobs = StepLogprobs(logits, batch, rows)
         tokens = sampler.sample(logits, rows)
-        return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts)
+        return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts, vectors)
 
     def _inputs(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
@@ -74,11 +77,13 @@ class ModelRunner:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each.
+        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each; none for an encoder.
 
         Not zeroed: no operation reads a slot that was not written, and memory that is not reached is not taken.
         """
         arch = self._config.model_config.architecture
+        if arch.is_encoder:
+            return []
         shape = (num_blocks, self._config.cache_config.block_size, arch.num_kv_heads, arch.head_dim)
 
         def cache() -> Tensor:
@@ -97,7 +102,7 @@ class ModelRunner:
         request = Request(0, 0, "profile", SamplingParams(), prompt, count, count + 1, (0, 0))
         batch.add(request, np.arange(1, num_blocks + 1, dtype=np.int32))
         self._kv_caches = self._allocate(num_blocks + 1)
-        step = Step(np.array([0]), np.array([count]), 0, np.array([True]))
+        step = Step(np.array([0]), np.array([count]), 0, np.array([True]), np.array([False]))
         self.execute(step, batch, Sampler(batch, self._device))
         self._kv_caches = []
         logits = torch.zeros(

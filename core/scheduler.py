@@ -11,14 +11,14 @@ writes the keys and values of all rows of a step before it attends for any of th
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import SchedulerConfig
-from vllm_mp.core.batch import Batch, Rows
+from vllm_mp.core.batch import Batch, Rows, Vector
 from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
 from vllm_mp.wire import Finished, TokenLogprobs
@@ -38,6 +38,8 @@ class Step(NamedTuple):
     """The first that many rows compute a single token."""
     samples: npt.NDArray[np.bool_]
     """[num_rows] which rows reach their last known token and so get a new one."""
+    pools: npt.NDArray[np.bool_]
+    """[num_rows] which rows reach their last token and so get their vector."""
 
 
 class Computed(NamedTuple):
@@ -48,6 +50,8 @@ class Computed(NamedTuple):
     logprobs: list[tuple[int, TokenLogprobs]]
     """(client, log-probabilities) of new tokens."""
     prompt_logprobs: list[tuple[int, TokenLogprobs]]
+    vectors: list[Vector]
+    """Of the rows that the step pools, in order."""
 
 
 class StepResult(NamedTuple):
@@ -61,6 +65,8 @@ class StepResult(NamedTuple):
     """(client, end of the request)."""
     cached: list[tuple[int, int, int]]
     """(client, slot, tokens found in the cache) of requests that have their first token, where there were any."""
+    vectors: list[tuple[int, int, Vector]]
+    """(client, slot, vector) of requests that end with one."""
 
 
 class Scheduler:
@@ -176,12 +182,15 @@ class Scheduler:
             counts = np.array([1] * len(decodes) + [count for _, count in chunks], np.int64)
         else:
             rows, counts = decodes, np.ones(len(decodes), np.int64)
-        return Step(rows, counts, len(decodes), batch.num_computed[rows] + counts == batch.num_tokens[rows])
+        ends = batch.num_computed[rows] + counts == batch.num_tokens[rows]
+        is_pooled = batch.is_pooled[rows]
+        return Step(rows, counts, len(decodes), ends & ~is_pooled, ends & is_pooled)
 
-    def update(self, step: Step, tokens: npt.NDArray[np.int64]) -> StepResult:
+    def update(self, step: Step, tokens: npt.NDArray[np.int64], vectors: Sequence[Vector] = ()) -> StepResult:
         """Book the step: `tokens` [num_sampled] are those of the rows that `step.samples` marks, in order.
 
-        A row whose token is negative could not be sampled and ends with an error.
+        `vectors` are those of the rows that `step.pools` marks. A row whose token is negative could not be sampled, one
+        whose vector is not finite could not be pooled, and either ends with an error.
         """
         batch = self.batch
         batch.num_computed[step.rows] += step.counts
@@ -215,7 +224,16 @@ class Scheduler:
             num_output = int(before[i]) + 1 - request.num_prompt
             finished.append((request.client, Finished(request.slot, num_output, reason, stopped_by.get(i))))
             self._release(request)
-        return StepResult(clients, slots, tokens, positions, finished, cached)
+        pooled = [
+            (batch.request(row), vector) for row, vector in zip(step.rows[step.pools].tolist(), vectors, strict=True)
+        ]
+        for request, vector in pooled:
+            finished.append((request.client, _end_of_pooling(request, vector)))
+            if request.num_cached:
+                cached.append((request.client, request.slot, request.num_cached))
+            self._release(request)
+        sent = [(request.client, request.slot, vector) for request, vector in pooled]
+        return StepResult(clients, slots, tokens, positions, finished, cached, sent)
 
     def _fail(self, rows: Rows) -> list[tuple[int, Finished]]:
         """End the requests whose logits allow no token."""
@@ -373,3 +391,9 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _end_of_pooling(request: Request, vector: Vector) -> Finished:
+    if np.isfinite(vector).all():
+        return Finished(request.slot, 0, "stop")
+    return Finished(request.slot, 0, "error", error="the vector is not finite: the model overflows on this prompt")

@@ -23,6 +23,7 @@ def step_outputs(
     """
     ends = _by_client(result.finished)
     cached = _by_client((client, (slot, count)) for client, slot, count in result.cached)
+    vectors = _by_client((client, (slot, vector.astype("<f4").tobytes())) for client, slot, vector in result.vectors)
     logprobs, of_prompts = _by_client(computed.logprobs), _by_client(computed.prompt_logprobs)
     for client in {*result.clients.tolist(), *ends, *of_prompts}:
         *ahead, last = _parts(of_prompts.get(client, []), _num_bytes)
@@ -47,6 +48,7 @@ def step_outputs(
                     cached=[pair for pair in cached.get(client, []) if part_of.get(pair[0], 0) == i],
                     logprobs=[one for one in logprobs.get(client, []) if part_of.get(one.slot, 0) == i],
                     prompt_logprobs=last if i == 0 else [],
+                    vectors=vectors.get(client, []) if i == 0 else [],
                 ),
             )
 

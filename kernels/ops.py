@@ -1,4 +1,4 @@
-"""The hot operations of a decoder layer, each defined by its plain torch implementation.
+"""The hot operations of a layer, each defined by its plain torch implementation.
 
 Every other implementation (Triton, C++) of an operation is correct when it agrees with the function here.
 Nothing in this file looks at the device: the same lines run on CPU and CUDA.
@@ -127,6 +127,22 @@ def paged_attention(
                 soft_cap,
             )
             token += stop - start
+    return out
+
+
+def encoder_attention(q: Tensor, k: Tensor, v: Tensor, row_lens: Sequence[int], scale: float) -> Tensor:
+    """Attention in both directions, each token's over all tokens of its row (Vaswani et al. 2017).
+
+    `q`, `k`, `v` [num_tokens, num_heads, head_dim], the rows laid out consecutively, row i of `row_lens[i]` tokens.
+    Returns [num_tokens, num_heads, head_dim]. A row reads no other row's tokens, so a NaN stays in its row.
+    """
+    out = torch.empty_like(q)
+    first = 0
+    for count in row_lens:
+        row = slice(first, first + count)
+        one_q, one_k, one_v = (part[row].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        out[row] = _attend(one_q, one_k, one_v, None, False, scale, None).squeeze(0).transpose(0, 1)
+        first += count
     return out
 
 

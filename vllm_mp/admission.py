@@ -49,6 +49,8 @@ def check_request(
         _check_ids(name, np.asarray(list(getattr(params, name) or ()), np.int64), vocab_size)
     if len(bad_words) > _SPELLINGS * len(params.bad_words or ()):
         raise ValueError(f"bad_words must have at most {_SPELLINGS} spellings each, got {len(bad_words)} in all")
+    if params.bad_words and not bad_words:
+        raise ValueError(f"bad_words must have token ids, got none for {len(params.bad_words)} words")
     for word in bad_words:
         if not 0 < len(word) <= _MAX_BAD_WORD_TOKENS:
             raise ValueError(f"bad_words must be of 1 to {_MAX_BAD_WORD_TOKENS} tokens each, got {len(word)}")

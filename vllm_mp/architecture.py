@@ -1,4 +1,4 @@
-"""What a decoder model looks like: the normalised form of a Hugging Face `config.json`.
+"""What a model looks like: the normalised form of a Hugging Face `config.json`.
 
 Nothing here needs torch or transformers, so the client half can read a model's shape too. A field that a
 configuration leaves out takes the default of the transformers class that would have read it.
@@ -36,7 +36,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only model: its family, sizes and variations.
+    """A decoder or an encoder: its family, sizes and variations.
 
     `sliding_window` and `attention_scale` have one entry a layer: the window in tokens (None: the whole
     context) and what multiplies query-key products. `rope` is None for learned positions. `max_position` is
@@ -66,6 +66,10 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None
     is_encoder: bool = False
     """Every token sees the whole prompt, there is no cache, and no text is generated."""
+    num_token_types: int = 0
+    """Rows of an encoder's table of token types, of which the first is taken; 0: there is no table."""
+    position_offset: int = 0
+    """Rows of the table of learned positions that come before the first position's."""
 
     @classmethod
     def from_hf_config(cls, config: Config) -> "Architecture":
@@ -91,7 +95,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         return _READERS[name](name, config)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of KV cache that one token takes over all layers, at `dtype_bytes` an element."""
+        """Bytes of KV cache that one token takes over all layers, at `dtype_bytes` an element; 0 for an encoder."""
+        if self.is_encoder:
+            return 0
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
@@ -243,14 +249,112 @@ def _read_gpt2(name: str, config: Config) -> Architecture:
     )
 
 
+def _read_bert(name: str, config: Config) -> Architecture:
+    return _encoder(
+        name,
+        config,
+        norm_eps=_number(config, "layer_norm_eps", 1e-12),
+        activation=_choice(config, "hidden_act", "gelu", ACTIVATIONS),
+        intermediate_size=_integer(config, "intermediate_size"),
+        num_token_types=_integer(config, "type_vocab_size", 2),
+    )
+
+
+def _read_roberta(name: str, config: Config) -> Architecture:
+    # The table of positions has rows for padding, and for what comes before it.
+    offset = _integer(config, "pad_token_id", 1, minimum=0) + 1
+    bert = _read_bert(name, config)
+    if bert.max_position <= offset:
+        raise ValueError(
+            f"config field 'max_position_embeddings' is {bert.max_position}; it must be above pad_token_id + 1 = "
+            f"{offset}, the rows that are no positions"
+        )
+    return msgspec.structs.replace(bert, position_offset=offset, max_position=bert.max_position - offset)
+
+
+def _read_distilbert(name: str, config: Config) -> Architecture:
+    return _encoder(
+        name,
+        config,
+        fields=("dim", "n_layers", "n_heads"),
+        norm_eps=1e-12,
+        activation=_choice(config, "activation", "gelu", ACTIVATIONS),
+        intermediate_size=_integer(config, "hidden_dim", 3072),
+        num_token_types=0,
+    )
+
+
+def _encoder(
+    name: str,
+    config: Config,
+    *,
+    fields: tuple[str, str, str] = ("hidden_size", "num_hidden_layers", "num_attention_heads"),
+    norm_eps: float,
+    activation: str,
+    intermediate_size: int,
+    num_token_types: int,
+) -> Architecture:
+    """The fields that BERT and its kin have; `fields` name the hidden size and the numbers of layers and heads."""
+    if _flag(config, "is_decoder", False):
+        raise ValueError("config field 'is_decoder' is true; models of this family are supported as encoders (false)")
+    kind = config.get("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise ValueError(f"config field 'position_embedding_type' is {_shorten(kind)}; supported is absolute")
+    hidden_size, num_layers, num_heads = (_integer(config, field) for field in fields)
+    head_dim = _even_split(config, hidden_size, num_heads, fields[0], fields[2])
+    return Architecture(
+        name=name,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        max_position=_integer(config, "max_position_embeddings", 512),
+        norm_eps=norm_eps,
+        activation=activation,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        sliding_window=(None,) * num_layers,
+        attention_scale=(head_dim**-0.5,) * num_layers,
+        rope=None,
+        dtype=_dtype(config),
+        is_encoder=True,
+        num_token_types=num_token_types,
+    )
+
+
 _READERS: Final[dict[str, Callable[[str, Config], Architecture]]] = {
     "LlamaForCausalLM": _read_llama,
     "MistralForCausalLM": _read_mistral,
     "Qwen2ForCausalLM": _read_qwen2,
     "Qwen3ForCausalLM": _read_qwen3,
     "GPT2LMHeadModel": _read_gpt2,
+    "BertModel": _read_bert,
+    "BertForMaskedLM": _read_bert,
+    "BertForPreTraining": _read_bert,
+    "RobertaModel": _read_roberta,
+    "RobertaForMaskedLM": _read_roberta,
+    "XLMRobertaModel": _read_roberta,
+    "XLMRobertaForMaskedLM": _read_roberta,
+    "DistilBertModel": _read_distilbert,
+    "DistilBertForMaskedLM": _read_distilbert,
 }
-_BY_MODEL_TYPE: Final = dict(zip(("llama", "mistral", "qwen2", "qwen3", "gpt2"), _READERS, strict=True))
+_BY_MODEL_TYPE: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+    "distilbert": "DistilBertModel",
+}
 SUPPORTED: Final[tuple[str, ...]] = tuple(_READERS)
 
 

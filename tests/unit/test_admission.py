@@ -16,6 +16,7 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm_mp.pooling_config import PoolingConfig
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
@@ -50,6 +51,7 @@ def config(max_logprobs=20, **changes):
             hf_config={**LLAMA, **changes},
             eos_token_ids=[2],
             max_logprobs=max_logprobs,
+            pooling=PoolingConfig(pooling_type="last", normalize=True),
         ),
         cache_config=CacheConfig(
             block_size=4,
@@ -145,6 +147,7 @@ def test_the_whole_vocabulary_may_be_named():
     [
         (["a"], [[1], [2], [3]], "bad_words must have at most 2 spellings each, got 3 in all"),
         ([], [[1]], "bad_words must have at most 2 spellings each, got 1 in all"),
+        (["a", "b"], [], "bad_words must have token ids, got none for 2 words"),
         (["a"], [[1], []], "bad_words must be of 1 to 1024 tokens each, got 0"),
         (["a"], [[1] * 1025], "bad_words must be of 1 to 1024 tokens each, got 1025"),
         (["a"], [[2**64 - 1]], f"bad_words must be in [0, {VOCAB}), the model's vocabulary, got {2**64 - 1}"),

@@ -147,7 +147,7 @@ class Prefill:
         hidden = torch.cat([STATE[batch.token_ids[row, at].tolist(), range(at.start, at.stop)] for row, at in spans])
         samples = done[rows] + numbers == batch.num_tokens[rows]
         for client, message in prompt_logprobs(
-            Step(rows, numbers, 0, samples), batch, hidden, self.compute_logits, VOCAB
+            Step(rows, numbers, 0, samples, np.zeros_like(samples)), batch, hidden, self.compute_logits, VOCAB
         ):
             ids, values, ranks = unpack(message)
             assert client == message.slot + 10

@@ -37,13 +37,13 @@ def test_cache_follows_its_variable_then_xdg_then_home(monkeypatch: pytest.Monke
     assert cache_root() == tmp_path / "home" / ".cache" / "vllm_mp"
 
 
-@pytest.mark.parametrize("alias", [DEFAULT_MODEL, "SmolLM2-135M-Instruct", "SMOLLM2-135M-INSTRUCT"])
-def test_alias_of_the_default_model_is_matched_in_any_case(
+@pytest.mark.parametrize("alias", [DEFAULT_MODEL, "SmolLM2-135M-Instruct", "ALL-MINILM-L6-V2"])
+def test_alias_of_a_packaged_model_is_matched_in_any_case(
     alias: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_files, "default_model", lambda root, _progress: root / "default")
-    assert resolve_model(alias) == cache / "default"
-    assert resolve_model(alias, download_dir="/elsewhere") == Path("/elsewhere/default")
+    monkeypatch.setattr(model_files, "packaged_model", lambda alias, root, _progress: root / alias)
+    assert resolve_model(alias) == cache / alias.lower()
+    assert resolve_model(alias, download_dir="/elsewhere") == Path("/elsewhere") / alias.lower()
 
 
 def test_default_model_is_a_folder_to_start_an_engine_on(default_model: Path) -> None:
