@@ -2,7 +2,8 @@
 
 Sharing: the time to the first token of a second request that begins with the same 1,500 tokens, as a ratio to that of
 the first. Flow: the longest time between two tokens of running streams while a prompt of four full steps is read, as a
-ratio to the time that a prompt of one full step takes alone. Medians over rounds, each with prompts of its own.
+ratio to a full step, which is a fourth of the time that such a prompt takes alone. (Steps are not alike: the later ones
+attend to more context.) Medians over rounds, each with prompts of its own.
 """
 
 import argparse
@@ -32,12 +33,13 @@ class Workload(NamedTuple):
     """What follows the shared beginning."""
     budget: int
     """Of one step."""
-    long_len: int
+    long_steps: int
+    """Full steps that the long prompt takes alone."""
     streams: int
 
 
-FULL = Workload(rounds=5, shared_len=1500, own_len=20, budget=512, long_len=2048, streams=8)
-QUICK = Workload(rounds=2, shared_len=300, own_len=10, budget=64, long_len=256, streams=2)
+FULL = Workload(rounds=5, shared_len=1500, own_len=20, budget=512, long_steps=4, streams=8)
+QUICK = Workload(rounds=2, shared_len=300, own_len=10, budget=64, long_steps=4, streams=2)
 
 
 class Bench:
@@ -71,15 +73,16 @@ class Bench:
         return first, await self.seconds_to_first_token(shared + self.tokens(self.workload.own_len))
 
     async def flow_round(self) -> tuple[float, float]:
-        """Seconds that a full step takes, and that a stream waits at most for a token while a long prompt is read."""
+        """Seconds that a full step takes alone, and the longest that a stream waits beside a long prompt."""
         workload, long_is_read = self.workload, asyncio.Event()
-        full_step = await self.seconds_to_first_token(self.tokens(workload.budget))
+        long_len = workload.long_steps * workload.budget
+        full_step = await self.seconds_to_first_token(self.tokens(long_len)) / workload.long_steps
         streams = [self.stream(self.tokens(workload.own_len), 1000) for _ in range(workload.streams)]
         for stream in streams:
             await anext(stream)
         watches = [asyncio.create_task(_arrivals(stream, long_is_read)) for stream in streams]
         begun = time.perf_counter()
-        await self.seconds_to_first_token(self.tokens(workload.long_len))
+        await self.seconds_to_first_token(self.tokens(long_len))
         ended = time.perf_counter()
         long_is_read.set()
         gaps = [
@@ -146,9 +149,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="short prompts and few rounds, to try the tool itself")
     args = parser.parse_args()
     workload = QUICK if args.quick else FULL
-    engine_args = AsyncEngineArgs(
-        max_model_len=2 * FULL.long_len, max_num_batched_tokens=workload.budget, disable_log_requests=True
-    )
+    engine_args = AsyncEngineArgs(max_model_len=4096, max_num_batched_tokens=workload.budget, disable_log_requests=True)
     engine = AsyncLLM.from_engine_args(engine_args)
     try:
         records = asyncio.run(measure(engine, workload))
