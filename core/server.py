@@ -24,7 +24,6 @@ from vllm_mp.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _FRAMES_A_STEP = 4096
-_VECTORS_A_MESSAGE = 512
 _NO_SAMPLING = SamplingParams()
 """What pooling requests have instead of sampling parameters: nothing reads it."""
 
