@@ -100,8 +100,8 @@ class ModelRunner:
 
     def _token_bytes(self) -> int:
         """Bytes of KV cache that one token takes over all layers."""
-        shapes = (shape for layer in self._model.kv_shapes for shape in layer)
-        return self._dtype.itemsize * sum(heads * dim for heads, dim in shapes)
+        elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
+        return self._dtype.itemsize * elements
 
     def _profile(self) -> None:
         """Run the largest prefill and the largest draw once: their peak of memory is what the cache must leave."""

@@ -10,7 +10,7 @@ tokens, run through the loaded model, show it.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class _Call(NamedTuple):
 class _Layer(NamedTuple):
     """The place of an attention module: its cache, and the window in tokens."""
 
-    index: int
+    cache: int
     window: int | None
 
 
@@ -83,14 +83,14 @@ def _attention(
 
     In a probe a token attends to itself alone.
     """
-    paging: _Paging = module.paging
+    paging = cast("_Paging", module.paging)
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if paging.calls is not None:
         paging.calls.append(_Call(module, q, k, v, attention_mask, sliding_window, others))
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).unsqueeze(0), None
     assert paging.metadata is not None
     layer = paging.layers[module]
-    cache = paging.kv_caches[layer.index]
+    cache = paging.kv_caches[layer.cache]
     ops.write_kv(k, v, *cache, paging.metadata.slot_mapping)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return ops.paged_attention(q, *cache, paging.metadata, scale, layer.window, softcap).unsqueeze(0), None
@@ -100,8 +100,8 @@ def _mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any
 ) -> Tensor:
     """A mask that carries the rule by which the library would have made it, and the window that it is for."""
-    mask: Any = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
-    mask.rule, mask.window = mask_function, local_size
+    mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
+    vars(mask).update(rule=mask_function, window=local_size)
     return mask
 
 
