@@ -54,15 +54,19 @@ class ModelRunner:
         hidden = self._model(input_ids, positions, self._kv_caches, metadata)
         vectors = self._pooler.pool(hidden, step, batch)
         vocab_size = self._config.model_config.architecture.vocab_size
-        of_prompts = prompt_logprobs(step, batch, hidden, self._model.compute_logits, vocab_size)
+        of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size)
         if not step.samples.any():
             return Computed(np.zeros(0, np.int64), [], of_prompts, vectors)
         last = (np.cumsum(step.counts) - 1)[step.samples]
-        logits = self._model.compute_logits(hidden[self._to_device(last)])
+        logits = self._compute_logits(hidden[self._to_device(last)])
         rows = step.rows[step.samples]
         logprobs = StepLogprobs(logits, batch, rows)
         tokens = sampler.sample(logits, rows)
         return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts, vectors)
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._model.compute_logits(hidden)  # which an encoder lacks, and nobody asks of one
+        return logits
 
     def _inputs(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
