@@ -41,6 +41,8 @@ class Answer:
         self._text = ""
         """All of it, or with DELTA what the consumer has not taken yet."""
         self._num_read = 0
+        self._is_read = False
+        """The text is all there is."""
         self._num_taken = 0
         self._end_is_taken = False
 
@@ -84,11 +86,12 @@ class Answer:
 
     def read(self) -> None:
         """Turn the tokens that have arrived since the last call into text; ends the answer at a stop string."""
+        detokenizer, finish = self._detokenizer, self.finish
+        if detokenizer is None or self._is_read:
+            return
         new_ids = self.token_ids[self._num_read :]
         start, self._num_read = self._num_read, len(self.token_ids)
-        detokenizer, finish = self._detokenizer, self.finish
-        if detokenizer is None or (self._stops and self._stops.found):
-            return
+        self._is_read = finish is not None
         if new_ids and finish and finish.reason == "stop" and not self.params.include_stop_str_in_output:
             new_ids.pop()  # the token that stopped it came with the end, so it is among these
         if self._stops is None:
@@ -106,14 +109,19 @@ class Answer:
                 self._cut(count, self._stops.found)
                 return
         if finish:
-            self._text += self._stops.feed(detokenizer.flush())
-            if self._stops.found is not None:
-                self._cut(len(self.token_ids), self._stops.found)
-            self._text += self._stops.flush()
+            rest = detokenizer.flush()
+            if start + len(new_ids) > self.params.min_tokens:
+                rest = self._stops.feed(rest)
+                if self._stops.found is not None:
+                    self._cut(len(self.token_ids), self._stops.found)
+                rest += self._stops.flush()
+            self._text += rest
 
     def completion(self) -> CompletionOutput:
         """What the consumer sees now: everything, or with DELTA what it has not seen."""
-        self.read()
+        # Before its end, a text that is searched has been read already, by whoever can tell the core of a stop.
+        if not self.wants_stop_strings or self.finish is not None:
+            self.read()
         delta = self.params.output_kind == RequestOutputKind.DELTA
         start = self._num_taken if delta else 0
         finish = self.finish
@@ -138,6 +146,7 @@ class Answer:
         if self._logprobs is not None:
             del self._logprobs[count:], self._cumulative_logprobs[count:]
         self.finish = Finished(self.slot, count, "stop", stop)
+        self._is_read = True
 
 
 def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenText | None) -> None:

@@ -281,7 +281,10 @@ class AsyncLLM:
         return outputs
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End these requests; their streams end with finish_reason "abort". Unknown ids are no error."""
+        """End these requests. Unknown ids are no error.
+
+        Streams of text end with finish_reason "abort"; those of vectors, which have none, raise EngineGenerateError.
+        """
         self._attach()
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             stream = self._requests.find(one)

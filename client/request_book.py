@@ -90,8 +90,11 @@ class RequestBook:
         touched: dict[int, tuple[RequestStream, Answer]] = {}
         unwanted: list[int] = []
         for own in message.prompt_logprobs:
-            if own.slot in entries:
-                entries[own.slot][0].take_in_prompt_logprobs(own)
+            if (entry := entries.get(own.slot)) is not None:
+                try:
+                    entry[0].take_in_prompt_logprobs(own)
+                except ValueError as error:  # of this request; the rest of the message is others' answers
+                    unwanted += self._fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
             entry = entries.get(slot)
             if entry is None or entry[1].finish is not None or entry[0].is_over:
@@ -101,8 +104,11 @@ class RequestBook:
             else:
                 unwanted += self._lose(*entry)
         for own in message.logprobs:
-            if own.slot in touched:
-                touched[own.slot][1].take_in_logprobs(own)
+            if (entry := touched.get(own.slot)) is not None:
+                try:
+                    entry[1].take_in_logprobs(own)
+                except ValueError as error:
+                    unwanted += self._fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, vector in message.vectors:
             if slot in entries and isinstance(stream := entries[slot][0], PoolingStream):
                 stream.take_in_vector(vector)

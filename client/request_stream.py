@@ -102,6 +102,10 @@ class RequestStream:
     def _has_news(self) -> bool:
         if self.params.output_kind == RequestOutputKind.FINAL_ONLY:
             return self.is_over
+        known = self._prompt_logprobs
+        if known is not None and len(known) < len(self.prompt_token_ids) and not self.is_over:
+            # Another answer may be ahead of the first, which brings these; the first output has all of them.
+            return False
         return self._error is not None or any(answer.has_news(self._interval) for answer in self.answers)
 
     def _wake(self) -> None:

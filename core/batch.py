@@ -88,7 +88,8 @@ class Batch:
         self.top_p[row] = params.top_p
         self.top_k[row] = max(0, params.top_k)
         self.min_p[row] = params.min_p
-        self.seed[row] = (params.seed or 0) % 2**64
+        # Parameters take -1 for no seed, and the core gets none without.
+        self.seed[row] = (-1 if params.seed is None else params.seed) % 2**64
         self.is_pooled[row] = request.pooling is not None
         self.client[row] = request.client
         self.slot[row] = request.slot

@@ -12,13 +12,12 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.device import cache_blocks
 from vllm_mp.core.logprobs import StepLogprobs, prompt_logprobs
-from vllm_mp.core.models import build_model
 from vllm_mp.core.pooler import Pooler
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Computed, Step
 from vllm_mp.core.step_inputs import step_inputs
-from vllm_mp.core.weights import load_weights
+from vllm_mp.core.weights import load_model
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.sampling_params import SamplingParams
 
@@ -41,12 +40,11 @@ class ModelRunner:
         self._device = device
         self._dtype = dtype
         model_config = config.model_config
-        self._model: Any = build_model(model_config.architecture, dtype, device)
-        load_weights(self._model, model_config.folder, model_config.load_format, model_config.seed, progress)
+        self._model: Any = load_model(model_config, dtype, device, progress)
         self._pooler = Pooler()
         if device.type == "cuda" and not model_config.architecture.is_encoder:
             self._profile()
-        config.cache_config.num_blocks = cache_blocks(config, device, dtype)
+        config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes())
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
 
     @torch.inference_mode()
@@ -77,19 +75,21 @@ class ModelRunner:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each; none for an encoder.
+        """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; none for an encoder.
 
         Not zeroed: no operation reads a slot that was not written, and memory that is not reached is not taken.
         """
-        arch = self._config.model_config.architecture
-        if arch.is_encoder:
-            return []
-        shape = (num_blocks, self._config.cache_config.block_size, arch.num_kv_heads, arch.head_dim)
+        block_size = self._config.cache_config.block_size
 
-        def cache() -> Tensor:
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        def cache(shape: tuple[int, int]) -> Tensor:
+            return torch.empty((num_blocks, block_size, *shape), dtype=self._dtype, device=self._device)
 
-        return [(cache(), cache()) for _ in range(arch.num_layers)]
+        return [(cache(keys), cache(values)) for keys, values in self._model.kv_shapes]
+
+    def _token_bytes(self) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
+        return self._dtype.itemsize * elements
 
     def _profile(self) -> None:
         """Run the largest prefill and the largest draw once: their peak of memory is what the cache must leave."""

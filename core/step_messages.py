@@ -17,9 +17,10 @@ T = TypeVar("T")
 def step_outputs(
     incarnation: int, step: int, result: StepResult, computed: Computed
 ) -> Iterator[tuple[int, wire.StepOutput]]:
-    """(client, message) for everybody whom the step concerns; a client gets several where log-probabilities are long.
+    """(client, message) for everybody whom the step concerns; a client gets several where one would be too long.
 
-    What belongs to one token, its log-probabilities and the end that it brings, is in one message.
+    What belongs to one token, its log-probabilities and the end that it brings, is in one message. Vectors and what
+    belongs to prompts may go ahead.
     """
     ends = _by_client(result.finished)
     cached = _by_client((client, (slot, count)) for client, slot, count in result.cached)
@@ -29,6 +30,9 @@ def step_outputs(
         *ahead, last = _parts(of_prompts.get(client, []), _num_bytes)
         for messages in ahead:
             yield client, wire.StepOutput(incarnation, step, b"", b"", b"", prompt_logprobs=messages)
+        *many, few = _parts(vectors.get(client, []), lambda pair: len(pair[1]))
+        for pairs in many:
+            yield client, wire.StepOutput(incarnation, step, b"", b"", b"", vectors=pairs)
         rows = np.flatnonzero(result.clients == client)
         size_of = {message.slot: _num_bytes(message) for message in logprobs.get(client, [])}
         parts = [rows]
@@ -48,7 +52,7 @@ def step_outputs(
                     cached=[pair for pair in cached.get(client, []) if part_of.get(pair[0], 0) == i],
                     logprobs=[one for one in logprobs.get(client, []) if part_of.get(one.slot, 0) == i],
                     prompt_logprobs=last if i == 0 else [],
-                    vectors=vectors.get(client, []) if i == 0 else [],
+                    vectors=few if i == 0 else [],
                 ),
             )
 

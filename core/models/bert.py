@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.architecture import Architecture
+from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.gpt2 import LayerNorm
 from vllm_mp.core.models.linear import Linear
 from vllm_mp.core.models.loading import fill
@@ -44,7 +44,7 @@ HEADS = ("pooler.", "cls.", "lm_head.", "vocab_")
 class EncoderLayer(nn.Module):
     """Attention and MLP, each added to the residual stream and normalised after it."""
 
-    def __init__(self, arch: Architecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.num_heads = arch.num_heads
         self.scale = arch.attention_scale[layer]
@@ -66,11 +66,12 @@ class EncoderLayer(nn.Module):
 
 
 class BertModel(nn.Module):
-    """The embeddings and the layers; `vllm_mp.core.models.Encoder` is the contract."""
+    """The embeddings and the layers; `vllm_mp.core.models.NativeModel` is the contract."""
 
-    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.arch = arch
+        self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
         num_positions = arch.max_position + arch.position_offset
         self.word_embeddings = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -167,6 +169,31 @@ def test_an_aborted_request_ends_with_an_error_that_says_so(encoder):
     asyncio.run(run())
 
 
+CLIENT = """
+import asyncio, sys
+from vllm_mp import AsyncEngineArgs, AsyncLLM
+
+llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model="All-MiniLM-L6-v2", dtype="float32", device="cpu"))
+
+async def main():
+    texts = ["A plane is taking off.", "An air plane takes off.", "A man plays a large flute."]
+    vectors = []
+    for text in texts:
+        async for output in llm.encode(text):
+            vectors.append(output.outputs.data)
+    assert vectors[0] @ vectors[1] > 0.8 > 0.3 > vectors[0] @ vectors[2], vectors
+
+asyncio.run(main())
+llm.shutdown()
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_alias_is_enough_and_the_client_loads_no_torch():
+    done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 SIZES = {"vocab_size": 97, "max_position_embeddings": 66}
 BERT = {
     **SIZES,
@@ -177,18 +204,21 @@ BERT = {
 }
 DISTILBERT = {**SIZES, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6}
 FAMILIES = {
-    "bert": BertModel(BertConfig(**BERT)),
-    "bert-masked": BertForMaskedLM(BertConfig(**BERT, type_vocab_size=1, hidden_act="gelu_new", layer_norm_eps=1e-5)),
-    "bert-pretraining": BertForPreTraining(BertConfig(**BERT, hidden_act="relu")),
-    "roberta-masked": RobertaForMaskedLM(RobertaConfig(**BERT, hidden_act="gelu_pytorch_tanh")),
-    "xlm-roberta": XLMRobertaModel(XLMRobertaConfig(**BERT, pad_token_id=3)),
-    "distilbert-masked": DistilBertForMaskedLM(DistilBertConfig(**DISTILBERT, activation="gelu")),
+    "bert": (BertModel, BertConfig(**BERT)),
+    "bert-masked": (BertForMaskedLM, BertConfig(**BERT, type_vocab_size=1, hidden_act="gelu_new", layer_norm_eps=1e-5)),
+    "bert-pretraining": (BertForPreTraining, BertConfig(**BERT, hidden_act="relu")),
+    "roberta-masked": (RobertaForMaskedLM, RobertaConfig(**BERT, hidden_act="gelu_pytorch_tanh")),
+    "xlm-roberta": (XLMRobertaModel, XLMRobertaConfig(**BERT, pad_token_id=3)),
+    "distilbert-masked": (DistilBertForMaskedLM, DistilBertConfig(**DISTILBERT, activation="gelu")),
 }
 # Without RoBERTa's padding token, for which transformers counts no position.
 RANDOM_PROMPTS = [[4 + (7 * i + length) % 90 for i in range(length)] for length in (1, 2, 17, 40, 5, 62, 33, 1, 9)]
 
 
-def randomise(model):
+def random_model(family):
+    """A transformers model with every parameter random, norms and biases too."""
+    kind, config = FAMILIES[family]
+    model = kind(config)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -199,7 +229,7 @@ def randomise(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_gives_the_vectors_of_transformers(family, tmp_path):
-    model = randomise(FAMILIES[family])
+    model = random_model(family)
     model.save_pretrained(tmp_path)
     options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "max_model_len": 62, "max_num_seqs": 4}
     with one_thread(), running_engine(tmp_path, **options) as engine:
@@ -220,12 +250,17 @@ def test_an_encoder_as_large_as_can_be_asked_for_takes_no_memory_for_a_cache(tmp
         (output,) = vectors(engine, [[5] * 300])
         assert output.outputs.data.shape == (48,)
         assert asyncio.run(engine.core_status())["total_blocks"] == 65_536
+        # More vectors in a step than go into a message.
+        outputs = vectors(engine, [[5 + i % 90] for i in range(1500)])
+        assert asyncio.run(engine.core_status())["step"] < 100
+        for i, output in enumerate(outputs):
+            np.testing.assert_allclose(output.outputs.data, outputs[i % 90].outputs.data, atol=TOLERANCE)
 
 
 def test_tensors_with_the_names_of_old_checkpoints_are_read(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    model = randomise(FAMILIES["bert-masked"])
+    model = random_model("bert-masked")
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     old = {

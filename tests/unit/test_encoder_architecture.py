@@ -43,9 +43,6 @@ def test_robertas_first_rows_of_positions_are_none() -> None:
         ({"is_decoder": True}, "'is_decoder' is true"),
         ({"hidden_act": "quick_gelu"}, "'hidden_act' is 'quick_gelu'"),
         ({"num_attention_heads": 5}, "'hidden_size' is 32"),
-        ({"architectures": ["MPNetModel"]}, "'MPNetModel' has no native"),
-        ({"architectures": ["ModernBertModel"]}, "'ModernBertModel' has no native"),
-        ({"architectures": ["BertForSequenceClassification"]}, "'BertForSequenceClassification' has no native"),
         ({"architectures": ["RobertaModel"], "max_position_embeddings": 2}, "'max_position_embeddings' is 2"),
     ],
 )

@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Answer random requests together and alone, compare everything, and hold the answers against transformers.
+
+    python tools/differential.py --requests 400 --seed 1 --rounds 3
+
+Prints what was compared and every difference that no near-tie explains; the exit code is 1 if there is one. With
+--small it uses a model of random weights, which is many times faster and whose text is wilder.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=400, help="requests a round")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds, each with the next seed")
+    parser.add_argument("--seed", type=int, default=0, help="decides the requests of the first round")
+    parser.add_argument("--small", action="store_true", help="use a small model of random weights")
+    parser.add_argument("--no-reference", action="store_true", help="do not hold the lone answers against transformers")
+    options = parser.parse_args()
+
+    import torch
+    from differential import ALONE, Judge, company, play, random_cases, save_small_model
+    from greedy_parity import num_preemptions
+    from harness import running_engine
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from vllm_mp.architecture import Architecture
+    from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
+
+    totals: Counter[str] = Counter()
+    num_differences = 0
+    with ExitStack() as stack:
+        folder = resolve_model(DEFAULT_MODEL)
+        if options.small:
+            small = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = save_small_model(small, folder)
+            folder = small
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        bytes_per_token = Architecture.from_hf_config(model.config.to_dict()).kv_bytes_per_token(4)
+        shared = stack.enter_context(running_engine(folder, **company(bytes_per_token)))
+        private = stack.enter_context(running_engine(folder, **ALONE))
+        for seed in range(options.seed, options.seed + options.rounds):
+            began, preempted = time.monotonic(), num_preemptions(shared)
+            judge = Judge(model, tokenizer, shared.model_config.eos_token_ids)
+            for case, together, lone in play(shared, private, random_cases(seed, options.requests, tokenizer)):
+                judge.compare(case, together, lone)
+                if not options.no_reference:
+                    judge.verify(case, lone)
+            judge.counts["preemptions"] = num_preemptions(shared) - preempted
+            judge.counts["differences"] = len(judge.differences)
+            totals.update(judge.counts)
+            num_differences += len(judge.differences)
+            print(f"seed {seed}: {len(judge.differences)} differences, {time.monotonic() - began:.0f} s", flush=True)
+            for difference in judge.differences:
+                print(f"  answer {difference.index}: {difference.what}\n    {difference.case}", flush=True)
+    for name, count in sorted(totals.items()):
+        print(f"{name:>24}  {count:>9,}")
+    return 1 if num_differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
