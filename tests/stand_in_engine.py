@@ -10,6 +10,7 @@ from vllm_mp.core.pause import Pause
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import NO_TOKEN
 from vllm_mp.core.scheduler import Scheduler
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
 EOS = 2
@@ -39,8 +40,19 @@ class Engine:
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
 
-    def add(self, slot, num_prompt=5, max_tokens=8, priority=0, prompt=None, salt="", reads_cache=True, **params):
-        """`salt` None: a request that shares nothing."""
+    def add(
+        self,
+        slot,
+        num_prompt=5,
+        max_tokens=8,
+        priority=0,
+        prompt=None,
+        salt="",
+        reads_cache=True,
+        pooled=False,
+        **params,
+    ):
+        """`salt` None: a request that shares nothing. `pooled`: one for a vector, which has no answer."""
         tokens = (
             np.arange(num_prompt, dtype=np.int32) + 100 * (slot + 1) if prompt is None else np.array(prompt, np.int32)
         )
@@ -52,23 +64,26 @@ class Engine:
             params=SamplingParams(max_tokens=max_tokens, seed=1, **params),
             tokens=tokens,
             num_prompt=num_prompt,
-            max_total=min(self.max_model_len, num_prompt + max_tokens),
+            max_total=num_prompt if pooled else min(self.max_model_len, num_prompt + max_tokens),
             hashes=[] if salt is None else [root_hash(salt)],
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
+            pooling=PoolingParams() if pooled else None,
         )
         self.scheduler.add(request)
         return request
 
     def step(self, token=7, failing=()):
-        """Run a step in which every row gets `token`, but those of the slots `failing` none; None without work."""
+        """Run a step that gives each row `token` or a vector, but those of the slots `failing`; None without work."""
         step = self.scheduler.schedule()
         if step is None:
             return None
         self.compute(step)
         sampled = step.rows[step.samples]
         tokens = np.where(np.isin(self.batch.slot[sampled], list(failing)), NO_TOKEN, token)
-        result = self.scheduler.update(step, tokens)
+        slots = self.batch.slot[step.rows[step.pools]].tolist()
+        vectors = [np.full(2, np.nan if slot in failing else 1, np.float32) for slot in slots]
+        result = self.scheduler.update(step, tokens, vectors)
         for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
             output = self.outputs.setdefault(int(slot), [])
             assert position == len(output), "positions are consecutive"
