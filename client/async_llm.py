@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import secrets
 import threading
 import time
 import types
@@ -12,13 +11,16 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
+
+import msgspec
 
 from vllm_mp import wire
 from vllm_mp.client.core_connection import CoreConnection, run_on
 from vllm_mp.client.core_process import CoreProcess
 from vllm_mp.client.input_processor import InputProcessor
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
+from vllm_mp.client.pooling_stream import PoolingStream
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.request_book import RequestBook
 from vllm_mp.client.request_stream import RequestStream
@@ -35,7 +37,8 @@ from vllm_mp.config import (
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError, EngineStartError
 from vllm_mp.model_files import cache_root
-from vllm_mp.outputs import RequestOutput
+from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.status_page import CoreState, CoreStatus, StatusPage
 
@@ -162,6 +165,8 @@ class AsyncLLM:
         Raises ValueError or TypeError for a request that cannot run, NotImplementedError for what is not served,
         EngineGenerateError when this request fails, and EngineDeadError when the core is gone.
         """
+        if isinstance(sampling_params, PoolingParams):
+            raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
         stream = await self.add_request(
             request_id,
             prompt,
@@ -179,11 +184,50 @@ class AsyncLLM:
             async for output in stream:
                 yield output
 
+    async def encode(
+        self,
+        prompt: PromptType | None,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield one output, the vector of `prompt`; leaving early or cancelling the task aborts it in the core.
+
+        `truncate_prompt_tokens` takes the place of that in `pooling_params`. Raises what `generate` raises, and
+        EngineGenerateError also when the request is aborted by its id: there is no vector to yield then.
+        """
+        if isinstance(pooling_params, SamplingParams):
+            raise TypeError("pooling_params must be PoolingParams, got SamplingParams; call generate() for text")
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if truncate_prompt_tokens is not None and isinstance(params, PoolingParams):
+            params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+        stream = await self.add_request(
+            request_id,
+            prompt,
+            params,
+            arrival_time,
+            prompt_token_ids=prompt_token_ids,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
     async def add_request(
         self,
         request_id: str | None,
         prompt: PromptType | None,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         *,
         prompt_token_ids: list[int] | None = None,
@@ -193,8 +237,11 @@ class AsyncLLM:
         data_parallel_rank: int | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_adapter_request: Any = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Admit a request now and return its stream, which `generate` would yield; raises what `generate` raises."""
+    ) -> AsyncGenerator[Any, None]:
+        """Admit a request now and return its stream: what `generate`, or with PoolingParams `encode`, would yield.
+
+        Raises what `generate` raises.
+        """
         for name, value in (
             ("lora_request", lora_request),
             ("trace_headers", trace_headers),
@@ -207,8 +254,8 @@ class AsyncLLM:
             raise ValueError(f"priority must be an integer of 32 bits, got {priority!r}")
         if priority and self.vllm_config.scheduler_config.policy != "priority":
             raise ValueError(f"priority={priority} needs an engine with scheduling_policy='priority'")
-        if params is not None and not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if params is not None and not isinstance(params, SamplingParams | PoolingParams):
+            raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
         self._attach()
         if request_id is None:
             request_id = uuid.uuid4().hex
@@ -222,7 +269,7 @@ class AsyncLLM:
                 prompt_token_ids,
                 params,
                 priority,
-                arrival_time,
+                time.time() if arrival_time is None else arrival_time,
                 tokenization_kwargs or {},
             )
         except BaseException:
@@ -231,10 +278,13 @@ class AsyncLLM:
         outputs = self._consume(stream)
         # Begun now, so that it aborts the request also when nobody ever takes an output.
         await anext(outputs)
-        return cast("AsyncGenerator[RequestOutput, None]", outputs)
+        return outputs
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End these requests; their streams end with finish_reason "abort". Unknown ids are no error."""
+        """End these requests. Unknown ids are no error.
+
+        Streams of text end with finish_reason "abort"; those of vectors, which have none, raise EngineGenerateError.
+        """
         self._attach()
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             stream = self._requests.find(one)
@@ -407,39 +457,30 @@ class AsyncLLM:
         request_id: str,
         prompt: PromptType | None,
         prompt_token_ids: list[int] | None,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         priority: int,
-        arrival_time: float | None,
+        arrival_time: float,
         tokenization_kwargs: dict[str, Any],
     ) -> RequestStream:
         """Tokenize, check, and send the request to the core."""
-        arrival_time = time.time() if arrival_time is None else arrival_time
+        given = (request_id, prompt, prompt_token_ids)
+        rest = (priority, arrival_time, tokenization_kwargs)
         try:
-            given = await self._inputs.generation(request_id, prompt, prompt_token_ids, params, tokenization_kwargs)
+            if isinstance(params, PoolingParams):
+                stream, messages = await self._inputs.pooling(*given, params, *rest)
+            else:
+                stream, messages = await self._inputs.generation(*given, params, *rest)
         finally:
             self._attach()  # which says so if there is no engine any more
-        stream = self._inputs.stream(request_id, given, arrival_time)
         if self._requests.was_aborted_early(request_id):
             self._requests.cancel(request_id)
             stream.end_all("abort")
             return stream
         self._requests.enter(stream)
-        # Nobody else's request has this group.
-        group = secrets.token_hex(16) if len(stream.answers) > 1 else ""
         num_sent = 0
         try:
-            for answer in stream.answers:
-                message = wire.AddRequest(
-                    self._connection.incarnation,
-                    answer.slot,
-                    request_id,
-                    given.prompt,
-                    answer.params,
-                    priority,
-                    cache_salt=given.cache_salt,
-                    group=group,
-                    bad_words=given.bad_words,
-                )
+            for answer, message in zip(stream.answers, messages, strict=True):
+                message.incarnation, message.slot = self._connection.incarnation, answer.slot
                 self._connection.send(message)
                 num_sent += 1
         except BaseException:
@@ -449,7 +490,7 @@ class AsyncLLM:
         self._log_request(stream)
         return stream
 
-    async def _consume(self, stream: RequestStream) -> AsyncGenerator[RequestOutput | None, None]:
+    async def _consume(self, stream: RequestStream) -> AsyncGenerator[Any, None]:
         """Outputs, after a None that shows that it has begun."""
         try:
             yield None
@@ -597,7 +638,7 @@ class AsyncLLM:
             stream.request_id,
             None if stream.prompt is None else stream.prompt[: config.max_log_len],
             len(stream.prompt_token_ids),
-            stream.params,
+            stream.pooling if isinstance(stream, PoolingStream) else stream.params,
         )
 
 

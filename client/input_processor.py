@@ -2,34 +2,32 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from vllm_mp.admission import check_request
+from vllm_mp import wire
+from vllm_mp.admission import check_pooling, check_request
 from vllm_mp.client.answer import Answer, TokenText
 from vllm_mp.client.detokenizer import IncrementalDetokenizer, token_texts
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
+from vllm_mp.client.pooling_stream import PoolingStream
 from vllm_mp.client.prompt import PromptType, parse_prompt
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.config import VllmConfig
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SEED_LIMIT, SamplingParams
 
+_UNSENT = -1
 
-class GenerationInput(NamedTuple):
-    """A request that has been read and found good."""
 
-    text: str | None
-    token_ids: list[int]
-    cache_salt: str
-    params: SamplingParams
-    bad_words: list[list[int]]
+class Prepared(NamedTuple):
+    """A request that has been read and found good; the messages, one an answer, lack slot and incarnation."""
 
-    @property
-    def prompt(self) -> bytes:
-        """The prompt as it goes over the wire."""
-        return np.asarray(self.token_ids, "<i4").tobytes()
+    stream: RequestStream
+    messages: Sequence[wire.AddRequest | wire.AddPooling]
 
 
 class InputProcessor:
@@ -48,14 +46,15 @@ class InputProcessor:
         prompt: PromptType | None,
         prompt_token_ids: list[int] | None,
         params: SamplingParams | None,
+        priority: int,
+        arrival_time: float,
         tokenization_kwargs: dict[str, Any],
-    ) -> GenerationInput:
+    ) -> Prepared:
         """Read a request for text. Raises what `AsyncLLM.generate` raises for one that cannot run."""
         model = self._config.model_config
         params = SamplingParams(**model.default_sampling_params) if params is None else params.clone()
         text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
         if token_ids is None:
-            assert text is not None
             token_ids = await self._tokenize(text, tokenization_kwargs)
         keep = params.truncate_prompt_tokens
         if keep is not None:
@@ -64,26 +63,66 @@ class InputProcessor:
         bad_words = await self._bad_words(params.bad_words or [])
         if params.stop and self._tokenizer is None:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
-        prompt_ids: npt.NDArray[np.int32] = np.asarray(token_ids, np.int32)
-        check_request(request_id, prompt_ids, np.zeros(0, np.int32), params, bad_words, self._config)
+        ids = np.asarray(token_ids, np.int32)
+        check_request(request_id, ids, np.zeros(0, np.int32), params, bad_words, self._config)
         if params.seed is None:
             # Drawn here, so that another core could go on with the request.
             params.seed = secrets.randbits(63)
-        return GenerationInput(text, token_ids, cache_salt, params, bad_words)
+        answers = [self._answer(i, params, token_ids) for i in range(params.n)]
+        # Nobody else's request has this group.
+        group = secrets.token_hex(16) if len(answers) > 1 else ""
+        interval = self._config.scheduler_config.stream_interval
+        texts = self._token_text(params)
+        stream = RequestStream(request_id, text, token_ids, answers, arrival_time, interval, texts)
+        packed = wire.pack_ids(token_ids)
+        messages = [
+            wire.AddRequest(
+                _UNSENT,
+                _UNSENT,
+                request_id,
+                packed,
+                answer.params,
+                priority,
+                cache_salt=cache_salt,
+                group=group,
+                bad_words=bad_words,
+            )
+            for answer in answers
+        ]
+        return Prepared(stream, messages)
 
-    def stream(self, request_id: str, given: GenerationInput, arrival_time: float) -> RequestStream:
-        """The stream of a request that has been read."""
-        params = given.params
-        answers = [self._answer(i, params, given.token_ids) for i in range(params.n)]
-        return RequestStream(
-            request_id,
-            given.text,
-            given.token_ids,
-            answers,
-            arrival_time,
-            self._config.scheduler_config.stream_interval,
-            self._token_text(params),
-        )
+    async def pooling(
+        self,
+        request_id: str,
+        prompt: PromptType | None,
+        prompt_token_ids: list[int] | None,
+        params: PoolingParams,
+        priority: int,
+        arrival_time: float,
+        tokenization_kwargs: dict[str, Any],
+    ) -> Prepared:
+        """Read a request for a vector. Raises what `AsyncLLM.encode` raises for one that cannot run."""
+        text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
+        limit = params.truncate_prompt_tokens
+        if limit == -1:
+            limit = self._config.model_config.max_model_len
+        if token_ids is not None:
+            token_ids = token_ids[:limit]
+        elif limit is None:
+            token_ids = await self._tokenize(text, tokenization_kwargs)
+        else:
+            # By the tokenizer, which knows what tokens must stand at the ends.
+            token_ids = await self._tokenize(text, {**tokenization_kwargs, "truncation": True, "max_length": limit})
+            if len(token_ids) > limit:
+                raise ValueError(
+                    f"truncate_prompt_tokens must leave room for the tokens that the tokenizer adds, got {limit}"
+                )
+        check_pooling(request_id, np.asarray(token_ids, np.int32), params, self._config)
+        stream = PoolingStream(request_id, text, token_ids, params, arrival_time)
+        params = msgspec.structs.replace(params)
+        packed = wire.pack_ids(token_ids)
+        message = wire.AddPooling(_UNSENT, _UNSENT, request_id, packed, params, priority, cache_salt)
+        return Prepared(stream, [message])
 
     def _answer(self, index: int, params: SamplingParams, prompt: list[int]) -> Answer:
         assert params.seed is not None
@@ -111,9 +150,10 @@ class InputProcessor:
             self._texts = token_texts(self._tokenizer)
         return self._texts
 
-    async def _tokenize(self, text: str, options: dict[str, Any]) -> list[int]:
+    async def _tokenize(self, text: str | None, options: dict[str, Any]) -> list[int]:
         if self._microbatch is None:
             raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
+        assert text is not None
         encoding = await self._microbatch(text, **options)
         token_ids = parse_prompt(encoding.input_ids).token_ids
         assert token_ids is not None

@@ -6,6 +6,7 @@ import time
 
 from vllm_mp import wire
 from vllm_mp.client.answer import Answer
+from vllm_mp.client.pooling_stream import PoolingStream
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.errors import EngineGenerateError
 
@@ -108,9 +109,12 @@ class RequestBook:
                     entry[1].take_in_logprobs(own)
                 except ValueError as error:
                     unwanted += self._fail(entry[0], f"request {entry[0].request_id}: {error}")
+        for slot, vector in message.vectors:
+            if slot in entries and isinstance(stream := entries[slot][0], PoolingStream):
+                stream.take_in_vector(vector)
         for slot, count in message.cached:
-            if slot in touched and touched[slot][1].index == 0:
-                touched[slot][0].num_cached_tokens = count
+            if slot in entries and entries[slot][1].index == 0:
+                entries[slot][0].num_cached_tokens = count
         for finish in message.finished:
             entry = self._free(finish.slot)
             if entry is not None:

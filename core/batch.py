@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vllm_mp.core.request import NO_ROW, Request
 
 Rows = npt.NDArray[np.int64]
+Vector = npt.NDArray[np.float32]
 
 
 class Batch:
@@ -45,6 +46,8 @@ class Batch:
         self.top_k = np.zeros(max_num_seqs, np.int64)
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.seed = np.zeros(max_num_seqs, np.uint64)
+        self.is_pooled = np.zeros(max_num_seqs, np.bool_)
+        """Rows of which a vector is made, and no token drawn."""
         self.client = np.zeros(max_num_seqs, np.uint32)
         self.slot = np.zeros(max_num_seqs, np.uint32)
         self.requests: list[Request | None] = [None] * max_num_seqs
@@ -87,6 +90,7 @@ class Batch:
         self.min_p[row] = params.min_p
         # Parameters take -1 for no seed, and the core gets none without.
         self.seed[row] = (-1 if params.seed is None else params.seed) % 2**64
+        self.is_pooled[row] = request.pooling is not None
         self.client[row] = request.client
         self.slot[row] = request.slot
         self.requests[row] = request

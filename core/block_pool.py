@@ -97,9 +97,9 @@ def root_hash(salt: str) -> bytes:
     return hashlib.sha256(salt.encode()).digest()
 
 
-def chain_hash(before: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
-    """The hash of a block of `tokens` [block_size] behind blocks whose last hash is `before`.
+def chain_hash(before: bytes, tokens: bytes) -> bytes:
+    """The hash of a block of `tokens`, ids of one width, behind blocks whose last hash is `before`.
 
     A cryptographic one, because whoever found a collision could read another request's context.
     """
-    return hashlib.sha256(before + tokens.tobytes()).digest()
+    return hashlib.sha256(before + tokens).digest()

@@ -43,16 +43,19 @@ def set_threads(config: VllmConfig) -> None:
     torch.set_num_threads(config.device_config.num_threads or len(os.sched_getaffinity(0)))
 
 
-def cache_blocks(config: VllmConfig, device: torch.device, dtype: torch.dtype) -> int:
+def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int) -> int:
     """How many KV blocks to allocate, the padding block included; to be called with the weights loaded.
 
+    `token_bytes` is what one token takes over all layers; where it is nothing, as with an encoder, there are as many
+    blocks as can be of use.
     Raises ValueError when a single request of `max_model_len` tokens would not fit.
     """
     model, cache = config.model_config, config.cache_config
-    token_bytes = model.architecture.kv_bytes_per_token(dtype.itemsize)
     block_bytes = token_bytes * cache.block_size
     request_blocks = -(-model.max_model_len // cache.block_size)
     useful = request_blocks * config.scheduler_config.max_num_seqs
+    if not block_bytes:
+        return useful + 1
     if cache.kv_cache_memory_bytes is not None:
         memory, source = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif device.type == "cuda":

@@ -10,6 +10,7 @@ import zmq
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.block_pool import BlockPool
+from vllm_mp.core.invariants import check_invariants
 from vllm_mp.core.model_runner import ModelRunner
 from vllm_mp.core.pause import Pause
 from vllm_mp.core.sampler import Sampler
@@ -47,6 +48,7 @@ class EngineCore:
         self._scheduler = Scheduler(scheduler_config, self._batch, self._pool, cache.block_size)
         self._sampler = Sampler(self._batch, device)
         self._pause = Pause(self._scheduler, self._pool, server.send_ends)
+        self._checks_invariants = scheduler_config.check_invariants
         self._runner = runner
         self._server = server
         self._page = page
@@ -74,6 +76,8 @@ class EngineCore:
             self._server.receive(admit=not self._stop.is_set)
             self._run_step()
             self._pause.settle()
+            if self._checks_invariants:
+                check_invariants(self._scheduler)
 
     def status(self) -> dict[str, Any]:
         """What the core holds, in plain numbers."""
@@ -101,7 +105,7 @@ class EngineCore:
         self._step += 1
         self._page.begin_step(self._step, self._batch.client[step.rows], self._batch.slot[step.rows])
         computed = self._runner.execute(step, self._batch, self._sampler)
-        result = self._scheduler.update(step, computed.tokens)
+        result = self._scheduler.update(step, computed.tokens, computed.vectors)
         self._note_state()
         self._server.publish(self._step, result, computed)
 

@@ -61,7 +61,7 @@ class TokenCounts:
                 self._place(token)
             self._num_seen = num_prompt
         for token in tokens[self._num_seen :].tolist():
-            place = self._place(token)  # first, as it may move the counts
+            place = self._place(token)  # which may make a larger array of the counts
             self._counts[place] += 1
         self._num_seen = len(tokens)
         used = len(self._place_of)

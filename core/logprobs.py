@@ -12,8 +12,9 @@ from vllm_mp.core.batch import Batch, Rows
 from vllm_mp.core.scheduler import Step
 from vllm_mp.wire import TokenLogprobs
 
-# Bound on the logits that one piece of a prompt materialises, in elements of [positions, vocab].
-MAX_LOGIT_ELEMENTS = 1 << 24
+# Bound on the logits that one piece of a prompt materialises, in elements of [positions, vocab]; one message of all
+# of their log-probabilities fits the wire, too.
+MAX_LOGIT_ELEMENTS = 1 << 22
 
 Owned = tuple[int, TokenLogprobs]
 """(client, what it is sent)."""

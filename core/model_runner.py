@@ -12,11 +12,12 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.device import cache_blocks
 from vllm_mp.core.logprobs import StepLogprobs, prompt_logprobs
-from vllm_mp.core.models import build_model
+from vllm_mp.core.pooler import Pooler
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Computed, Step
-from vllm_mp.core.weights import load_weights
+from vllm_mp.core.step_inputs import step_inputs
+from vllm_mp.core.weights import load_model
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.sampling_params import SamplingParams
 
@@ -39,11 +40,11 @@ class ModelRunner:
         self._device = device
         self._dtype = dtype
         model_config = config.model_config
-        self._model: Any = build_model(model_config.architecture, dtype, device)
-        load_weights(self._model, model_config.folder, model_config.load_format, model_config.seed, progress)
-        if device.type == "cuda":
+        self._model: Any = load_model(model_config, dtype, device, progress)
+        self._pooler = Pooler()
+        if device.type == "cuda" and not model_config.architecture.is_encoder:
             self._profile()
-        config.cache_config.num_blocks = cache_blocks(config, device, dtype)
+        config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes())
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
 
     @torch.inference_mode()
@@ -51,41 +52,25 @@ class ModelRunner:
         """Compute the step."""
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+        vectors = self._pooler.pool(hidden, step, batch)
         vocab_size = self._config.model_config.architecture.vocab_size
-        of_prompts = prompt_logprobs(step, batch, hidden, self._model.compute_logits, vocab_size)
+        of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size)
         if not step.samples.any():
-            return Computed(np.zeros(0, np.int64), [], of_prompts)
+            return Computed(np.zeros(0, np.int64), [], of_prompts, vectors)
         last = (np.cumsum(step.counts) - 1)[step.samples]
-        logits = self._model.compute_logits(hidden[self._to_device(last)])
+        logits = self._compute_logits(hidden[self._to_device(last)])
         rows = step.rows[step.samples]
         logprobs = StepLogprobs(logits, batch, rows)
         tokens = sampler.sample(logits, rows)
-        return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts)
+        return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts, vectors)
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._model.compute_logits(hidden)  # which an encoder lacks, and nobody asks of one
+        return logits
 
     def _inputs(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
-        rows, counts = step.rows, step.counts
-        block_size = self._config.cache_config.block_size
-        ends = np.cumsum(counts)
-        row_of = np.repeat(rows, counts)
-        positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed[rows], counts)
-        input_ids = batch.token_ids[row_of, positions].astype(np.int64)
-        slots = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
-        slots += positions % block_size
-        seq_lens = batch.num_computed[rows] + counts
-        max_seq_len = int(seq_lens.max())
-        blocks = batch.block_table[rows, : -(-max_seq_len // block_size)]
-        metadata = AttentionMetadata(
-            query_start=self._to_device(np.concatenate([[0], ends]).astype(np.int32)),
-            seq_lens=self._to_device(seq_lens.astype(np.int32)),
-            block_table=self._to_device(blocks),
-            slot_mapping=self._to_device(slots),
-            query_lens=counts.tolist(),
-            host_seq_lens=seq_lens.tolist(),
-            num_decodes=step.num_decodes,
-            max_seq_len=max_seq_len,
-        )
-        return self._to_device(input_ids), self._to_device(positions), metadata
+        return step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -94,17 +79,21 @@ class ModelRunner:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each.
+        """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; none for an encoder.
 
         Not zeroed: no operation reads a slot that was not written, and memory that is not reached is not taken.
         """
-        arch = self._config.model_config.architecture
-        shape = (num_blocks, self._config.cache_config.block_size, arch.num_kv_heads, arch.head_dim)
+        block_size = self._config.cache_config.block_size
 
-        def cache() -> Tensor:
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        def cache(shape: tuple[int, int]) -> Tensor:
+            return torch.empty((num_blocks, block_size, *shape), dtype=self._dtype, device=self._device)
 
-        return [(cache(), cache()) for _ in range(arch.num_layers)]
+        return [(cache(keys), cache(values)) for keys, values in self._model.kv_shapes]
+
+    def _token_bytes(self) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
+        return self._dtype.itemsize * elements
 
     def _profile(self) -> None:
         """Run the largest prefill and the largest draw once: their peak of memory is what the cache must leave."""
@@ -117,7 +106,7 @@ class ModelRunner:
         request = Request(0, 0, "profile", SamplingParams(), prompt, count, count + 1, (0, 0))
         batch.add(request, np.arange(1, num_blocks + 1, dtype=np.int32))
         self._kv_caches = self._allocate(num_blocks + 1)
-        step = Step(np.array([0]), np.array([count]), 0, np.array([True]))
+        step = Step(np.array([0]), np.array([count]), 0, np.array([True]), np.array([False]))
         self.execute(step, batch, Sampler(batch, self._device))
         self._kv_caches = []
         logits = torch.zeros(

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.core.logit_rules import LogitRules
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -13,7 +14,10 @@ NO_ROW = -1
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to generate; while it runs, its tokens and counters live in its row of the `Batch`."""
+    """One sequence to generate, or to make a vector of.
+
+    While it runs, its tokens and counters live in its row of the `Batch`.
+    """
 
     client: int
     slot: int
@@ -39,6 +43,8 @@ class Request:
     """The same for the prompt."""
     num_prompt_logprobs_sent: int = 1
     """Positions of the prompt that need none any more; the first token has none."""
+    pooling: PoolingParams | None = None
+    """Make a vector of the prompt, and nothing else; without None in `pooling_type` and `normalize`."""
     row: int = field(default=NO_ROW)
     aborted: bool = False
 

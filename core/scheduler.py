@@ -11,13 +11,14 @@ writes the keys and values of all rows of a step before it attends for any of th
 """
 
 import heapq
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import SchedulerConfig
-from vllm_mp.core.batch import Batch, Rows
+from vllm_mp.core.batch import Batch, Rows, Vector
 from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
 from vllm_mp.wire import Finished, TokenLogprobs
@@ -37,6 +38,8 @@ class Step(NamedTuple):
     """The first that many rows compute a single token."""
     samples: npt.NDArray[np.bool_]
     """[num_rows] which rows reach their last known token and so get a new one."""
+    pools: npt.NDArray[np.bool_]
+    """[num_rows] which rows reach their last token and so get their vector."""
 
 
 class Computed(NamedTuple):
@@ -47,6 +50,8 @@ class Computed(NamedTuple):
     logprobs: list[tuple[int, TokenLogprobs]]
     """(client, log-probabilities) of new tokens."""
     prompt_logprobs: list[tuple[int, TokenLogprobs]]
+    vectors: list[Vector]
+    """Of the rows that the step pools, in order."""
 
 
 class StepResult(NamedTuple):
@@ -60,6 +65,8 @@ class StepResult(NamedTuple):
     """(client, end of the request)."""
     cached: list[tuple[int, int, int]]
     """(client, slot, tokens found in the cache) of requests that have their first token, where there were any."""
+    vectors: list[tuple[int, int, Vector]]
+    """(client, slot, vector) of requests that end with one."""
 
 
 class Scheduler:
@@ -175,12 +182,15 @@ class Scheduler:
             counts = np.array([1] * len(decodes) + [count for _, count in chunks], np.int64)
         else:
             rows, counts = decodes, np.ones(len(decodes), np.int64)
-        return Step(rows, counts, len(decodes), batch.num_computed[rows] + counts == batch.num_tokens[rows])
+        ends = batch.num_computed[rows] + counts == batch.num_tokens[rows]
+        is_pooled = batch.is_pooled[rows]
+        return Step(rows, counts, len(decodes), ends & ~is_pooled, ends & is_pooled)
 
-    def update(self, step: Step, tokens: npt.NDArray[np.int64]) -> StepResult:
+    def update(self, step: Step, tokens: npt.NDArray[np.int64], vectors: Sequence[Vector] = ()) -> StepResult:
         """Book the step: `tokens` [num_sampled] are those of the rows that `step.samples` marks, in order.
 
-        A row whose token is negative could not be sampled and ends with an error.
+        `vectors` are those of the rows that `step.pools` marks. A row whose token is negative could not be sampled, one
+        whose vector is not finite could not be pooled, and either ends with an error.
         """
         batch = self.batch
         batch.num_computed[step.rows] += step.counts
@@ -214,7 +224,16 @@ class Scheduler:
             num_output = int(before[i]) + 1 - request.num_prompt
             finished.append((request.client, Finished(request.slot, num_output, reason, stopped_by.get(i))))
             self._release(request)
-        return StepResult(clients, slots, tokens, positions, finished, cached)
+        pooled = [
+            (batch.request(row), vector) for row, vector in zip(step.rows[step.pools].tolist(), vectors, strict=True)
+        ]
+        for request, vector in pooled:
+            finished.append((request.client, _end_of_pooling(request, vector)))
+            if request.num_cached:
+                cached.append((request.client, request.slot, request.num_cached))
+            self._release(request)
+        sent = [(request.client, request.slot, vector) for request, vector in pooled]
+        return StepResult(clients, slots, tokens, positions, finished, cached, sent)
 
     def _fail(self, rows: Rows) -> list[tuple[int, Finished]]:
         """End the requests whose logits allow no token."""
@@ -296,14 +315,22 @@ class Scheduler:
         """The blocks in the cache that hold the beginning of `request`, short of its last token."""
         # The last token is always computed: the next one is drawn from what it gives.
         num_full = (len(request.tokens) - 1) // self.block_size
-        self._hash_blocks(request, request.tokens, num_full)
-        return self.pool.find(request.hashes[1 : num_full + 1])
+        return self.pool.find(self._block_hashes(request, request.tokens, 0, num_full))
 
-    def _hash_blocks(self, request: Request, tokens: npt.NDArray[np.int32], num_blocks: int) -> None:
-        """Extend the hashes of `request`, whose tokens begin with `tokens`, to its first `num_blocks` blocks."""
-        hashes, size = request.hashes, self.block_size
-        for block in range(len(hashes) - 1, num_blocks):
-            hashes.append(chain_hash(hashes[-1], tokens[block * size : (block + 1) * size]))
+    def _block_hashes(self, request: Request, tokens: npt.NDArray[np.int32], first: int, last: int) -> Iterator[bytes]:
+        """The hashes of the blocks [first, last) of `request`, whose tokens begin with `tokens`.
+
+        Those that are not known yet are made as they are asked for, because a long prompt has many and the first is
+        often all that is looked up. There must be none missing before `first`.
+        """
+        hashes = request.hashes
+        known = len(hashes) - 1
+        yield from hashes[first + 1 : last + 1]
+        data = tokens[known * self.block_size : last * self.block_size].tobytes()
+        size = self.block_size * tokens.itemsize
+        for start in range(0, len(data), size):
+            hashes.append(chain_hash(hashes[-1], data[start : start + size]))
+            yield hashes[-1]
 
     def _register_full_blocks(self, decodes: Rows) -> None:
         """Register the blocks that one token more fills, of `decodes` [n]."""
@@ -322,10 +349,10 @@ class Scheduler:
         registered = int(batch.num_registered[row])
         if num_full <= registered:
             return
-        request = batch.request(row)
-        self._hash_blocks(request, batch.token_ids[row], num_full)
-        for block in range(registered, num_full):
-            self.pool.register(int(batch.block_table[row, block]), request.hashes[block + 1])
+        blocks = batch.block_table[row, registered:num_full].tolist()
+        hashes = self._block_hashes(batch.request(row), batch.token_ids[row], registered, num_full)
+        for block, digest in zip(blocks, hashes, strict=True):
+            self.pool.register(block, digest)
         batch.num_registered[row] = num_full
 
     def _give_blocks_to_growing_rows(self) -> None:
@@ -364,3 +391,9 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _end_of_pooling(request: Request, vector: Vector) -> Finished:
+    if np.isfinite(vector).all():
+        return Finished(request.slot, 0, "stop")
+    return Finished(request.slot, 0, "error", error="the vector is not finite: the model overflows on this prompt")

@@ -3,27 +3,29 @@
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 
 from vllm_mp import wire
-from vllm_mp.admission import check_request
+from vllm_mp.admission import check_pooling, check_request
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.block_pool import root_hash
 from vllm_mp.core.logit_rules import LogitRules
 from vllm_mp.core.request import Request
 from vllm_mp.core.scheduler import Computed, Scheduler, StepResult
+from vllm_mp.core.step_messages import step_outputs
+from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _FRAMES_A_STEP = 4096
-
-T = TypeVar("T")
+_NO_SAMPLING = SamplingParams()
+"""What pooling requests have instead of sampling parameters: nothing reads it."""
 
 
 class Server:
@@ -82,9 +84,8 @@ class Server:
                 logger.exception("a message could not be handled")
                 self._drop(f"{type(error).__name__}: {error}")
                 client = self._identities.get(identity)
-                if client is not None and isinstance(message, wire.AddRequest):
-                    end = wire.Finished(message.slot, len(message.output) // 4, "error", error=f"{error!r:.500}")
-                    self._send_ends(client, [end])
+                if client is not None and isinstance(message, wire.AddRequest | wire.AddPooling):
+                    self._turn_away(client, message, f"{error!r:.500}")
                 elif client is not None and isinstance(message, wire.Call):
                     self._reply(client, message.call_id, error=f"{error!r:.500}")
 
@@ -95,21 +96,7 @@ class Server:
 
     def publish(self, step: int, result: StepResult, computed: Computed) -> None:
         """Send each client its part of what a step brought."""
-        finished = _by_client(result.finished)
-        cached = _by_client((client, (slot, count)) for client, slot, count in result.cached)
-        logprobs, of_prompts = _by_client(computed.logprobs), _by_client(computed.prompt_logprobs)
-        for client in {*result.clients.tolist(), *finished, *of_prompts}:
-            own = result.clients == client
-            columns = wire.pack_tokens(result.slots[own].astype(np.int64), result.tokens[own], result.positions[own])
-            message = wire.StepOutput(
-                self._incarnation,
-                step,
-                *columns,
-                finished=finished.get(client, []),
-                cached=cached.get(client, []),
-                logprobs=logprobs.get(client, []),
-                prompt_logprobs=of_prompts.get(client, []),
-            )
+        for client, message in step_outputs(self._incarnation, step, result, computed):
             self._send_to(client, message)
 
     def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
@@ -137,7 +124,7 @@ class Server:
             self._drop("a message from a client that has not said hello")
         elif message.incarnation != self._incarnation:
             self._drop(f"a message for incarnation {message.incarnation} of the core, this is {self._incarnation}")
-        elif isinstance(message, wire.AddRequest):
+        elif isinstance(message, wire.AddRequest | wire.AddPooling):
             self._add(client, message)
         elif isinstance(message, wire.AbortRequests):
             self._abort(client, message.slots)
@@ -168,24 +155,55 @@ class Server:
         config = msgspec.json.encode(self._config)
         self._send_to(client, wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, client, os.getpid(), config))
 
-    def _add(self, client: int, message: wire.AddRequest) -> None:
+    def _add(self, client: int, message: wire.AddRequest | wire.AddPooling) -> None:
         scheduler = self._running_scheduler()
         if not 0 <= message.slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, message.slot):
             self._drop(f"slot {message.slot} of client {client} is not free")
             return
         try:
-            request = self._make_request(client, message)
+            if not self._admits:
+                raise ValueError("the core is shutting down; send the request to another one")
+            if isinstance(message, wire.AddPooling):
+                request = self._make_pooling_request(client, message)
+            else:
+                request = self._make_request(client, message)
         except (ValueError, NotImplementedError) as error:
-            end = wire.Finished(message.slot, len(message.output) // 4, "error", error=str(error))
-            self._send_ends(client, [end])
+            self._turn_away(client, message, str(error))
             return
         scheduler.add(request)
 
+    def _turn_away(self, client: int, message: wire.AddRequest | wire.AddPooling, error: str) -> None:
+        num_output = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
+        self._send_ends(client, [wire.Finished(message.slot, num_output, "error", error=error)])
+
+    def _make_pooling_request(self, client: int, message: wire.AddPooling) -> Request:
+        prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, self._config.model_config.pooling
+        check_pooling(message.request_id, prompt, params, self._config)
+        pooling = msgspec.structs.replace(
+            params,
+            pooling_type=params.pooling_type or defaults.pooling_type,
+            normalize=defaults.normalize if params.normalize is None else params.normalize,
+        )
+        return Request(
+            client=client,
+            slot=message.slot,
+            request_id=message.request_id,
+            params=_NO_SAMPLING,
+            tokens=prompt,
+            num_prompt=len(prompt),
+            max_total=len(prompt),
+            hashes=[root_hash(message.cache_salt)] if self._config.cache_config.enable_prefix_caching else [],
+            # The others need the hidden states of tokens before the last.
+            reads_cache=pooling.pooling_type == "last",
+            order=self._running_scheduler().order_of(message.priority),
+            pooling=pooling,
+        )
+
     def _make_request(self, client: int, message: wire.AddRequest) -> Request:
-        if not self._admits:
-            raise ValueError("the core is shutting down; send the request to another one")
         prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
         max_total = check_request(message.request_id, prompt, output, message.params, message.bad_words, self._config)
+        # They were sent before the first token of the answer.
+        prompt_logprobs = None if len(output) else message.params.prompt_logprobs
         return Request(
             client=client,
             slot=message.slot,
@@ -196,10 +214,10 @@ class Server:
             max_total=max_total,
             rules=LogitRules.of(message.params, message.bad_words),
             num_logprobs=self._num_logprobs(message.params.logprobs),
-            num_prompt_logprobs=self._num_logprobs(message.params.prompt_logprobs),
+            num_prompt_logprobs=self._num_logprobs(prompt_logprobs),
             hashes=self._root_hashes(client, message),
-            # What is not computed has no log-probabilities.
-            reads_cache=message.params.prompt_logprobs is None,
+            # What is found in the cache is not computed, and so has no log-probabilities.
+            reads_cache=prompt_logprobs is None,
             order=self._running_scheduler().order_of(message.priority),
         )
 
@@ -283,11 +301,3 @@ class Server:
         if self._scheduler is None:
             raise RuntimeError("the core does not serve yet")
         return self._scheduler
-
-
-def _by_client(owned: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
-    """What belongs to each client, of pairs of a client and something of its."""
-    parts: dict[int, list[T]] = {}
-    for client, thing in owned:
-        parts.setdefault(client, []).append(thing)
-    return parts

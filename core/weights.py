@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vllm_mp.architecture import NativeArchitecture
+from vllm_mp.config import ModelConfig
+from vllm_mp.core.models import CausalLM, build_model
 from vllm_mp.core.models.loading import CheckpointMismatchError
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -17,6 +20,25 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 # A prime, so that the repeats of the dummy sequence never line up with the rows of a matrix.
 DUMMY_PERIOD: Final = 1_048_573
 DUMMY_STD: Final = 0.02
+
+
+def load_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None] | None = None
+) -> CausalLM:
+    """The model of `config` with its weights: a native one where there is one, or else transformers' own.
+
+    `progress` is called with the fraction done. Raises ValueError naming what is wrong with the checkpoint, or
+    why its architecture cannot run.
+    """
+    arch = config.architecture
+    if isinstance(arch, NativeArchitecture):
+        model = build_model(arch, dtype, device)
+        load_weights(model, config.folder, config.load_format, config.seed, progress)
+        return cast("CausalLM", model)
+    # Imported here, because native models come up without the seconds that transformers takes.
+    from vllm_mp.core.models import transformers_backend
+
+    return transformers_backend.load_model(config, dtype, device, progress or (lambda _: None))
 
 
 def load_weights(
@@ -41,7 +63,7 @@ def load_weights(
         return
     loader: Any = model
     try:
-        loader.load_weights(_read(_shards(folder), progress))
+        loader.load_weights(read_tensors(checkpoint_files(folder), progress))
     except CheckpointMismatchError as error:
         raise ValueError(
             f"{folder}: {error}. Check that config.json and the weights belong to the same model."
@@ -69,7 +91,7 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
             at = (at + count) % DUMMY_PERIOD
 
 
-def _shards(folder: Path) -> dict[Path, list[str] | None]:
+def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
     """The files to read, and which tensors from each (None: all)."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
@@ -108,7 +130,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     return dict(shards)
 
 
-def _read(
+def read_tensors(
     shards: dict[Path, list[str] | None], progress: Callable[[float], None] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the shards, mapped from its file and not yet copied."""

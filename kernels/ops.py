@@ -1,4 +1,4 @@
-"""The hot operations of a decoder layer, each defined by its plain torch implementation.
+"""The hot operations of a layer, each defined by its plain torch implementation.
 
 Every other implementation (Triton, C++) of an operation is correct when it agrees with the function here.
 Nothing in this file looks at the device: the same lines run on CPU and CUDA.
@@ -74,7 +74,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Store the keys and values of the new tokens in their cache slots, in place.
 
     `k`, `v` [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] of
-    the same dtype, contiguous; `slot_mapping` int64 [num_tokens], distinct and in range.
+    the same dtype, contiguous; `slot_mapping` int64 [num_tokens], distinct and in range. The head_dim of
+    values may be another than that of keys.
     """
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
@@ -95,7 +96,8 @@ def paged_attention(
     the new tokens of all rows are written already, as a row may read what another row of the step wrote;
     query head h reads KV head h // (num_heads / num_kv_heads). The query at position p sees the keys in
     (p - sliding_window, p]. With `soft_cap` the scaled scores become soft_cap * tanh(score / soft_cap) before
-    the softmax (Gemma 2). Returns [num_tokens, num_heads, head_dim].
+    the softmax (Gemma 2). Returns [num_tokens, num_heads, head_dim]; with values of another head_dim than
+    keys and queries have (DeepSeek's latent attention), theirs.
 
     A row reads no slot but those of its context, so whatever another request left in the cache (a NaN
     included) stays there.
@@ -104,7 +106,7 @@ def paged_attention(
     num_rows = len(metadata.host_seq_lens)
     if num_decodes == num_rows == 1:
         return _decode(q, k_cache, v_cache, metadata, 0, 1, scale, sliding_window, soft_cap)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
     for first, last in _decode_groups(metadata.host_seq_lens[:num_decodes], sliding_window):
         out[first:last] = _decode(
             q[first:last], k_cache, v_cache, metadata, first, last, scale, sliding_window, soft_cap
@@ -127,6 +129,22 @@ def paged_attention(
                 soft_cap,
             )
             token += stop - start
+    return out
+
+
+def encoder_attention(q: Tensor, k: Tensor, v: Tensor, row_lens: Sequence[int], scale: float) -> Tensor:
+    """Attention in both directions, each token's over all tokens of its row (Vaswani et al. 2017).
+
+    `q`, `k`, `v` [num_tokens, num_heads, head_dim], the rows laid out consecutively, row i of `row_lens[i]` tokens.
+    Returns [num_tokens, num_heads, head_dim]. A row reads no other row's tokens, so a NaN stays in its row.
+    """
+    out = torch.empty_like(q)
+    first = 0
+    for count in row_lens:
+        row = slice(first, first + count)
+        one_q, one_k, one_v = (part[row].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        out[row] = _attend(one_q, one_k, one_v, None, False, scale, None).squeeze(0).transpose(0, 1)
+        first += count
     return out
 
 
@@ -188,7 +206,7 @@ def _decode(
 ) -> Tensor:
     """Attention of the single-token rows `[first, last)`; `q` and the result [rows, num_heads, head_dim]."""
     rows, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads, value_dim = v_cache.shape[2:]
     mask = None
     if rows == 1:
         context = metadata.host_seq_lens[first]
@@ -212,11 +230,11 @@ def _decode(
         slots = metadata.block_table[first:last].gather(1, block.long()) * block_size + position % block_size
         flat = slots.view(-1)
         k = k_cache.view(-1, num_kv_heads, head_dim).index_select(0, flat).view(rows, longest, -1, head_dim)
-        v = v_cache.view(-1, num_kv_heads, head_dim).index_select(0, flat).view(rows, longest, -1, head_dim)
+        v = v_cache.view(-1, num_kv_heads, value_dim).index_select(0, flat).view(rows, longest, -1, value_dim)
     # With one position there is no order among queries: the heads that share a KV head take the query axis.
     grouped = q.view(rows, num_kv_heads, -1, head_dim)
     attended = _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, False, scale, soft_cap)
-    return attended.reshape(rows, num_heads, head_dim)
+    return attended.reshape(rows, num_heads, value_dim)
 
 
 def _prefill(
@@ -267,7 +285,8 @@ def _attend(
     """Softmax attention over gathered context.
 
     `q` [batch, heads, queries, head_dim], `k` and `v` [batch, kv_heads, keys, head_dim], `mask` bool and
-    broadcastable to [batch, heads, queries, keys], True where a key is seen. Returns the shape of `q`.
+    broadcastable to [batch, heads, queries, keys], True where a key is seen. Returns the shape of `q`, with
+    the head_dim of `v`.
     """
     shared = q.shape[1] != k.shape[1]
     if soft_cap is None:

@@ -1,9 +1,10 @@
 """Real engines: a core process of their own, the real default model."""
 
 import pytest
-from harness import ENGINE
+from harness import ENGINE, running_engine
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM
+from vllm_mp.model_files import resolve_model
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,16 @@ def make_engine(default_model):
     yield make
     for engine in engines:
         engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The folder of a real sentence encoder, fetched where this machine has none yet."""
+    return resolve_model("all-minilm-l6-v2")
+
+
+@pytest.fixture(scope="session")
+def encoder(minilm):
+    """One engine of it for all tests that neither configure nor harm it."""
+    with running_engine(minilm, max_model_len=None) as engine:
+        yield engine

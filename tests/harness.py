@@ -6,7 +6,13 @@ import time
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 
-ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 2**28, "disable_log_requests": True}
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 2**28,
+    "disable_log_requests": True,
+    "check_invariants": True,
+}
 """Float32, so that answers can be compared token by token."""
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_mp.architecture import Architecture
 from vllm_mp.kernels.ops import AttentionMetadata
 
 
@@ -39,7 +38,6 @@ def paged_metadata(
 
 @torch.inference_mode()
 def run_in_chunks(
-    arch: Architecture,
     model: Any,
     prompts: list[list[int]],
     block_size: int,
@@ -52,13 +50,12 @@ def run_in_chunks(
     blocks = list(range(blocks_per_row * len(prompts) + 2))
     chance.shuffle(blocks)
     tables = [blocks[row * blocks_per_row : (row + 1) * blocks_per_row] for row in range(len(prompts))]
-    shape = (len(blocks), block_size, arch.num_kv_heads, arch.head_dim)
 
-    def cache() -> Tensor:
+    def cache(shape: tuple[int, int]) -> Tensor:
         # What no row has written is NaN: reading it would show.
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return torch.full((len(blocks), block_size, *shape), float("nan"), dtype=dtype, device=device)
 
-    caches = [(cache(), cache()) for _ in range(arch.num_layers)]
+    caches = [(cache(keys), cache(values)) for keys, values in model.kv_shapes]
     done = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM as HubModel
 from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from vllm_mp.architecture import Architecture
+from vllm_mp.architecture import Architecture, NativeArchitecture
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -83,8 +83,14 @@ PROMPT_LENGTHS = (40, 5, 33, 12, 1, 20, 27, 9, 100)
 
 def scarce_blocks(config: PreTrainedConfig, dtype_bytes: int = 4) -> dict[str, Any]:
     """Engine options under which prompts are read in small chunks and the cache runs out of blocks."""
+    arch = Architecture.from_hf_config(config.to_dict())
+    assert isinstance(arch, NativeArchitecture)
+    return few_blocks(arch.kv_bytes_per_token(dtype_bytes))
+
+
+def few_blocks(token_bytes: int) -> dict[str, Any]:
+    """As `scarce_blocks`, for a model that takes so much cache for a token."""
     block_size, num_blocks = 4, 44
-    token_bytes = Architecture.from_hf_config(config.to_dict()).kv_bytes_per_token(dtype_bytes)
     return {
         "max_model_len": 128,
         "max_num_batched_tokens": 16,

@@ -5,9 +5,12 @@ import numpy as np
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.block_pool import BlockPool, root_hash
+from vllm_mp.core.invariants import check_invariants
 from vllm_mp.core.pause import Pause
 from vllm_mp.core.request import Request
+from vllm_mp.core.sampler import NO_TOKEN
 from vllm_mp.core.scheduler import Scheduler
+from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
 EOS = 2
@@ -37,8 +40,19 @@ class Engine:
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
 
-    def add(self, slot, num_prompt=5, max_tokens=8, priority=0, prompt=None, salt="", reads_cache=True, **params):
-        """`salt` None: a request that shares nothing."""
+    def add(
+        self,
+        slot,
+        num_prompt=5,
+        max_tokens=8,
+        priority=0,
+        prompt=None,
+        salt="",
+        reads_cache=True,
+        pooled=False,
+        **params,
+    ):
+        """`salt` None: a request that shares nothing. `pooled`: one for a vector, which has no answer."""
         tokens = (
             np.arange(num_prompt, dtype=np.int32) + 100 * (slot + 1) if prompt is None else np.array(prompt, np.int32)
         )
@@ -50,27 +64,33 @@ class Engine:
             params=SamplingParams(max_tokens=max_tokens, seed=1, **params),
             tokens=tokens,
             num_prompt=num_prompt,
-            max_total=min(self.max_model_len, num_prompt + max_tokens),
+            max_total=num_prompt if pooled else min(self.max_model_len, num_prompt + max_tokens),
             hashes=[] if salt is None else [root_hash(salt)],
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
+            pooling=PoolingParams() if pooled else None,
         )
         self.scheduler.add(request)
         return request
 
-    def step(self, token=7):
+    def step(self, token=7, failing=()):
+        """Run a step that gives each row `token` or a vector, but those of the slots `failing`; None without work."""
         step = self.scheduler.schedule()
         if step is None:
             return None
         self.compute(step)
-        result = self.scheduler.update(step, np.full(int(step.samples.sum()), token))
+        sampled = step.rows[step.samples]
+        tokens = np.where(np.isin(self.batch.slot[sampled], list(failing)), NO_TOKEN, token)
+        slots = self.batch.slot[step.rows[step.pools]].tolist()
+        vectors = [np.full(2, np.nan if slot in failing else 1, np.float32) for slot in slots]
+        result = self.scheduler.update(step, tokens, vectors)
         for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
             output = self.outputs.setdefault(int(slot), [])
             assert position == len(output), "positions are consecutive"
             output.append(int(tok))
         self.end(result.finished)
         self.pause.settle()
-        self.check()
+        check_invariants(self.scheduler)
         return step
 
     def end(self, ends):
@@ -98,28 +118,15 @@ class Engine:
                 until = min(end, (block + 1) * BLOCK)
                 assert self.contents[blocks[block]][:until] == tokens[:until]
 
+    def pause_for(self, mode, clears_cache):
+        """Pause, and have the model forget its cache where the pause forbids to use it; the answer to come."""
+        done = self.pause.pause(mode, clears_cache)
+        if clears_cache:
+            done.add_done_callback(lambda done: done.exception() or self.contents.clear())
+        return done
+
     def run(self, token=7):
         for _ in range(10_000):
             if self.step(token) is None:
                 return
         raise AssertionError("the scheduler does not come to an end")
-
-    def check(self):
-        """Every block is counted for each of its users or free; every row belongs to one live request."""
-        rows = self.batch.order
-        owned = [block for row in rows for block in self.batch.block_table[row, : self.batch.num_blocks[row]].tolist()]
-        assert 0 not in owned
-        users = np.bincount(owned, minlength=self.pool.num_blocks + 1)
-        assert (users == self.pool._num_users).all()
-        assert set(owned).isdisjoint(self.pool._free)
-        assert len(set(owned)) + self.pool.num_free == self.pool.num_blocks
-        assert {block: digest for digest, block in self.pool._block_of.items()} == self.pool._hash_of
-        for row in rows.tolist():
-            writable = int(self.batch.num_computed[row]) // BLOCK
-            for block in self.batch.block_table[row, writable : self.batch.num_blocks[row]].tolist():
-                assert users[block] == 1, "a block that will be written has one user"
-        assert all(self.batch.request(int(row)).row == row for row in rows)
-        orders = [self.batch.request(int(row)).order for row in rows]
-        assert orders == sorted(orders)
-        used = self.batch.num_tokens[rows]
-        assert (used - 1 <= self.batch.num_blocks[rows] * BLOCK).all()

@@ -1,5 +1,7 @@
 """The conditions under which a request can run, checked by the client first and by the core again."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,10 +49,13 @@ def check_request(
         _check_ids(name, np.asarray(list(getattr(params, name) or ()), np.int64), vocab_size)
     if len(bad_words) > _SPELLINGS * len(params.bad_words or ()):
         raise ValueError(f"bad_words must have at most {_SPELLINGS} spellings each, got {len(bad_words)} in all")
+    if params.bad_words and not bad_words:
+        raise ValueError(f"bad_words must have token ids, got none for {len(params.bad_words)} words")
     for word in bad_words:
         if not 0 < len(word) <= _MAX_BAD_WORD_TOKENS:
             raise ValueError(f"bad_words must be of 1 to {_MAX_BAD_WORD_TOKENS} tokens each, got {len(word)}")
-        _check_ids("bad_words", np.asarray(word, np.int64), vocab_size)
+        # As objects: the wire has integers that an int64 does not hold.
+        _check_ids("bad_words", np.asarray(word, np.object_), vocab_size)
     most = vocab_size if model.max_logprobs == -1 else model.max_logprobs
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
@@ -104,7 +109,7 @@ def _check_id(request_id: str) -> None:
         raise ValueError(f"request_id must be of at most {MAX_REQUEST_ID_BYTES} bytes, got {request_id[:50]!r}...")
 
 
-def _check_ids(name: str, ids: npt.NDArray[np.integer], vocab_size: int) -> None:
+def _check_ids(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if len(wrong):
         raise ValueError(f"{name} must be in [0, {vocab_size}), the model's vocabulary, got {int(wrong[0])}")

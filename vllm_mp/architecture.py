@@ -1,4 +1,4 @@
-"""What a decoder model looks like: the normalised form of a Hugging Face `config.json`.
+"""What a model looks like: the normalised form of a Hugging Face `config.json`.
 
 Nothing here needs torch or transformers, so the client half can read a model's shape too. A field that a
 configuration leaves out takes the default of the transformers class that would have read it.
@@ -36,23 +36,52 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only model: its family, sizes and variations.
+    """A decoder or an encoder: what the engine must know of it, whoever's code runs it.
 
-    `sliding_window` and `attention_scale` have one entry a layer: the window in tokens (None: the whole
-    context) and what multiplies query-key products. `rope` is None for learned positions. `max_position` is
-    the longest context in tokens that the model is made for; lowering it (`msgspec.structs.replace`) changes
-    no frequency.
+    `max_position` is the longest context in tokens that the model is made for.
     """
 
     name: str
     vocab_size: int
     hidden_size: int
+    max_position: int
+    dtype: str | None
+    is_encoder: bool = False
+    """Every token sees the whole prompt, there is no cache, and no text is generated."""
+
+    @classmethod
+    def from_hf_config(cls, config: Config) -> "Architecture":
+        """Read the contents of a `config.json`, in the form of transformers v5 or of older hub files.
+
+        The result is a `NativeArchitecture` for a name in `SUPPORTED`; any other is left to transformers'
+        own module, which knows whether it can run. Raises ValueError, naming the field, its value and what
+        is allowed, for a quantized checkpoint, a model that is not a decoder over a KV cache alone, and
+        fields that are missing, ill-typed, contradictory or unsupported.
+        """
+        name = architecture_name(config)
+        if config.get("quantization_config"):
+            quantization = config["quantization_config"]
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise ValueError(
+                f"config field 'quantization_config' (quant_method {method!r}) describes a quantized "
+                "checkpoint, which is not supported; use the same model in float16, bfloat16 or float32"
+            )
+        return _READERS[name](name, config) if name in _READERS else _read_other(name, config)
+
+
+class NativeArchitecture(Architecture, frozen=True, kw_only=True):
+    """A model that has a native module: its family, sizes and variations.
+
+    `sliding_window` and `attention_scale` have one entry a layer: the window in tokens (None: the whole
+    context) and what multiplies query-key products. `rope` is None for learned positions. Lowering
+    `max_position` (`msgspec.structs.replace`) changes no frequency.
+    """
+
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position: int
     norm_eps: float
     activation: str
     tie_word_embeddings: bool
@@ -63,36 +92,22 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: tuple[int | None, ...]
     attention_scale: tuple[float, ...]
     rope: Rope | None
-    dtype: str | None
-    is_encoder: bool = False
-    """Every token sees the whole prompt, there is no cache, and no text is generated."""
-
-    @classmethod
-    def from_hf_config(cls, config: Config) -> "Architecture":
-        """Read the contents of a `config.json`, in the form of transformers v5 or of older hub files.
-
-        Raises ValueError, naming the field, its value and what is allowed, for an architecture that is not in
-        `SUPPORTED`, a quantized checkpoint, and fields that are missing, ill-typed, contradictory or
-        unsupported.
-        """
-        name = architecture_name(config)
-        if name not in _READERS:
-            raise ValueError(
-                f"architecture {name!r} has no native implementation; supported are {', '.join(SUPPORTED)}. "
-                "Use a checkpoint of one of these."
-            )
-        if config.get("quantization_config"):
-            quantization = config["quantization_config"]
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise ValueError(
-                f"config field 'quantization_config' (quant_method {method!r}) describes a quantized "
-                "checkpoint, which is not supported; use the same model in float16, bfloat16 or float32"
-            )
-        return _READERS[name](name, config)
+    num_token_types: int = 0
+    """Rows of an encoder's table of token types, of which the first is taken; 0: there is no table."""
+    position_offset: int = 0
+    """Rows of the table of learned positions that come before the first position's."""
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of KV cache that one token takes over all layers, at `dtype_bytes` an element."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        """Bytes of KV cache that one token takes over all layers, at `dtype_bytes` an element; 0 for an encoder."""
+        return dtype_bytes * sum(heads * dim for layer in self.kv_shapes for heads, dim in layer)
+
+    @property
+    def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """What one token leaves in each layer's cache: (heads, dim) of its keys, and of its values."""
+        if self.is_encoder:
+            return []
+        shape = (self.num_kv_heads, self.head_dim)
+        return [(shape, shape)] * self.num_layers
 
 
 def architecture_name(config: Config) -> str:
@@ -112,7 +127,7 @@ def architecture_name(config: Config) -> str:
     )
 
 
-def _read_llama(name: str, config: Config) -> Architecture:
+def _read_llama(name: str, config: Config) -> NativeArchitecture:
     bias = _flag(config, "attention_bias", False)
     return _llama_family(
         name,
@@ -124,13 +139,13 @@ def _read_llama(name: str, config: Config) -> Architecture:
     )
 
 
-def _read_mistral(name: str, config: Config) -> Architecture:
+def _read_mistral(name: str, config: Config) -> NativeArchitecture:
     layers = _integer(config, "num_hidden_layers")
     window = _optional_integer(config, "sliding_window", 4096)
     return _llama_family(name, config, max_position=131_072, num_kv_heads=8, sliding_window=(window,) * layers)
 
 
-def _read_qwen2(name: str, config: Config) -> Architecture:
+def _read_qwen2(name: str, config: Config) -> NativeArchitecture:
     return _llama_family(
         name,
         config,
@@ -141,7 +156,7 @@ def _read_qwen2(name: str, config: Config) -> Architecture:
     )
 
 
-def _read_qwen3(name: str, config: Config) -> Architecture:
+def _read_qwen3(name: str, config: Config) -> NativeArchitecture:
     bias = _flag(config, "attention_bias", False)
     return _llama_family(
         name,
@@ -168,7 +183,7 @@ def _llama_family(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     sliding_window: tuple[int | None, ...] | None = None,
-) -> Architecture:
+) -> NativeArchitecture:
     """The fields that all of the Llama family have; the keywords are a class's defaults and variations."""
     hidden_size = _integer(config, "hidden_size")
     num_layers = _integer(config, "num_hidden_layers")
@@ -186,7 +201,7 @@ def _llama_family(
     if rope.type == "yarn":
         # A checkpoint may state the stretched length only through the factor (Qwen2.5 does).
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
-    return Architecture(
+    return NativeArchitecture(
         name=name,
         vocab_size=_integer(config, "vocab_size"),
         hidden_size=hidden_size,
@@ -210,7 +225,7 @@ def _llama_family(
     )
 
 
-def _read_gpt2(name: str, config: Config) -> Architecture:
+def _read_gpt2(name: str, config: Config) -> NativeArchitecture:
     hidden_size = _integer(config, "n_embd")
     num_layers = _integer(config, "n_layer")
     num_heads = _integer(config, "n_head")
@@ -219,7 +234,7 @@ def _read_gpt2(name: str, config: Config) -> Architecture:
         raise ValueError("config field 'add_cross_attention' is true; only decoder-only models are supported (false)")
     scale = head_dim**-0.5 if _flag(config, "scale_attn_weights", True) else 1.0
     by_layer = _flag(config, "scale_attn_by_inverse_layer_idx", False)
-    return Architecture(
+    return NativeArchitecture(
         name=name,
         vocab_size=_integer(config, "vocab_size"),
         hidden_size=hidden_size,
@@ -243,14 +258,183 @@ def _read_gpt2(name: str, config: Config) -> Architecture:
     )
 
 
-_READERS: Final[dict[str, Callable[[str, Config], Architecture]]] = {
+def _read_bert(name: str, config: Config) -> NativeArchitecture:
+    return _encoder(
+        name,
+        config,
+        norm_eps=_number(config, "layer_norm_eps", 1e-12),
+        activation=_choice(config, "hidden_act", "gelu", ACTIVATIONS),
+        intermediate_size=_integer(config, "intermediate_size"),
+        num_token_types=_integer(config, "type_vocab_size", 2),
+    )
+
+
+def _read_roberta(name: str, config: Config) -> NativeArchitecture:
+    # The table of positions has rows for padding, and for what comes before it.
+    offset = _integer(config, "pad_token_id", 1, minimum=0) + 1
+    bert = _read_bert(name, config)
+    if bert.max_position <= offset:
+        raise ValueError(
+            f"config field 'max_position_embeddings' is {bert.max_position}; it must be above pad_token_id + 1 = "
+            f"{offset}, the rows that are no positions"
+        )
+    return msgspec.structs.replace(bert, position_offset=offset, max_position=bert.max_position - offset)
+
+
+def _read_distilbert(name: str, config: Config) -> NativeArchitecture:
+    return _encoder(
+        name,
+        config,
+        fields=("dim", "n_layers", "n_heads"),
+        norm_eps=1e-12,
+        activation=_choice(config, "activation", "gelu", ACTIVATIONS),
+        intermediate_size=_integer(config, "hidden_dim", 3072),
+        num_token_types=0,
+    )
+
+
+def _encoder(
+    name: str,
+    config: Config,
+    *,
+    fields: tuple[str, str, str] = ("hidden_size", "num_hidden_layers", "num_attention_heads"),
+    norm_eps: float,
+    activation: str,
+    intermediate_size: int,
+    num_token_types: int,
+) -> NativeArchitecture:
+    """The fields that BERT and its kin have; `fields` name the hidden size and the numbers of layers and heads."""
+    if _flag(config, "is_decoder", False):
+        raise ValueError("config field 'is_decoder' is true; models of this family are supported as encoders (false)")
+    kind = config.get("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise ValueError(f"config field 'position_embedding_type' is {_shorten(kind)}; supported is absolute")
+    hidden_size, num_layers, num_heads = (_integer(config, field) for field in fields)
+    head_dim = _even_split(config, hidden_size, num_heads, fields[0], fields[2])
+    return NativeArchitecture(
+        name=name,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        max_position=_integer(config, "max_position_embeddings", 512),
+        norm_eps=norm_eps,
+        activation=activation,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        sliding_window=(None,) * num_layers,
+        attention_scale=(head_dim**-0.5,) * num_layers,
+        rope=None,
+        dtype=_dtype(config),
+        is_encoder=True,
+        num_token_types=num_token_types,
+    )
+
+
+# What configurations call the same thing, the commonest name first.
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
+_POSITIONS: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_length",
+)
+_ATTENTION_LAYERS: Final = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+
+
+def _read_other(name: str, config: Config) -> Architecture:
+    """What can be told of any decoder. A model of text and images has its decoder's fields in `text_config`."""
+    try:
+        if _flag(config, "is_encoder_decoder", False):
+            raise ValueError("config field 'is_encoder_decoder' is true; only decoder-only models are supported")
+        text = config.get("text_config")
+        decoder = {**config, **text} if isinstance(text, dict) else config
+        layer_types = decoder.get("layer_types")
+        other = set(layer_types) - set(_ATTENTION_LAYERS) if isinstance(layer_types, list) else set()
+        if other:
+            raise ValueError(
+                f"config field 'layer_types' names {_shorten(sorted(map(str, other)))}; only layers of plain "
+                f"attention are supported ({', '.join(_ATTENTION_LAYERS)})"
+            )
+        return Architecture(
+            name=name,
+            vocab_size=_integer(decoder, "vocab_size"),
+            hidden_size=_first_integer(decoder, _HIDDEN),
+            max_position=_longest_context(decoder),
+            dtype=_dtype(decoder),
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"architecture {name!r} cannot run here: {error}. Native implementations: {', '.join(SUPPORTED)}"
+        ) from None
+
+
+def _first_integer(config: Config, fields: tuple[str, ...]) -> int:
+    for field in fields:
+        if config.get(field) is not None:
+            return _integer(config, field)
+    remedy = "it must be an integer of at least 1"
+    if fields is _POSITIONS:
+        remedy = "add it, unless the model knows no limit: state-space models and ALiBi are not supported"
+    raise ValueError(
+        f"config field '{fields[0]}' is missing (as are its other names, {', '.join(fields[1:])}); {remedy}"
+    )
+
+
+def _longest_context(config: Config) -> int:
+    """The context length in tokens, to which YaRN may have stretched what the configuration states."""
+    length = _first_integer(config, _POSITIONS)
+    for rope in rope_variants(config):
+        if rope.get("rope_type", rope.get("type")) == "yarn":
+            original = _optional_integer(rope, "original_max_position_embeddings", length) or length
+            length = max(length, int(_number(rope, "factor", minimum=1.0) * original))
+    return length
+
+
+def rope_variants(config: Config) -> list[Config]:
+    """The rotary parameters in a configuration: none, one set for all layers, or one for each kind of layer."""
+    given = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(given, dict):
+        return []
+    return [given, *(value for value in given.values() if isinstance(value, dict))]
+
+
+_READERS: Final[dict[str, Callable[[str, Config], NativeArchitecture]]] = {
     "LlamaForCausalLM": _read_llama,
     "MistralForCausalLM": _read_mistral,
     "Qwen2ForCausalLM": _read_qwen2,
     "Qwen3ForCausalLM": _read_qwen3,
     "GPT2LMHeadModel": _read_gpt2,
+    "BertModel": _read_bert,
+    "BertForMaskedLM": _read_bert,
+    "BertForPreTraining": _read_bert,
+    "RobertaModel": _read_roberta,
+    "RobertaForMaskedLM": _read_roberta,
+    "XLMRobertaModel": _read_roberta,
+    "XLMRobertaForMaskedLM": _read_roberta,
+    "DistilBertModel": _read_distilbert,
+    "DistilBertForMaskedLM": _read_distilbert,
 }
-_BY_MODEL_TYPE: Final = dict(zip(("llama", "mistral", "qwen2", "qwen3", "gpt2"), _READERS, strict=True))
+_BY_MODEL_TYPE: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+    "distilbert": "DistilBertModel",
+}
 SUPPORTED: Final[tuple[str, ...]] = tuple(_READERS)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_mp.architecture import Architecture
+from vllm_mp.pooling_config import PoolingConfig
 
 
 class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
@@ -42,6 +43,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     """Most log-probabilities a position that a request may ask for; -1: the whole vocabulary."""
     default_sampling_params: dict[str, Any] = {}
     """Fields of `SamplingParams` that the model's generation_config.json sets, for requests that give none."""
+    pooling: PoolingConfig
+    """What pooling requests get that do not say."""
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -60,7 +63,10 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
 
 
 class CacheConfig(msgspec.Struct, kw_only=True):
-    """The paged KV cache. Sizes in tokens and bytes; `num_blocks` is 0 until the core has sized it."""
+    """The paged KV cache. Sizes in tokens and bytes; `num_blocks` is 0 until the core has sized it.
+
+    An encoder's blocks take no memory, and each is as long as the context, so that a request needs just one.
+    """
 
     block_size: int
     kv_cache_memory_bytes: int | None

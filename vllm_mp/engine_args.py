@@ -23,6 +23,8 @@ from vllm_mp.config import (
     VllmConfig,
 )
 from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
+from vllm_mp.packaged_model import PACKAGED_MODELS
+from vllm_mp.pooling_config import read_max_seq_length, read_pooling_config
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ _GENERATION_FIELDS = {
     "max_new_tokens": "max_tokens",
 }
 """generation_config.json's names, and those of `SamplingParams`."""
+_GREEDY_FIELDS = {"repetition_penalty", "max_new_tokens"}
+"""What of them matters without sampling."""
 _DTYPES = {"half": "float16", "float": "float32"}
 _LARGEST = 2**63 - 1
 """The largest number that reaches the core as it is."""
@@ -68,7 +72,7 @@ class EngineArgs:
     value and what is allowed.
     """
 
-    model: str = _option(DEFAULT_MODEL, "hub id, local folder, .gguf file, or the alias of the default model")
+    model: str = _option(DEFAULT_MODEL, f"hub id, local folder, .gguf file, or an alias: {', '.join(PACKAGED_MODELS)}")
     tokenizer: str | None = _option(None, "hub id or folder of the tokenizer; the model's own by default")
     tokenizer_mode: str = _option("auto", "auto: the fast tokenizer if there is one", choices=("auto", "slow"))
     skip_tokenizer_init: bool = _option(False, "load no tokenizer: prompts and answers are token ids")
@@ -206,8 +210,12 @@ class EngineArgs:
             )
         hf_config = _read_json(folder / "config.json")
         architecture = Architecture.from_hf_config(hf_config)
-        max_model_len = self._resolve_max_model_len(architecture)
-        generation = self._generation_config(folder)
+        is_encoder = architecture.is_encoder
+        if is_encoder:
+            self._check_encoder_options()
+        max_model_len = self._resolve_max_model_len(architecture, read_max_seq_length(folder))
+        overrides = self.override_generation_config or {}
+        generation = self._generation_config(folder) | overrides
         return VllmConfig(
             model_config=ModelConfig(
                 model=self.model,
@@ -226,16 +234,17 @@ class EngineArgs:
                 hf_config=hf_config,
                 eos_token_ids=_eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
                 max_logprobs=self.max_logprobs,
-                default_sampling_params=_default_sampling_params(folder, generation),
+                default_sampling_params=_default_sampling_params(generation, overrides),
+                pooling=read_pooling_config(folder, is_encoder),
             ),
             cache_config=CacheConfig(
-                block_size=self.block_size,
+                block_size=max_model_len if is_encoder else self.block_size,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 cache_dtype=self.kv_cache_dtype,
-                enable_prefix_caching=self.enable_prefix_caching is not False,
+                enable_prefix_caching=self.enable_prefix_caching is not False and not is_encoder,
             ),
-            scheduler_config=self._scheduler_config(max_model_len),
+            scheduler_config=self._scheduler_config(max_model_len, is_encoder),
             parallel_config=ParallelConfig(),
             device_config=DeviceConfig(device=self.device, num_threads=self.num_threads),
             decoding_config=DecodingConfig(),
@@ -251,9 +260,18 @@ class EngineArgs:
             disable_log_stats=self.disable_log_stats, disable_log_requests=True, max_log_len=None
         )
 
-    def _resolve_max_model_len(self, architecture: Architecture) -> int:
+    def _check_encoder_options(self) -> None:
+        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}=True: {self.model} is an encoder, whose tokens see the whole prompt, so that none can be "
+                    "computed before the others; leave it None"
+                )
+
+    def _resolve_max_model_len(self, architecture: Architecture, max_seq_length: int | None) -> int:
+        """`max_seq_length` is what the model's folder advises for embeddings."""
         if self.max_model_len is None:
-            return architecture.max_position
+            return min(architecture.max_position, max_seq_length or architecture.max_position)
         if self.max_model_len > architecture.max_position:
             raise ValueError(
                 f"max_model_len={self.max_model_len} is longer than the context of {self.model}, "
@@ -261,8 +279,8 @@ class EngineArgs:
             )
         return self.max_model_len
 
-    def _scheduler_config(self, max_model_len: int) -> SchedulerConfig:
-        chunked = self.enable_chunked_prefill is not False
+    def _scheduler_config(self, max_model_len: int, is_encoder: bool) -> SchedulerConfig:
+        chunked = self.enable_chunked_prefill is not False and not is_encoder
         max_num_batched_tokens = self.max_num_batched_tokens
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(
@@ -271,8 +289,13 @@ class EngineArgs:
         if not chunked and max_num_batched_tokens < max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is below max_model_len={max_model_len}, and "
-                "enable_chunked_prefill=False needs whole prompts to fit in a step; raise the first, lower the "
-                "second, or allow chunked prefill"
+                + (
+                    f"{self.model} is an encoder, which needs whole prompts to fit in a step; raise the first or lower "
+                    "the second"
+                    if is_encoder
+                    else "enable_chunked_prefill=False needs whole prompts to fit in a step; raise the first, lower "
+                    "the second, or allow chunked prefill"
+                )
             )
         max_num_seqs = self.max_num_seqs
         if max_num_seqs is None:
@@ -293,18 +316,18 @@ class EngineArgs:
         )
 
     def _generation_config(self, folder: Path) -> dict[str, Any]:
-        """The contents of generation_config.json, as far as they are wanted, under the values that replace them."""
-        generation: dict[str, Any] = {}
-        if self.generation_config != "vllm":
-            source = folder if self.generation_config == "auto" else Path(self.generation_config)
-            if (source / "generation_config.json").exists():
-                generation = _read_json(source / "generation_config.json")
-            elif self.generation_config != "auto":
-                raise ValueError(
-                    f"generation_config={self.generation_config!r}: there is no generation_config.json in this "
-                    "folder; give 'auto', 'vllm' or a folder that holds one"
-                )
-        return generation | (self.override_generation_config or {})
+        """The contents of generation_config.json, as far as they are wanted."""
+        if self.generation_config == "vllm":
+            return {}
+        source = folder if self.generation_config == "auto" else Path(self.generation_config)
+        if (source / "generation_config.json").exists():
+            return _read_json(source / "generation_config.json")
+        if self.generation_config == "auto":
+            return {}
+        raise ValueError(
+            f"generation_config={self.generation_config!r}: there is no generation_config.json in this "
+            "folder; give 'auto', 'vllm' or a folder that holds one"
+        )
 
 
 @dataclasses.dataclass
@@ -335,23 +358,34 @@ def _eos_token_ids(folder: Path, generation: dict[str, Any], hf_config: dict[str
     return known
 
 
-def _default_sampling_params(folder: Path, generation: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `SamplingParams` that `generation` sets; raises ValueError, naming the field, for bad ones."""
-    defaults = {
-        field: generation[name] for name, field in _GENERATION_FIELDS.items() if generation.get(name) is not None
-    }
+def _default_sampling_params(generation: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that `generation` sets, `overrides` being what of it the user gave.
+
+    Raises ValueError, naming the field and where it comes from, for bad ones.
+    """
+    for name in overrides.keys() - {*_GENERATION_FIELDS, "do_sample", "eos_token_id"}:
+        logger.warning("override_generation_config: nothing here reads %r", name)
+    defaults: dict[str, Any] = {}
+    wanted = set(_GENERATION_FIELDS)
     if generation.get("do_sample") is False:
-        # What transformers saves beside it are settings that it does not look at.
-        defaults = {"temperature": 0.0} | {
-            field: value for field, value in defaults.items() if field in ("repetition_penalty", "max_tokens")
-        }
-    try:
-        SamplingParams(**defaults)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"generation_config.json of {folder}, or override_generation_config: {error}; set "
-            "generation_config='vllm' to do without it"
-        ) from error
+        # What transformers saves beside it are settings that it does not look at; what the user gives is meant.
+        defaults["temperature"] = 0.0
+        wanted = _GREEDY_FIELDS | (set() if "do_sample" in overrides else overrides.keys())
+    elif generation.get("do_sample"):
+        defaults["temperature"] = 1.0
+    for name, field in _GENERATION_FIELDS.items():
+        value = generation.get(name)
+        if value is None or name not in wanted:
+            continue
+        try:
+            defaults[field] = getattr(SamplingParams(**{field: value}), field)
+        except (TypeError, ValueError) as error:
+            if name in overrides:
+                raise ValueError(f"override_generation_config: {name}={value!r}: {error}") from error
+            raise ValueError(
+                f"generation_config.json: {name}={value!r}: {error}; correct it with override_generation_config, or "
+                "set generation_config='vllm' to do without the file"
+            ) from error
     return defaults
 
 

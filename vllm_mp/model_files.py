@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_mp.default_model import DEFAULT_MODEL, default_model
 from vllm_mp.model_cache import cache_root
 from vllm_mp.model_folder import folder_problem
 from vllm_mp.model_gguf import convert_gguf
 from vllm_mp.model_hub import hub_model, is_hub_id
+from vllm_mp.packaged_model import DEFAULT_MODEL, PACKAGED_MODELS, packaged_model
 from vllm_mp.progress import Progress
 
 __all__ = ["DEFAULT_MODEL", "cache_root", "resolve_model"]
@@ -26,7 +26,7 @@ def resolve_model(
 ) -> Path:
     """Return the local folder of `model`, fetching and converting what is not there yet.
 
-    `model` is, in this order: the alias of the default model, a local folder, a `.gguf` file (or a folder
+    `model` is, in this order: the alias of a packaged model, a local folder, a `.gguf` file (or a folder
     with one of them and no config.json), a hub id ("name" or "organisation/name"). `revision` and `hf_token`
     concern the hub only. `download_dir` takes the place of the hub's cache and of `cache_root()`.
     `load_format="dummy"` asks for no weights, "tokenizer" for the tokenizer alone, and "gguf" prefers a
@@ -42,8 +42,8 @@ def resolve_model(
         raise ValueError(f"model is {model!r}: name a folder, a .gguf file, a hub id or {DEFAULT_MODEL!r}")
     report = Progress(progress)
     cache = Path(download_dir).expanduser().absolute() if download_dir else None
-    if model.lower() == DEFAULT_MODEL:
-        return default_model(cache or cache_root(), report)
+    if model.lower() in PACKAGED_MODELS:
+        return packaged_model(model.lower(), cache or cache_root(), report)
     path = Path(model).expanduser()
     if path.is_dir():
         gguf = _gguf_inside(path, load_format)
@@ -60,8 +60,8 @@ def resolve_model(
         raise ValueError(f"model {model!r}: no such file or folder")
     if not is_hub_id(model):
         raise ValueError(
-            f"model {model!r} is no file, no folder and no hub id (organisation/name); the default model is "
-            f"{DEFAULT_MODEL!r}"
+            f"model {model!r} is no file, no folder and no hub id (organisation/name); aliases are "
+            f"{', '.join(PACKAGED_MODELS)}"
         )
     return hub_model(model, revision, hf_token, cache, load_format, report)
 

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_mp.default_model import DEFAULT_MODEL
 from vllm_mp.model_cache import disk_full
 from vllm_mp.model_folder import folder_problem, has_tokenizer
+from vllm_mp.packaged_model import DEFAULT_MODEL
 from vllm_mp.progress import Progress
 
 _CONNECT_TIMEOUT_S = 5.0

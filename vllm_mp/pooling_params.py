@@ -29,7 +29,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if self.pooling_type is not None:
-            if not isinstance(self.pooling_type, str) or self.pooling_type.lower() not in POOLING_TYPES:
+            if not isinstance(self.pooling_type, str):
+                raise TypeError(f"pooling_type must be a string or None, got {self.pooling_type!r}")
+            if self.pooling_type.lower() not in POOLING_TYPES:
                 raise ValueError(f"pooling_type must be one of {', '.join(POOLING_TYPES)}, got {self.pooling_type!r}")
             self.pooling_type = self.pooling_type.lower()
         if self.normalize is not None and not isinstance(self.normalize, bool):
@@ -44,5 +46,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
             if not low <= number < 2**31 or number == 0:
                 raise ValueError(f"{name} must be {'-1 or ' if low < 0 else ''}in [1, 2**31), got {value}")
             setattr(self, name, number)
+        if self.task is not None and not isinstance(self.task, str):
+            raise TypeError(f"task must be a string or None, got {self.task!r}")
         if self.task not in (None, "embed"):
             raise ValueError(f"task must be 'embed' or None, got {self.task!r}")

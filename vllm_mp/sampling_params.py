@@ -1,6 +1,7 @@
 """What a request may ask of the sampler, validated when it is constructed."""
 
 import enum
+import math
 import numbers
 import operator
 import reprlib
@@ -9,6 +10,8 @@ from typing import Any
 import msgspec
 
 _BIAS_LIMIT = 1e6
+_PENALTY_LIMIT = 1e6
+"""Repetition penalties lie between its reciprocal and it, so that logits stay finite in float32."""
 _MAX_STRINGS = {"stop": 64, "bad_words": 1024}
 _MAX_CHARACTERS = 256
 """Of one of these strings."""
@@ -76,11 +79,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple | set | frozenset):
-                raise TypeError(f"{name} must be a list, got {value!r}")
-            setattr(self, name, list(value or ()))
+                raise TypeError(f"{name} must be a list, got {reprlib.repr(value)}")
+            if value is not None or name != "allowed_token_ids":  # whose None allows more than an empty list
+                setattr(self, name, list(value or ()))
         self._check_numbers()
         self._check_lists()
         self._check_together()
@@ -96,7 +100,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self._integer("best_of", 1, 10_000)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
-        self._number("repetition_penalty", 0.0, 1e6, open_low=True)
+        self._number("repetition_penalty", 1 / _PENALTY_LIMIT, _PENALTY_LIMIT)
         self._number("temperature", 0.0, 1e6)
         self._number("top_p", 0.0, 1.0, open_low=True)
         self._integer("top_k", -1, 2**31 - 1)
@@ -130,6 +134,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                         f"{name} must hold strings of 1 to {_MAX_CHARACTERS} characters, got one of {len(text)}: "
                         f"{reprlib.repr(text)}"
                     )
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"{name} must hold valid Unicode, got {reprlib.repr(text)}") from error
         for name in ("stop_token_ids", "allowed_token_ids"):
             given = getattr(self, name)
             ids = []
@@ -152,6 +160,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         checked = {}
         for token_id, bias in given.items():
             try:
+                if isinstance(token_id, bool):
+                    raise TypeError("a bool is no token id")
                 key = operator.index(int(token_id) if isinstance(token_id, str) else token_id)
             except (TypeError, ValueError) as error:
                 raise TypeError(f"logit_bias must have token ids as keys, got {reprlib.repr(token_id)}") from error
@@ -159,9 +169,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 raise TypeError(f"logit_bias[{key}] must be a number, got {bias!r}")
             if not 0 <= key < 2**31:
                 raise ValueError(f"logit_bias must have token ids as keys, integers in [0, 2**31), got {key}")
-            if not -_BIAS_LIMIT <= float(bias) <= _BIAS_LIMIT:
+            checked[key] = _as_float(bias)
+            if not -_BIAS_LIMIT <= checked[key] <= _BIAS_LIMIT:
                 raise ValueError(f"logit_bias[{key}] must be in [-{_BIAS_LIMIT:g}, {_BIAS_LIMIT:g}], got {bias!r}")
-            checked[key] = float(bias)
         return checked
 
     def _check_together(self) -> None:
@@ -182,10 +192,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
         if self.extra_args:
-            raise ValueError(
-                f"extra_args must be empty, got {reprlib.repr(sorted(map(str, self.extra_args)))}: nothing here reads "
-                "any"
-            )
+            raise ValueError(f"extra_args must be empty, got {reprlib.repr(self.extra_args)}: nothing here reads any")
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -202,7 +209,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} must be a number, got {value!r}")
-        number = float(value)
+        number = _as_float(value)
         # Written so that NaN, which compares false with everything, is refused too.
         if not low <= number <= high or (open_low and number == low):
             raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}")
@@ -211,6 +218,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def clone(self) -> "SamplingParams":
         """A copy whose fields can be changed without touching this one (lists are not copied)."""
         return msgspec.structs.replace(self)
+
+
+def _as_float(value: Any) -> float:
+    """`value`, a real number; infinite if it is too large for a float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 _OPTIONAL_INTEGERS = frozenset(

@@ -1,4 +1,4 @@
-"""The native models, and what the engine asks of one."""
+"""The models, and what the engine asks of one."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -6,16 +6,23 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.architecture import Architecture
+from vllm_mp.architecture import NativeArchitecture
+from vllm_mp.core.models.bert import BertModel
 from vllm_mp.core.models.gpt2 import GPT2LMHeadModel
 from vllm_mp.core.models.llama import LlamaForCausalLM
 from vllm_mp.kernels.ops import AttentionMetadata
 
-__all__ = ["CausalLM", "build_model"]
+__all__ = ["CausalLM", "NativeModel", "build_model"]
 
 
 class CausalLM(Protocol):
-    """A decoder over the paged KV cache. Every native model is an `nn.Module` of this form."""
+    """A decoder over the paged KV cache. Every model is an `nn.Module` of this form.
+
+    An encoder has no cache and no `compute_logits`; its tokens see their whole row, which is a whole prompt.
+    """
+
+    kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
+    """What one token leaves in each layer's cache: (heads, dim) of its keys, and of its values."""
 
     def forward(
         self,
@@ -27,13 +34,17 @@ class CausalLM(Protocol):
         """Final hidden states, normalised: [num_tokens, hidden_size].
 
         `input_ids` and `positions` int64 [num_tokens]; `kv_caches` holds each layer's pair of
-        [num_blocks, block_size, num_kv_heads, head_dim], into which the new tokens are written.
+        [num_blocks, block_size, heads, dim] (see `kv_shapes`), into which the new tokens are written.
         """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary: [n, hidden_size] to [n, vocab_size] in the model's dtype."""
         ...
+
+
+class NativeModel(CausalLM, Protocol):
+    """A model written for this engine, which reads its own checkpoints."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Fill the parameters from Hugging Face checkpoint tensors.
@@ -49,15 +60,21 @@ _MODELS = {
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
+    "BertModel": BertModel,
+    "BertForMaskedLM": BertModel,
+    "BertForPreTraining": BertModel,
+    "RobertaModel": BertModel,
+    "RobertaForMaskedLM": BertModel,
+    "XLMRobertaModel": BertModel,
+    "XLMRobertaForMaskedLM": BertModel,
+    "DistilBertModel": BertModel,
+    "DistilBertForMaskedLM": BertModel,
 }
 
 
-def build_model(arch: Architecture, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
-    """A model (see `CausalLM`) on `device` with its parameters allocated but not initialised.
+def build_model(arch: NativeArchitecture, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+    """A native model on `device` with its parameters allocated but not initialised.
 
-    `vllm_mp.core.weights.load_weights` gives them values. Raises ValueError for an architecture without a
-    module.
+    `vllm_mp.core.weights.load_weights` gives them values.
     """
-    if arch.name not in _MODELS:
-        raise ValueError(f"architecture {arch.name!r} has no native model; there are {', '.join(_MODELS)}")
     return _MODELS[arch.name](arch, dtype, torch.device(device)).requires_grad_(False)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.architecture import Architecture
+from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.linear import Linear
 from vllm_mp.core.models.loading import fill
 from vllm_mp.kernels import ops
@@ -30,7 +30,7 @@ class LayerNorm(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each after a layer norm and added to the residual stream."""
 
-    def __init__(self, arch: Architecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.num_heads = arch.num_heads
         self.scale = arch.attention_scale[layer]
@@ -56,9 +56,10 @@ class Block(nn.Module):
 class GPT2LMHeadModel(nn.Module):
     """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
 
-    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.arch = arch
+        self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
         self.wte = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
         self.wpe = nn.Parameter(torch.empty(arch.max_position, arch.hidden_size, **at))

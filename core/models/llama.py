@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.architecture import Architecture
+from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.linear import Linear
 from vllm_mp.core.models.loading import fill
 from vllm_mp.core.models.rotary import cos_sin_cache
@@ -21,7 +21,7 @@ from vllm_mp.kernels.ops import AttentionMetadata
 class Attention(nn.Module):
     """Grouped-query self-attention over the paged cache, with q, k and v in one projection."""
 
-    def __init__(self, arch: Architecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.heads = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)
         self.head_dim = arch.head_dim
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The gated feed-forward network, with gate and up in one projection."""
 
-    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         inner, hidden = arch.intermediate_size, arch.hidden_size
         self.gate_up_proj = Linear(hidden, 2 * inner, arch.mlp_bias, dtype, device)
@@ -80,7 +80,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
-    def __init__(self, arch: Architecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps = arch.norm_eps
         self.input_norm = nn.Parameter(torch.empty(arch.hidden_size, dtype=dtype, device=device))
@@ -110,10 +110,11 @@ class DecoderLayer(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
 
-    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         assert arch.rope is not None
         self.arch = arch
+        self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
         self.embed_tokens = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
         self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))

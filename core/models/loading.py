@@ -1,6 +1,6 @@
 """Filling a model's parameters from the tensors of a checkpoint."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ def fill(
             problems.append(f"{tied[0]} differs from {tied[1]} although the configuration ties them")
     problems += [f"missing {name}" for name in destinations if name not in filled]
     if problems:
-        more = len(problems) - MAX_LISTED
-        listed = "; ".join(problems[:MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
-        raise CheckpointMismatchError(f"the checkpoint does not fit the model: {listed}")
+        raise CheckpointMismatchError(listed(problems))
+
+
+def listed(problems: Sequence[str]) -> str:
+    """What is wrong with a checkpoint, in one sentence of bounded length."""
+    more = len(problems) - MAX_LISTED
+    named = "; ".join(problems[:MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    return f"the checkpoint does not fit the model: {named}"

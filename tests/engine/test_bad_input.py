@@ -1,7 +1,6 @@
 """Bad requests get a message that names what is wrong, and cost nobody else anything."""
 
 import asyncio
-import math
 
 import pytest
 from harness import answer, eventually, greedy
@@ -158,44 +157,3 @@ def test_garbage_frames_are_counted_and_dropped(llm):
 
     asyncio.run(run())
     stranger.close()
-
-
-def test_parameters_out_of_range_are_refused_at_construction():
-    for name, value in [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("top_p", math.nan),
-        ("top_k", -2),
-        ("min_p", -0.1),
-        ("min_p", 1.5),
-        ("max_tokens", 0),
-        ("max_tokens", -1),
-        ("min_tokens", -1),
-        ("n", 0),
-        ("seed", 2**70),
-        ("presence_penalty", 3.0),
-        ("repetition_penalty", 0.0),
-        ("stop_token_ids", [-1]),
-        ("logit_bias", {1: math.nan}),
-        ("logit_bias", {1: 10**400}),
-        ("allowed_token_ids", []),
-        ("stop", [""]),
-    ]:
-        with pytest.raises(ValueError, match=name):
-            SamplingParams(**{name: value})
-    for name, value in [
-        ("temperature", "hot"),
-        ("max_tokens", 1.5),
-        ("ignore_eos", 1),
-        ("stop", [3]),
-        ("stop", 5),
-        ("stop_token_ids", 5),
-        ("n", True),
-    ]:
-        with pytest.raises(TypeError, match=name):
-            SamplingParams(**{name: value})
-    with pytest.raises(ValueError, match="min_tokens"):
-        SamplingParams(min_tokens=9, max_tokens=8)

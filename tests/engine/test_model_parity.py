@@ -25,17 +25,17 @@ from vllm_mp.core.models import build_model
 from vllm_mp.core.weights import load_weights
 
 
-def load_ours(folder: Path) -> tuple[Architecture, nn.Module]:
+def load_ours(folder: Path) -> nn.Module:
     arch = Architecture.from_hf_config(json.loads((folder / "config.json").read_text()))
     model = build_model(arch, torch.float32, "cpu")
     load_weights(model, folder, "auto", 0)
-    return arch, model
+    return model
 
 
 def assert_same_logits(theirs: Any, folder: Path) -> None:
-    arch, ours = load_ours(folder)
+    ours = load_ours(folder)
     prompts = random_prompts((61, 1, 24, 100, 33))
-    for prompt, got in zip(prompts, run_in_chunks(arch, ours, prompts, block_size=4), strict=True):
+    for prompt, got in zip(prompts, run_in_chunks(ours, prompts, block_size=4), strict=True):
         with torch.inference_mode():
             expected = theirs(torch.tensor([prompt])).logits[0]
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)

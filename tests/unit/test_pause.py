@@ -94,9 +94,8 @@ def test_keep_freezes_running_requests_and_they_go_on_where_they_were():
 
 def test_after_keep_with_a_cleared_cache_everything_is_computed_anew():
     engine = engine_with(2, steps=3)
-    engine.pause.pause("keep", True)
+    engine.pause_for("keep", True)
     assert engine.pool.num_free == engine.pool.num_blocks
-    engine.contents.clear()
     engine.pause.resume()
     assert engine.step().counts.tolist() == [8, 8], "five tokens of the prompt and three of the answer"
     engine.run()
@@ -106,8 +105,7 @@ def test_after_keep_with_a_cleared_cache_everything_is_computed_anew():
 def test_the_second_of_two_keeps_may_clear_the_cache():
     engine = engine_with(1, steps=3)
     engine.pause.pause("keep", False)
-    engine.pause.pause("keep", True)
-    engine.contents.clear()
+    engine.pause_for("keep", True)
     engine.pause.resume()
     assert engine.step().counts.tolist() == [8]
     engine.run()

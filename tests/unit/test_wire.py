@@ -49,6 +49,7 @@ CORE_MESSAGES = [
         1, 9, b"", b"", b"", [wire.Finished(3, 70_000, "stop", 2), wire.Finished(4, 0, "error", None, "why")]
     ),
     wire.StepOutput(1, 9, b"", b"", b"", cached=[(3, 2**20)]),
+    wire.StepOutput(1, 9, b"", b"", b"", [wire.Finished(3, 0, "stop")], vectors=[(3, b"\x00\x00\x80\x3f")]),
     wire.Reply(1, 2, {"free_blocks": 3, "list": [1.5, None, "x"]}),
     wire.Reply(1, 2, error="no operation 'x'"),
 ]

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-    params = sampling_params(args)
+    sampling_params(args, {})  # so that a wrong flag does not cost a start
     _check_connect(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.connect is not None:
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # a model without a template is refused here
             if sys.stdin.isatty():
                 print(f"{llm.model_config.served_model_name}. {_USAGE}")
+            params = sampling_params(args, llm.model_config.default_sampling_params)
             _converse(runner, llm, params, args.system)
         finally:
             llm.shutdown()

@@ -31,12 +31,13 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-    params = sampling_params(args)
+    sampling_params(args, {})  # so that a wrong flag does not cost a start
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
+            params = sampling_params(args, llm.model_config.default_sampling_params)
             runner.run(stream_answer(llm, prompt, params, show))
             print()
         finally:

@@ -1,0 +1,137 @@
+"""BERT (Devlin et al. 2019) and the encoders that differ from it in names and tables: RoBERTa, XLM-R, DistilBERT.
+
+Learned positions, attention in both directions, layer norms after the residual sums. Whatever a checkpoint has on
+top (a pooler, the head that guesses masked words) is not needed for hidden states and is left alone.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_mp.architecture import NativeArchitecture
+from vllm_mp.core.models.gpt2 import LayerNorm
+from vllm_mp.core.models.linear import Linear
+from vllm_mp.core.models.loading import fill
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import AttentionMetadata
+
+BERT_LAYER = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "o_proj": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up_proj": "intermediate.dense",
+    "down_proj": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+DISTILBERT_LAYER = {
+    "query": "attention.q_lin",
+    "key": "attention.k_lin",
+    "value": "attention.v_lin",
+    "o_proj": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "up_proj": "ffn.lin1",
+    "down_proj": "ffn.lin2",
+    "output_norm": "output_layer_norm",
+}
+HEADS = ("pooler.", "cls.", "lm_head.", "vocab_")
+
+
+class EncoderLayer(nn.Module):
+    """Attention and MLP, each added to the residual stream and normalised after it."""
+
+    def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.num_heads = arch.num_heads
+        self.scale = arch.attention_scale[layer]
+        self.activation = ops.ACTIVATIONS[arch.activation]
+        hidden, inner = arch.hidden_size, arch.intermediate_size
+        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device)
+        self.o_proj = Linear(hidden, hidden, True, dtype, device)
+        self.attention_norm = LayerNorm(hidden, arch.norm_eps, dtype, device)
+        self.up_proj = Linear(hidden, inner, True, dtype, device)
+        self.down_proj = Linear(inner, hidden, True, dtype, device)
+        self.output_norm = LayerNorm(hidden, arch.norm_eps, dtype, device)
+
+    def forward(self, x: Tensor, row_lens: list[int]) -> Tensor:
+        q, k, v = self.qkv_proj(x).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
+        attended = ops.encoder_attention(q, k, v, row_lens, self.scale)
+        x = self.attention_norm(x + self.o_proj(attended.reshape(x.shape)))
+        normed: Tensor = self.output_norm(x + self.down_proj(self.activation(self.up_proj(x))))
+        return normed
+
+
+class BertModel(nn.Module):
+    """The embeddings and the layers; `vllm_mp.core.models.NativeModel` is the contract."""
+
+    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.arch = arch
+        self.kv_shapes = arch.kv_shapes
+        at: dict[str, Any] = {"dtype": dtype, "device": device}
+        num_positions = arch.max_position + arch.position_offset
+        self.word_embeddings = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self.position_embeddings = nn.Parameter(torch.empty(num_positions, arch.hidden_size, **at))
+        self.token_type_embeddings = nn.Parameter(torch.empty(arch.num_token_types, arch.hidden_size, **at))
+        self.norm = LayerNorm(arch.hidden_size, arch.norm_eps, dtype, device)
+        self.layers = nn.ModuleList(EncoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        x = F.embedding(input_ids, self.word_embeddings)
+        if self.arch.num_token_types:
+            x = x + self.token_type_embeddings[0]
+        x = x + F.embedding(positions + self.arch.position_offset, self.position_embeddings)
+        x = ops.layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
+        row_lens = list(metadata.query_lens)
+        for layer in self.layers:
+            x = layer(x, row_lens)
+        return x
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        family = next(name for name in ("distilbert", "roberta", "bert") if name in self.arch.name.lower())
+        fill(
+            self._destinations(family),
+            ((_today(name), tensor) for name, tensor in tensors),
+            prefix=f"{family}.",
+            # Old files carry the positions' numbers as a buffer.
+            ignored=lambda name: name.startswith(HEADS) or name.endswith(".position_ids"),
+            tied=None,
+        )
+
+    def _destinations(self, family: str) -> dict[str, Tensor]:
+        """Checkpoint names (without the family's prefix) and the parameters, or rows of fused ones, that they fill."""
+        layers, names = ("encoder.layer", BERT_LAYER)
+        if family == "distilbert":
+            layers, names = ("transformer.layer", DISTILBERT_LAYER)
+        places: dict[str, Tensor] = {
+            "embeddings.word_embeddings.weight": self.word_embeddings,
+            "embeddings.position_embeddings.weight": self.position_embeddings,
+            "embeddings.LayerNorm.weight": self.norm.weight,
+            "embeddings.LayerNorm.bias": self.norm.bias,
+        }
+        if self.arch.num_token_types:
+            places["embeddings.token_type_embeddings.weight"] = self.token_type_embeddings
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, EncoderLayer)
+            for kind, tensor in layer.qkv_proj.named_parameters():
+                for part, rows in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                    places[f"{layers}.{i}.{names[part]}.{kind}"] = rows
+            for part in ("o_proj", "attention_norm", "up_proj", "down_proj", "output_norm"):
+                for kind, tensor in getattr(layer, part).named_parameters():
+                    places[f"{layers}.{i}.{names[part]}.{kind}"] = tensor
+        return places
+
+
+def _today(name: str) -> str:
+    """What a tensor is called today; the first checkpoints, bert-base-uncased among them, come from TensorFlow."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -1,0 +1,21 @@
+"""tools/prefill_flow.py as a user runs it, in its short form."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "prefill_flow.py"
+
+
+def test_both_figures_come_with_their_goals():
+    command = [sys.executable, str(TOOL), "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    sharing, flow = json.loads(done.stdout)
+    assert (sharing["name"], sharing["goal"]) == ("sharing", 0.15)
+    assert (flow["name"], flow["goal"]) == ("flow", 2)
+    for record in (sharing, flow):
+        assert len(record["ratios"]) == 2
+        assert min(record["ratios"]) <= record["ratio"] <= max(record["ratios"])
+        assert min(record["base_s"], record["measured_s"]) > 0

@@ -1,0 +1,378 @@
+"""Architectures without a native module: transformers' own, with its attention over the paged cache."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from greedy_parity import assert_engine_is_greedy, num_preemptions
+from harness import running_engine
+from paged_steps import run_in_chunks
+from random_models import PROMPT_LENGTHS, SIZES, few_blocks, one_thread, random_prompts, save_config, save_random_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    BertConfig,
+    BioGptConfig,
+    BloomConfig,
+    Cohere2Config,
+    CohereConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    DogeConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GPTBigCodeConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    OlmoeConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    RobertaConfig,
+    RwkvConfig,
+    StableLmConfig,
+    Starcoder2Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from vllm_mp import AsyncEngineArgs
+from vllm_mp.architecture import Architecture
+from vllm_mp.core.models.transformers_backend import TransformersForCausalLM
+from vllm_mp.core.weights import load_model
+from vllm_mp.errors import EngineStartError
+
+NUM_TOKENS = 24
+PROMPTS = random_prompts(PROMPT_LENGTHS)
+TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+MOE: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+MLA: dict[str, Any] = {
+    **{key: value for key, value in SIZES.items() if key != "head_dim"},
+    "num_key_value_heads": 6,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+LONG_PHI3 = Phi3Config(**SIZES, **TOKENS, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "biogpt": BioGptConfig(**SIZES, **TOKENS),
+    "cohere": CohereConfig(**SIZES, **TOKENS, logit_scale=3.0, use_qk_norm=True),
+    "cohere2": Cohere2Config(**SIZES, **TOKENS, sliding_window=9, layer_types=ALTERNATING),
+    "deepseek-v3": DeepseekV3Config(
+        **MLA, **MOE, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1
+    ),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        **TOKENS,
+        sliding_window=9,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        query_pre_attn_scalar=12,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        **TOKENS,
+        sliding_window=9,
+        layer_types=ALTERNATING,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+        },
+    ),
+    "gemma3n-shared-kv": Gemma3nTextConfig(
+        **SIZES,
+        **TOKENS,
+        sliding_window=9,
+        layer_types=["full_attention", *ALTERNATING[:2]],
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=97,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0, 0.5, 0.0],
+    ),
+    "gpt-bigcode": GPTBigCodeConfig(vocab_size=97, n_embd=48, n_layer=3, n_head=6, n_positions=128, **TOKENS),
+    "gpt-neox": GPTNeoXConfig(**{**SIZES, "num_attention_heads": 4}, **TOKENS, rotary_pct=0.5),
+    "granite": GraniteConfig(
+        **SIZES,
+        **TOKENS,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.5,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+    ),
+    "llama4": Llama4TextConfig(
+        **SIZES,
+        **TOKENS,
+        num_local_experts=4,
+        intermediate_size_mlp=80,
+        attention_chunk_size=128,
+        no_rope_layers=[1, 1, 0],
+    ),
+    "mixtral": MixtralConfig(**SIZES, **TOKENS, num_local_experts=4, sliding_window=9),
+    "nemotron": NemotronConfig(**SIZES, **TOKENS),
+    "olmo2": Olmo2Config(**SIZES, **TOKENS),
+    "olmoe": OlmoeConfig(**SIZES, **TOKENS, num_experts=4, num_experts_per_tok=2),
+    "opt": OPTConfig(**SIZES, **TOKENS, ffn_dim=80, word_embed_proj_dim=48),
+    "phi": PhiConfig(**SIZES, **TOKENS, partial_rotary_factor=0.5),
+    "phi3": Phi3Config(**SIZES, **TOKENS, sliding_window=9),
+    "qwen2-moe-windowed": Qwen2MoeConfig(
+        **SIZES,
+        **TOKENS,
+        **MOE,
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=ALTERNATING,
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, **TOKENS, **MOE, num_experts=4),
+    "stablelm": StableLmConfig(**SIZES, **TOKENS, use_qkv_bias=True, use_parallel_residual=True),
+    "starcoder2": Starcoder2Config(**SIZES, **TOKENS, sliding_window=9),
+}
+THROUGH_A_CORE = ("deepseek-v3", "gemma2", "gemma3", "mixtral", "opt", "phi3")
+
+
+def save_named_config(config, folder):
+    """A folder for load_format="dummy" that names the architecture, as those of the hub do."""
+    generator = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), T5ForConditionalGeneration)
+    config.architectures = [generator.__name__]
+    return save_config(config, folder)
+
+
+def load_ours(folder, dtype=torch.float32, progress=lambda fraction: None, **options) -> Any:
+    """What the core would load."""
+    config = AsyncEngineArgs(model=str(folder), **options).create_engine_config().model_config
+    return load_model(config, dtype, torch.device("cpu"), progress)
+
+
+def random_model(config, **options) -> Any:
+    """A transformers model that the backend can take over."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="vllm_mp", **options
+    ).eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_chunked_paged_logits_equal_transformers(name, tmp_path):
+    with one_thread():
+        theirs = save_random_model(CONFIGS[name], tmp_path)
+        ours = load_ours(tmp_path)
+        prompts = random_prompts((61, 1, 24, 100, 33))
+        for prompt, got in zip(prompts, run_in_chunks(ours, prompts, block_size=4), strict=True):
+            with torch.inference_mode():
+                expected = theirs(torch.tensor([prompt])).logits[0]
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", THROUGH_A_CORE)
+def test_preempted_requests_in_chunks_are_answered_as_transformers_would(name, tmp_path):
+    with one_thread():
+        theirs = save_random_model(CONFIGS[name], tmp_path)
+        shapes = load_ours(tmp_path).kv_shapes
+        token_bytes = 4 * sum(heads * dim for layer in shapes for heads, dim in layer)
+        options = few_blocks(token_bytes)
+        with running_engine(tmp_path, skip_tokenizer_init=True, device="cpu", num_threads=1, **options) as engine:
+            assert_engine_is_greedy(engine, theirs, PROMPTS, NUM_TOKENS)
+            assert num_preemptions(engine) > 0
+
+
+def test_latent_attention_caches_keys_and_values_of_their_own_size(tmp_path):
+    ours = load_ours(save_named_config(CONFIGS["deepseek-v3"], tmp_path), load_format="dummy")
+    assert ours.kv_shapes == [((6, 16), (6, 12))] * 3
+
+
+def test_dummy_weights_are_a_function_of_the_seed(tmp_path):
+    folder = save_named_config(CONFIGS["mixtral"], tmp_path)
+    one, again, other = (load_ours(folder, load_format="dummy", seed=seed).state_dict() for seed in (7, 7, 8))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in one.items())
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gemma2", "opt"])
+def test_sixteen_bit_weights_pass_the_checks_and_compute_in_their_type(name, tmp_path):
+    save_random_model(CONFIGS[name], tmp_path)
+    ours = load_ours(tmp_path, torch.bfloat16)
+    (logits,) = run_in_chunks(ours, random_prompts((12,)), block_size=4, dtype=torch.bfloat16)
+    assert ours.causal.dtype == torch.bfloat16
+    assert logits.isfinite().all()
+
+
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "state-space": (MambaConfig(vocab_size=97, hidden_size=48, num_hidden_layers=2), "'MambaForCausalLM'.*state-space"),
+    "recurrent": (RwkvConfig(vocab_size=97, hidden_size=48, context_length=64), "'RwkvForCausalLM'.*state-space"),
+    "hybrid": (JambaConfig(**SIZES, **TOKENS), "'JambaForCausalLM'.*keeps a state"),
+    "alibi": (
+        BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=6, seq_length=64),
+        "'BloomForCausalLM'.*ALiBi",
+    ),
+    "own attention": (
+        FalconConfig(vocab_size=97, hidden_size=48, num_attention_heads=6, max_position_embeddings=64),
+        "'FalconForCausalLM'.*attention of its own",
+    ),
+    "encoder-decoder": (T5Config(vocab_size=97, d_model=48), "'T5ForConditionalGeneration'.*only decoder-only"),
+    "sinks": (
+        GptOssConfig(**SIZES, **TOKENS, num_local_experts=4, layer_types=ALTERNATING),
+        "'GptOssForCausalLM'.*s_aux",
+    ),
+    "own mask": (DogeConfig(**SIZES, **TOKENS), "'DogeForCausalLM'.*mask of its own"),
+    "sees the future": (BertConfig(**SIZES, **TOKENS), "'BertLMHeadModel'.*not causal"),
+    "attends twice": (DiffLlamaConfig(**SIZES, **TOKENS), "'DiffLlamaForCausalLM'.*used 6 times in 3 layers"),
+    "own positions": (RobertaConfig(**SIZES, **TOKENS, is_decoder=True), "'RobertaForCausalLM'.*positions from 0"),
+    "chunks": (
+        Llama4TextConfig(**SIZES, **TOKENS, num_local_experts=4, intermediate_size_mlp=80, attention_chunk_size=32),
+        "'Llama4ForCausalLM'.*masks more or less .* max_model_len=128",
+    ),
+    "longrope": (LONG_PHI3, "longrope.*outgrows 64 .*max_model_len.*128"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_would_not_answer_as_transformers_does_is_refused_by_name(kind, tmp_path):
+    config, message = REFUSED[kind]
+    with pytest.raises(ValueError, match=message):
+        load_ours(save_named_config(config, tmp_path), load_format="dummy")
+
+
+def test_longrope_is_served_within_the_length_that_keeps_its_frequencies(tmp_path):
+    with one_thread():
+        theirs = save_random_model(LONG_PHI3, tmp_path)
+        prompts = random_prompts((64, 7))
+        for prompt, got in zip(prompts, run_in_chunks(load_ours(tmp_path, max_model_len=64), prompts, 4), strict=True):
+            with torch.inference_mode():
+                torch.testing.assert_close(got, theirs(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
+
+
+class Shifted(nn.Module):
+    """A part that sees the token before."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, hidden):
+        return self.part(hidden + 0.1 * hidden.roll(1, dims=1))
+
+
+class Pooled(Shifted):
+    """A part that sees the mean of all tokens, in whatever order they come."""
+
+    def forward(self, hidden):
+        return self.part(hidden + 0.1 * hidden.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("kind", [Shifted, Pooled])
+def test_tokens_that_meet_outside_of_attention_are_noticed(kind):
+    causal = random_model(CONFIGS["phi3"])
+    causal.model.layers[1].mlp = kind(causal.model.layers[1].mlp)
+    with pytest.raises(ValueError, match=r"'Phi3ForCausalLM'.*depends on the tokens beside it"):
+        TransformersForCausalLM(causal, arch_of(causal), 128)
+
+
+def test_rotary_frequencies_that_follow_the_longest_sequence_are_noticed():
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    causal = random_model(LlamaConfig(**SIZES, rope_parameters=rope))
+    TransformersForCausalLM(causal, arch_of(causal), 128)
+    causal = random_model(LlamaConfig(**SIZES, rope_parameters=rope))
+    with pytest.raises(ValueError, match=r"'LlamaForCausalLM'.*depends on the tokens beside it"):
+        TransformersForCausalLM(causal, arch_of(causal), 256)
+
+
+def arch_of(causal):
+    return Architecture.from_hf_config({**causal.config.to_dict(), "architectures": [type(causal).__name__]})
+
+
+def test_a_head_alone_is_no_language_model(tmp_path):
+    folder = save_named_config(CONFIGS["phi3"], tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Phi3ForSequenceClassification"]}))
+    with pytest.raises(ValueError, match=r"'Phi3ForSequenceClassification' .*generates text is Phi3ForCausalLM"):
+        load_ours(folder, load_format="dummy")
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "phi33"}))
+    with pytest.raises(ValueError, match=r"'Phi3ForCausalLM' .*cannot read .*config\.json: .*phi33"):
+        load_ours(folder, load_format="dummy")
+
+
+def test_the_cause_of_a_refusal_by_the_core_reaches_the_caller(tmp_path):
+    config, message = REFUSED["alibi"]
+    folder = save_named_config(config, tmp_path)
+    options = {"skip_tokenizer_init": True, "load_format": "dummy", "max_model_len": 64}
+    with pytest.raises(EngineStartError, match=message), running_engine(folder, **options):
+        pass
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+NORM = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(NORM), f"missing {NORM}"),
+        (lambda tensors: tensors.update(stray=torch.ones(2)), "unexpected stray"),
+        (lambda tensors: tensors.update({NORM: torch.ones(3, 5)}), rf"{NORM} has shape \[3, 5\], not \[48, 80\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(change, message, tmp_path):
+    save_random_model(CONFIGS["phi3"], tmp_path)
+    change_weights(tmp_path, change)
+    with pytest.raises(ValueError, match=f"{tmp_path}: .*{message}.*same model"):
+        load_ours(tmp_path)
+
+
+def test_damaged_weights_are_refused_by_name(tmp_path):
+    save_random_model(CONFIGS["phi3"], tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
+        load_ours(tmp_path)
+
+
+def test_loading_tells_its_progress_and_ends_when_told_to(tmp_path):
+    save_random_model(CONFIGS["mixtral"], tmp_path)
+    fractions: list[float] = []
+    load_ours(tmp_path, progress=fractions.append)
+    assert fractions == sorted(fractions)
+    assert len(fractions) > 10
+    assert fractions[-1] == 1.0
+
+    class Stopped(Exception):
+        pass
+
+    def stop(fraction):
+        if fraction > 0.3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        load_ours(tmp_path, progress=stop)

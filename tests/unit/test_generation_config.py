@@ -1,0 +1,160 @@
+"""The sampling parameters that a model's folder proposes for requests that bring none."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+
+from vllm_mp.config import VllmConfig
+from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.sampling_params import SamplingParams
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+}
+SAMPLED = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "max_new_tokens": 300,
+    "bos_token_id": 1,
+    "transformers_version": "4.51.0",
+}
+PROPOSED = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "max_tokens": 300,
+}
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """A function that makes the configuration of an engine whose model's folder holds `generation`."""
+
+    def make(generation, **options):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        (tmp_path / "generation_config.json").unlink(missing_ok=True)
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return AsyncEngineArgs(model=str(tmp_path), load_format="dummy", **options).create_engine_config().model_config
+
+    return make
+
+
+@pytest.fixture
+def defaults(configure):
+    return lambda *args, **options: configure(*args, **options).default_sampling_params
+
+
+def test_the_folders_values_are_proposed_under_the_names_of_sampling_params(defaults):
+    assert defaults(SAMPLED) == PROPOSED
+    SamplingParams(**defaults(SAMPLED))
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"temperature": None, "eos_token_id": 5}], ids=str)
+def test_a_folder_that_says_nothing_proposes_nothing(defaults, generation):
+    assert defaults(generation) == {}
+
+
+def test_a_folder_that_samples_at_no_temperature_of_its_own_samples_at_1(defaults):
+    assert defaults({"do_sample": True, "top_k": 5}) == {"temperature": 1.0, "top_k": 5}
+    assert defaults({"temperature": 0.5}, override_generation_config={"do_sample": True}) == {"temperature": 0.5}
+
+
+def test_the_folder_can_be_left_out_of_account(defaults):
+    assert defaults(SAMPLED, generation_config="vllm") == {}
+    override = {"top_k": 3}
+    assert defaults(SAMPLED, generation_config="vllm", override_generation_config=override) == {"top_k": 3}
+
+
+def test_another_folder_may_propose_instead(defaults, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"temperature": 0.25}')
+    assert defaults(SAMPLED, generation_config=str(other)) == {"temperature": 0.25}
+
+
+def test_the_users_values_replace_the_folders_one_by_one(defaults):
+    override = {"temperature": 0.1, "max_new_tokens": 7, "top_p": None}
+    expected = {**PROPOSED, "temperature": 0.1, "max_tokens": 7}
+    del expected["top_p"]
+    assert defaults(SAMPLED, override_generation_config=override) == expected
+    assert defaults(None, override_generation_config={"min_p": 0.5}) == {"min_p": 0.5}
+    assert defaults(SAMPLED, override_generation_config={}) == PROPOSED
+
+
+def test_the_end_of_an_answer_may_be_replaced_too(configure):
+    assert configure({"eos_token_id": 5}, override_generation_config={"eos_token_id": [6, 7]}).eos_token_ids == [6, 7]
+
+
+def test_a_folder_that_does_not_sample_proposes_greedy_and_what_matters_to_it(defaults):
+    greedy = {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": 300}
+    assert defaults({**SAMPLED, "do_sample": False}) == greedy
+    assert defaults({"do_sample": False}) == {"temperature": 0.0}
+    assert defaults(SAMPLED, override_generation_config={"do_sample": False}) == greedy
+
+
+def test_the_user_may_ask_a_folder_that_does_not_sample_to_sample(defaults):
+    folder = {**SAMPLED, "do_sample": False}
+    asked = {"temperature": 0.7, "top_k": 4}
+    expected = {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.1, "max_tokens": 300}
+    assert defaults(folder, override_generation_config=asked) == expected
+    assert defaults(folder, override_generation_config={"do_sample": True}) == PROPOSED
+
+
+BAD = [
+    ("temperature", -1.0, "[0, 1e+06]"),
+    ("temperature", "hot", "a number"),
+    ("temperature", True, "a number"),
+    ("top_p", 0.0, "(0, 1]"),
+    ("top_k", 50.5, "an integer"),
+    ("min_p", 2, "[0, 1]"),
+    ("repetition_penalty", 0, "[1e-06, 1e+06]"),
+    ("max_new_tokens", 0, "[1, 2147483647]"),
+    ("max_new_tokens", [5], "an integer"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), BAD)
+def test_a_bad_value_is_refused_with_its_name_and_where_it_comes_from(defaults, name, value, allowed):
+    with pytest.raises(ValueError) as caught:
+        defaults({**SAMPLED, name: value})
+    assert str(caught.value).startswith(f"generation_config.json: {name}={value!r}: ")
+    assert allowed in str(caught.value)
+    assert "generation_config='vllm'" in str(caught.value)
+    assert defaults({**SAMPLED, name: value}, generation_config="vllm") == {}
+    with pytest.raises(ValueError) as caught:
+        defaults(SAMPLED, override_generation_config={name: value})
+    assert str(caught.value).startswith(f"override_generation_config: {name}={value!r}: ")
+    assert allowed in str(caught.value)
+    assert defaults({**SAMPLED, name: value}, override_generation_config={name: None}) is not None
+
+
+def test_a_value_that_nobody_reads_is_refused_nowhere_but_mentioned_where_the_user_gave_it(defaults, caplog):
+    assert defaults({**SAMPLED, "num_beams": 4}) == PROPOSED
+    assert not caplog.messages
+    assert defaults(SAMPLED, override_generation_config={"temprature": 0.1}) == PROPOSED
+    assert caplog.messages == ["override_generation_config: nothing here reads 'temprature'"]
+
+
+def test_numbers_of_other_libraries_reach_the_core_as_plain_ones(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    override = {"top_k": np.int64(3), "temperature": np.float32(0.5)}
+    args = AsyncEngineArgs(model=str(tmp_path), load_format="dummy", override_generation_config=override)
+    config = args.create_engine_config()
+    assert msgspec.json.decode(msgspec.json.encode(config), type=VllmConfig) == config
+    assert config.model_config.default_sampling_params == {"top_k": 3, "temperature": 0.5}

@@ -1,0 +1,313 @@
+"""What a request may ask for: every rule on parameters holds, and whoever breaks one is told field, value and range."""
+
+import math
+from fractions import Fraction
+
+import msgspec
+import numpy as np
+import pytest
+
+from vllm_mp import wire
+from vllm_mp.sampling_params import RequestOutputKind, SamplingParams, check_served
+
+BOOLEANS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+RANGES = [
+    ("n", 1, 10_000),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 1e-6, 1e6),
+    ("temperature", 0, 1e6),
+    ("top_p", 1e-9, 1),
+    ("top_k", -1, 2**31 - 1),
+    ("min_p", 0, 1),
+    ("seed", -(2**63), 2**63 - 1),
+    ("max_tokens", 1, 2**31 - 1),
+    ("min_tokens", 0, 16),
+    ("logprobs", -1, 2**31 - 1),
+    ("prompt_logprobs", -1, 2**31 - 1),
+    ("truncate_prompt_tokens", -1, 2**31 - 1),
+]
+"""Both ends belong to the range."""
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+
+
+def refusal(error, **fields):
+    """The message that a set of parameters is refused with."""
+    with pytest.raises(error) as caught:
+        SamplingParams(**fields)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "low", "high"), RANGES)
+def test_both_ends_of_a_range_are_accepted(name, low, high):
+    for value in (low, high):
+        assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limits"),
+    [
+        ("n", 0, "[1, 10000]"),
+        ("n", 10_001, "[1, 10000]"),
+        ("best_of", 0, "[1, 10000]"),
+        ("presence_penalty", 2.1, "[-2, 2]"),
+        ("presence_penalty", -2.1, "[-2, 2]"),
+        ("frequency_penalty", 3, "[-2, 2]"),
+        ("repetition_penalty", 0.0, "[1e-06, 1e+06]"),
+        ("repetition_penalty", -1.0, "[1e-06, 1e+06]"),
+        ("repetition_penalty", 1e-50, "[1e-06, 1e+06]"),
+        ("temperature", -0.1, "[0, 1e+06]"),
+        ("temperature", 1e7, "[0, 1e+06]"),
+        ("top_p", 0.0, "(0, 1]"),
+        ("top_p", 1.01, "(0, 1]"),
+        ("top_k", -2, "[-1, 2147483647]"),
+        ("top_k", 2**31, "[-1, 2147483647]"),
+        ("min_p", -0.1, "[0, 1]"),
+        ("min_p", 1.5, "[0, 1]"),
+        ("seed", 2**63, f"[{-(2**63)}, {2**63 - 1}]"),
+        ("seed", -(2**63) - 1, f"[{-(2**63)}, {2**63 - 1}]"),
+        ("max_tokens", 0, "[1, 2147483647]"),
+        ("max_tokens", -1, "[1, 2147483647]"),
+        ("min_tokens", -1, "[0, 2147483647]"),
+        ("min_tokens", 17, "at most max_tokens=16"),
+        ("logprobs", -2, "[-1, 2147483647]"),
+        ("prompt_logprobs", -2, "[-1, 2147483647]"),
+        ("truncate_prompt_tokens", -2, "[-1, 2147483647]"),
+        ("truncate_prompt_tokens", 0, "-1 or at least 1"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_field_value_and_range(name, value, limits):
+    message = refusal(ValueError, **{name: value})
+    assert message.startswith(f"{name} must be")
+    assert limits in message
+    assert f"got {value}" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p"]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, -(10**400), np.float32("nan")], ids=repr)
+def test_what_is_no_finite_float_is_refused_by_name(name, value):
+    message = refusal(ValueError, **{name: value})
+    assert message.startswith(f"{name} must be in")
+    assert f"got {value}" in message
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in RANGES])
+def test_a_number_of_the_wrong_type_is_refused_by_name(name):
+    for value in (True, np.bool_(True), "1", [1], 1j, *([1.5] if name in INTEGERS else [])):
+        message = refusal(TypeError, **{name: value})
+        assert message.startswith(f"{name} must be a")
+        assert repr(value) in message
+
+
+@pytest.mark.parametrize("name", BOOLEANS)
+@pytest.mark.parametrize("value", [1, 0, None, "yes", np.bool_(True)], ids=repr)
+def test_a_switch_is_true_or_false(name, value):
+    assert refusal(TypeError, **{name: value}) == f"{name} must be True or False, got {value!r}"
+
+
+def test_numbers_of_other_libraries_become_plain_ones_that_the_wire_can_carry():
+    params = SamplingParams(
+        n=np.int64(3),
+        temperature=np.float32(0.5),
+        top_p=Fraction(1, 2),
+        seed=np.uint32(7),
+        stop_token_ids=[np.int32(4)],
+        allowed_token_ids=(np.int64(5), 6),
+        logit_bias={np.int64(7): np.float32(1.5), "8": 2},
+    )
+    assert params == SamplingParams(
+        n=3,
+        temperature=0.5,
+        top_p=0.5,
+        seed=7,
+        stop_token_ids=[4],
+        allowed_token_ids=[5, 6],
+        logit_bias={7: 1.5, 8: 2.0},
+    )
+    assert {type(key) for key in params.logit_bias} == {int}
+    assert {type(bias) for bias in params.logit_bias.values()} == {float}
+    msgspec.msgpack.encode(params)
+
+
+@pytest.mark.parametrize(("name", "most"), [("stop", 64), ("bad_words", 1024)])
+def test_texts_have_bounds_in_number_and_length(name, most):
+    texts = ["x" * 256] + [str(i) for i in range(most - 1)]
+    assert getattr(SamplingParams(**{name: texts}), name) == texts
+    assert f"at most {most} strings, got {most + 1}" in refusal(ValueError, **{name: [*texts, "y"]})
+    for text, size in (("", 0), ("y" * 257, 257)):
+        message = refusal(ValueError, **{name: ["fine", text]})
+        assert message.startswith(f"{name} must hold strings of 1 to 256 characters, got one of {size}")
+        assert len(message) < 200, "the text itself is not repeated in full"
+    assert refusal(ValueError, **{name: ["\ud800"]}).startswith(f"{name} must hold valid Unicode")
+    assert refusal(TypeError, **{name: ["a", 3]}) == f"{name} must hold strings, got 3"
+
+
+def test_one_stop_string_does_for_a_list_and_none_for_an_empty_one():
+    assert SamplingParams(stop="END").stop == ["END"]
+    assert refusal(ValueError, stop="").startswith("stop must hold strings of 1 to")
+    params = SamplingParams()
+    assert (params.stop, params.stop_token_ids, params.bad_words, params.allowed_token_ids) == ([], [], [], None)
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
+@pytest.mark.parametrize("value", [5, 0, {1: 2}, np.array([1, 2]), 1.5], ids=repr)
+def test_what_is_no_list_is_refused_by_name(name, value):
+    message = refusal(TypeError, **{name: value})
+    assert message.startswith(f"{name} must be a list")
+    assert repr(value) in message
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_token_ids_are_integers_in_range(name):
+    assert getattr(SamplingParams(**{name: [0, 2**31 - 1]}), name) == [0, 2**31 - 1]
+    for value in (-1, 2**31, 10**400):
+        message = refusal(ValueError, **{name: [3, value]})
+        assert message == f"{name} must hold token ids, integers in [0, 2**31), got {value}"
+    for value in (True, 1.0, "1", None):
+        assert refusal(TypeError, **{name: [3, value]}) == f"{name} must hold token ids, got {value!r}"
+
+
+def test_allowing_no_token_at_all_is_refused():
+    assert refusal(ValueError, allowed_token_ids=[]).startswith("allowed_token_ids must not be empty")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.1e6, -1.1e6, 10**400], ids=lambda v: repr(v)[:15])
+def test_a_bias_out_of_range_is_refused_by_name(value):
+    message = refusal(ValueError, logit_bias={1: 0.5, 7: value})
+    assert message == f"logit_bias[7] must be in [-1e+06, 1e+06], got {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ([1], TypeError, "logit_bias must be a dict of token ids and numbers, got [1]"),
+        ({1: True}, TypeError, "logit_bias[1] must be a number, got True"),
+        ({1: "2"}, TypeError, "logit_bias[1] must be a number, got '2'"),
+        ({1: None}, TypeError, "logit_bias[1] must be a number, got None"),
+        ({"3.5": 1}, TypeError, "logit_bias must have token ids as keys, got '3.5'"),
+        ({"x": 1}, TypeError, "logit_bias must have token ids as keys, got 'x'"),
+        ({1.0: 1}, TypeError, "logit_bias must have token ids as keys, got 1.0"),
+        ({True: 1}, TypeError, "logit_bias must have token ids as keys, got True"),
+        ({None: 1}, TypeError, "logit_bias must have token ids as keys, got None"),
+        ({-1: 1}, ValueError, "logit_bias must have token ids as keys, integers in [0, 2**31), got -1"),
+        ({"-1": 1}, ValueError, "logit_bias must have token ids as keys, integers in [0, 2**31), got -1"),
+        ({2**31: 1}, ValueError, "logit_bias must have token ids as keys, integers in [0, 2**31), got 2147483648"),
+    ],
+    ids=repr,
+)
+def test_a_bias_of_the_wrong_form_is_refused_by_name(value, error, words):
+    assert refusal(error, logit_bias=value) == words
+
+
+def test_best_of_is_refused_with_a_reason_unless_it_is_n():
+    assert SamplingParams(n=3, best_of=3).best_of == 3
+    message = refusal(ValueError, n=2, best_of=4)
+    assert message.startswith("best_of must be None or equal to n=2, got 4: answers that nobody receives")
+
+
+def test_several_greedy_answers_are_refused_because_they_would_be_the_same():
+    assert SamplingParams(n=1, temperature=0).n == 1
+    message = refusal(ValueError, n=2, temperature=0)
+    assert message.startswith("n must be 1 with temperature=0, got 2: all answers would be the same")
+
+
+def test_stop_strings_need_text():
+    message = refusal(ValueError, stop="x", detokenize=False)
+    assert message.startswith("stop needs detokenize=True")
+    assert SamplingParams(stop_token_ids=[1], detokenize=False).stop_token_ids == [1]
+
+
+def test_min_tokens_may_be_as_many_as_max_tokens_and_anything_where_there_is_no_limit():
+    assert SamplingParams(min_tokens=16).min_tokens == 16
+    assert SamplingParams(min_tokens=5000, max_tokens=None).min_tokens == 5000
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, ["a"], 5], ids=repr)
+def test_extra_args_that_nobody_reads_are_refused(value):
+    message = refusal(ValueError, extra_args=value)
+    assert message.startswith("extra_args must be empty, got")
+    assert repr(value) in message
+    assert SamplingParams(extra_args={}) is not None
+
+
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1).seed is None
+
+
+@pytest.mark.parametrize("value", [3, "DELTA", None])
+def test_an_output_kind_that_there_is_not_is_refused(value):
+    assert refusal(ValueError, output_kind=value) == f"output_kind must be a RequestOutputKind, got {value!r}"
+
+
+@pytest.mark.parametrize("name", ["guided_decoding", "structured_outputs"])
+def test_what_is_not_served_is_named(name):
+    check_served(SamplingParams())
+    with pytest.raises(NotImplementedError, match=rf"{name}=.*'regex'.*not served"):
+        check_served(SamplingParams(**{name: {"regex": "a+"}}))
+
+
+def test_a_copy_shares_nothing_that_a_caller_changes():
+    ids, bias, stop = [1], {1: 1.0}, ["x"]
+    params = SamplingParams(stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias, stop=stop)
+    copy = params.clone()
+    ids.append(2)
+    bias[2] = 2.0
+    stop.append("y")
+    assert (params.stop_token_ids, params.allowed_token_ids, params.logit_bias, params.stop) == (
+        [1],
+        [1],
+        {1: 1},
+        ["x"],
+    )
+    copy.temperature = 0.0
+    assert params.temperature == 1.0
+
+
+FULL = {
+    "n": 3,
+    "best_of": 3,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 1.5,
+    "repetition_penalty": 1.1,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "seed": -(2**63),
+    "stop": ["é", "\0"],
+    "stop_token_ids": [0, 5],
+    "bad_words": ["no", " way"],
+    "ignore_eos": True,
+    "max_tokens": None,
+    "min_tokens": 3,
+    "logprobs": -1,
+    "prompt_logprobs": 0,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "truncate_prompt_tokens": -1,
+    "output_kind": RequestOutputKind.FINAL_ONLY,
+    "logit_bias": {0: -1e6, 2**31 - 1: 0.1},
+    "allowed_token_ids": [2, 1, 2],
+}
+
+
+def test_parameters_cross_the_wire_unchanged():
+    for params in (SamplingParams(), SamplingParams(**FULL), SamplingParams(stop_token_ids=[1], detokenize=False)):
+        message = wire.AddRequest(1, 0, "id", b"", params)
+        assert wire.decode_client_message(wire.encode(message)).params == params
+    left_out = {"detokenize", "guided_decoding", "structured_outputs", "extra_args"}
+    assert FULL.keys() | left_out == set(SamplingParams.__struct_fields__)
+
+
+def test_json_bias_of_string_keys_means_the_same():
+    text = '{"logit_bias": {"17": -100, "3": 2.5}}'
+    assert msgspec.json.decode(text, type=SamplingParams).logit_bias == {17: -100.0, 3: 2.5}

@@ -1,0 +1,179 @@
+"""How long the scheduler takes for a step, without a model.
+
+For 1, 256 and 1,024 running requests at contexts of 128, 1,024 and 8,192 tokens, each with a prompt of its own or all
+with the same: the median processor time, so that other work on the machine counts for little, of choosing a step, of
+laying it out for the model, and of booking it. A decode step has one token of each request; an admission step reads the
+first chunk of one new prompt besides.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_mp.config import SchedulerConfig
+from vllm_mp.core.batch import Batch
+from vllm_mp.core.block_pool import BlockPool, root_hash
+from vllm_mp.core.request import Request
+from vllm_mp.core.scheduler import Scheduler
+from vllm_mp.core.step_inputs import step_inputs
+from vllm_mp.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+CHUNK = 2048
+"""Tokens of a new prompt that a step may read beside the decodes."""
+ANY_TOKEN = 7
+GOAL_US, GOAL_US_A_REQUEST = 500, 1
+
+
+class Workload(NamedTuple):
+    """Contexts are in tokens; medians are over `num_steps` decode steps and `num_admissions` admissions."""
+
+    requests: tuple[int, ...]
+    contexts: tuple[int, ...]
+    num_steps: int
+    num_admissions: int
+
+
+FULL = Workload((1, 256, 1024), (128, 1024, 8192), 100, 20)
+QUICK = Workload((1, 8), (32, 128), 8, 2)
+
+
+class Bench:
+    """A scheduler with running requests."""
+
+    def __init__(self, num_requests: int, context: int, shares: bool, workload: Workload) -> None:
+        """`shares`: the prompts differ in their last tokens only, so that nearly all of each is found in the cache."""
+        self.context = context
+        self.shares = shares
+        self.rng = np.random.default_rng(0)
+        self.common = self.rng.integers(100, 30_000, context, dtype=np.int32)
+        # Lengths are spread over a block, so that each step brings some requests to the end of one.
+        self.max_len = context + 2 * BLOCK_SIZE + workload.num_steps + workload.num_admissions + 1
+        max_blocks = -(-self.max_len // BLOCK_SIZE)
+        self.batch = Batch(num_requests + 1, self.max_len, BLOCK_SIZE, [])
+        self.config = SchedulerConfig(
+            max_num_seqs=num_requests + 1,
+            max_num_batched_tokens=(num_requests + 1) * self.max_len,
+            max_num_partial_prefills=1,
+            enable_chunked_prefill=True,
+            policy="fcfs",
+            stream_interval=1,
+        )
+        pool = BlockPool((num_requests + 2) * max_blocks + 1)
+        self.scheduler = Scheduler(self.config, self.batch, pool, BLOCK_SIZE)
+        self.params = SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=1)
+        self.slots = itertools.count()
+        for _ in range(num_requests):
+            self.add()
+        self.time_step()
+        self.config.max_num_batched_tokens = CHUNK + num_requests
+
+    def add(self) -> int:
+        """A request arrives; its slot."""
+        slot = next(self.slots)
+        own = self.rng.integers(100, 30_000, slot % BLOCK_SIZE + 1, dtype=np.int32)
+        start = self.common if self.shares else self.rng.integers(100, 30_000, self.context, dtype=np.int32)
+        prompt = np.concatenate([start, own])
+        self.scheduler.add(
+            Request(
+                client=0,
+                slot=slot,
+                request_id=str(slot),
+                params=self.params,
+                tokens=prompt,
+                num_prompt=len(prompt),
+                max_total=self.max_len,
+                order=self.scheduler.order_of(0),
+                hashes=[root_hash("")],
+            )
+        )
+        return slot
+
+    def time_step(self) -> tuple[float, float, float]:
+        """Run a step; processor seconds to choose it, to lay it out, and to book it."""
+        start = time.thread_time()
+        step = self.scheduler.schedule()
+        assert step is not None
+        chosen = time.thread_time()
+        step_inputs(step, self.batch, BLOCK_SIZE, _as_tensor)
+        laid_out = time.thread_time()
+        tokens = np.full(int(step.samples.sum()), ANY_TOKEN)
+        begin = time.thread_time()
+        self.scheduler.update(step, tokens)
+        return chosen - start, laid_out - chosen, time.thread_time() - begin
+
+    def decode(self, num_steps: int) -> list[tuple[float, float, float]]:
+        return [self.time_step() for _ in range(num_steps)]
+
+    def admit(self, num_admissions: int) -> list[tuple[float, float, float]]:
+        """Steps that each admit one more request, which leaves after it."""
+        times = []
+        for _ in range(num_admissions):
+            slot = self.add()
+            times.append(self.time_step())
+            self.scheduler.abort(0, slot)
+        return times
+
+
+def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(array)
+
+
+def measure(workload: Workload) -> list[dict[str, Any]]:
+    """A record for each case and kind of step; medians in microseconds."""
+    records = []
+    for num_requests, context, shares in itertools.product(workload.requests, workload.contexts, (False, True)):
+        bench = Bench(num_requests, context, shares, workload)
+        for kind, times in (
+            ("decode", bench.decode(workload.num_steps)),
+            ("admission", bench.admit(workload.num_admissions)),
+        ):
+            schedule, inputs, update = (1e6 * statistics.median(part) for part in zip(*times, strict=True))
+            records.append(
+                {
+                    "step": kind,
+                    "requests": num_requests,
+                    "context": context,
+                    "prefix_hits": shares,
+                    "schedule_us": schedule,
+                    "inputs_us": inputs,
+                    "update_us": update,
+                    "total_us": 1e6 * statistics.median(map(sum, times)),
+                    "goal_us": GOAL_US + GOAL_US_A_REQUEST * num_requests,
+                }
+            )
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    head = ("step", "requests", "context", "prompts", "schedule", "inputs", "update", "total us", "goal us")
+    lines = ["".join(f"{name:>11}" for name in head)]
+    for record in records:
+        cells = [record["step"], f"{record['requests']:,}", f"{record['context']:,}"]
+        cells.append("shared" if record["prefix_hits"] else "own")
+        cells += [f"{record[f'{name}_us']:,.0f}" for name in ("schedule", "inputs", "update", "total", "goal")]
+        missed = "  missed" if record["total_us"] > record["goal_us"] else ""
+        lines.append("".join(f"{cell:>11}" for cell in cells) + missed)
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="few and small cases, to try the tool itself")
+    args = parser.parse_args()
+    records = measure(QUICK if args.quick else FULL)
+    print(json.dumps(records, indent=1) if args.json else table(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
