@@ -25,6 +25,19 @@ _IMPORTED_AT = 0.35
 _LOADED_AT = 0.6
 _DEQUANTIZED_AT = 0.85
 
+# Metadata that some versions of transformers pass over, and the configuration's name for it.
+_PASSED_OVER = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "context_length": "max_position_embeddings",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+_ABSENT = object()
+
 _SPECIAL_TOKENS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -62,8 +75,9 @@ def main(arguments: list[str]) -> int:
 def convert(source: Path, folder: Path) -> None:
     """Write the model in `source` to `folder` as config, generation config, tokenizer and safetensors.
 
-    Raises ValueError for a file that cannot be read or an architecture that transformers does not know from
-    GGUF, OSError (ENOSPC) before any work when the disk has no room for the result.
+    Raises ValueError for a file that cannot be read, an architecture that transformers does not know from
+    GGUF, and weights that are not those of the architecture; OSError (ENOSPC) before any work when the disk
+    has no room for the result.
     """
     _report(0.0)
     reader = _open(source)
@@ -71,17 +85,14 @@ def convert(source: Path, folder: Path) -> None:
     _share(reader)
     _report(_OPENED_AT)
 
-    # Loaded here, because what is wrong with the file is known much sooner than transformers is imported.
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    _report(_IMPORTED_AT)
-    file = {"gguf_file": source.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **file)
-    _report(_LOADED_AT)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **file
-    )
+    architecture = str(reader.fields["general.architecture"].contents())
+    try:
+        model, tokenizer = _load(source, reader, architecture)
+    except OSError:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"architecture {architecture!r}: {text}") from error
     _report(_DEQUANTIZED_AT)
     _use_special_tokens_of_file(model, tokenizer, reader)
     tokenizer.save_pretrained(folder)
@@ -90,6 +101,95 @@ def convert(source: Path, folder: Path) -> None:
         # safetensors writes for the owner alone, which a cache shared by several users cannot do with.
         path.chmod(0o644)
     _report(1.0)
+
+
+def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:
+    """The model, dequantized, and the tokenizer, as transformers makes them of the file."""
+    # Loaded here, because what is wrong with the file is known much sooner than transformers is imported.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    _report(_IMPORTED_AT)
+    file = {"gguf_file": source.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **file)
+    _report(_LOADED_AT)
+    config = AutoConfig.from_pretrained(source.parent, **file)
+    _complete(config, reader, architecture)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        config=config,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **file,
+    )
+    # What transformers finds no weight for it draws at random.
+    problems = [f"no tensor for {name}" for name in sorted(report["missing_keys"])]
+    problems += [
+        f"{name} has shape {list(found)}, not {list(wanted)}" for name, found, wanted in report["mismatched_keys"]
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"{problems[0]}{more}: transformers does not fully know this architecture from GGUF")
+    return model, tokenizer
+
+
+def _complete(config: Any, reader: gguf.GGUFReader, architecture: str) -> None:
+    """Set what the file says and transformers passes over."""
+    for key, name in _PASSED_OVER.items():
+        field = reader.fields.get(f"{architecture}.{key}")
+        if field is not None and getattr(config, name, _ABSENT) not in (_ABSENT, field.contents()):
+            setattr(config, name, field.contents())
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # layers with a window are not scaled
+    theta = reader.fields.get(f"{architecture}.rope.freq_base")
+    if theta is not None and "rope_theta" in rope:
+        rope["rope_theta"] = float(theta.contents())
+    if rope.get("rope_type") == "default":
+        rope.update(_rope_scaling(reader, architecture, rope))
+        if rope["rope_type"] == "longrope":
+            config.original_max_position_embeddings = rope["original_max_position_embeddings"]
+
+
+def _rope_scaling(reader: gguf.GGUFReader, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary scaling in transformers' terms, from metadata or from the tensors that llama.cpp keeps it in."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")}
+    prefix = f"{architecture}.rope.scaling."
+    scaling = {
+        key.removeprefix(prefix): field.contents() for key, field in reader.fields.items() if key.startswith(prefix)
+    }
+    original = scaling.get("original_context_length")
+    if "rope_freqs.weight" in tensors:
+        return _llama3_scaling(np.asarray(tensors["rope_freqs.weight"].data), float(rope["rope_theta"]))
+    if "rope_factors_long.weight" in tensors:
+        factors = {
+            f"{length}_factor": tensors[f"rope_factors_{length}.weight"].data.tolist() for length in ("short", "long")
+        }
+        return {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+    kind = scaling.get("type", "none")
+    if kind == "none":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"rotary scaling {kind!r} is not supported; supported are linear, yarn and factors in tensors")
+    known = {"original_max_position_embeddings": original} if original else {}
+    return {"rope_type": kind, "factor": scaling["factor"], **known}
+
+
+def _llama3_scaling(factors: Any, theta: float) -> dict[str, Any]:
+    """The parameters of Llama 3.1's scaling, which `factors` [head_dim / 2] are the result of."""
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    turns = original / (2 * np.pi * theta ** (np.arange(len(factors)) / len(factors)))
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+        raise ValueError("its rotary factors (rope_freqs.weight) are not those of Llama 3; no other rule is supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
 
 
 def _open(source: Path) -> gguf.GGUFReader:

@@ -1,10 +1,12 @@
-"""A random Llama of a few thousand weights, written as llama.cpp's converter would write it."""
+"""Random models of a few thousand weights, written as llama.cpp's converter would write them."""
 
 from pathlib import Path
 
 import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 HEADS, KV_HEADS, HIDDEN, INNER, VOCAB = 4, 2, 64, 96, 12
 TOKENS = ["<unk>", "<s>", "</s>", *"abcdefg", "ab", "abc"]
@@ -24,15 +26,7 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> d
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCAB)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (VOCAB - 3))
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    _add_vocabulary(writer, "gpt2")
 
     weights: dict[str, Array] = {}
 
@@ -62,11 +56,79 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> d
     add("output_norm.weight", "model.norm.weight", HIDDEN)
     add("output.weight", "lm_head.weight", VOCAB, HIDDEN)
 
+    _finish(writer)
+    return weights
+
+
+def write_random_gguf(path: Path, architecture: str, config: PreTrainedConfig, omitted: str | None = None) -> None:
+    """Write random weights of a transformers model under the names that llama.cpp has for them.
+
+    Tensors whose names contain `omitted` are left out.
+    """
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "num_experts", None):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    _add_vocabulary(writer, "llama" if architecture in ("gemma2", "phi3") else "gpt2")
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        module, _, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            module, kind = name, "weight"  # the experts of a layer, stacked
+        centre = 1.0 if parameter.dim() == 1 and kind == "weight" else 0.0
+        weight = (centre + 0.2 * random.standard_normal(tuple(parameter.shape))).astype(np.float32)
+        if module.endswith("experts.gate_up_proj"):
+            places = [names.get_name(module.replace("gate_up", part)) for part in ("gate", "up")]
+            parts = np.split(weight, 2, axis=1)
+        else:
+            places = [names.get_name(module)]
+            parts = [weight[0] if "shared_expert_gate" in name else weight]
+        for place, part in zip(places, parts, strict=True):
+            if omitted is None or omitted not in place:
+                writer.add_tensor(f"{place}.{kind}", np.ascontiguousarray(part))
+    _finish(writer)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, model: str) -> None:
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([0.0] * VOCAB)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (VOCAB - 3))
+    writer.add_token_merges(["a b", "ab c"])
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return weights
 
 
 def _interleaved(weight: Array, heads: int) -> Array:

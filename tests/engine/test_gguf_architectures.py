@@ -1,0 +1,168 @@
+"""GGUF files of architectures without a native module, against what transformers makes of the same file."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from greedy_parity import assert_engine_is_greedy
+from harness import running_engine
+from paged_steps import run_in_chunks
+from random_models import one_thread
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GgufConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Starcoder2Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.unit.tiny_gguf import write_random_gguf, write_tiny_gguf
+from vllm_mp import AsyncEngineArgs
+from vllm_mp.core import convert_gguf
+from vllm_mp.core.weights import load_model
+
+SIZES = {
+    "vocab_size": 12,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+GEMMA2 = Gemma2Config(**SIZES, head_dim=16, sliding_window=9)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    # The sizes of its experts are the class's own: transformers reads no other from a file.
+    "qwen2moe": Qwen2MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "starcoder2": Starcoder2Config(**SIZES),
+}
+PROMPTS = [[3, 4, 5, 9, 7, 8], [10], [11, 3, 6] * 15]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
+
+
+def by_transformers(path: Path):
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    ).eval()
+
+
+def load_ours(path: Path):
+    config = AsyncEngineArgs(model=str(path)).create_engine_config().model_config
+    return load_model(config, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_file_is_converted_to_what_transformers_reads_in_it(architecture, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf(path, architecture, CONFIGS[architecture])
+    with one_thread():
+        theirs, ours = by_transformers(path), load_ours(path)
+        for prompt, got in zip(PROMPTS, run_in_chunks(ours, PROMPTS, block_size=4), strict=True):
+            with torch.inference_mode():
+                torch.testing.assert_close(got, theirs(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
+
+
+def test_a_file_of_an_architecture_without_native_module_is_served(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf(path, "gemma2", GEMMA2)
+    with one_thread(), running_engine(path, skip_tokenizer_init=True, device="cpu", max_model_len=128) as engine:
+        assert_engine_is_greedy(engine, by_transformers(path), PROMPTS, 16)
+
+
+def test_a_file_without_a_tensor_is_refused_by_name(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf(path, "gemma2", GEMMA2, omitted="blk.1.ffn_up")
+    with pytest.raises(
+        ValueError, match=r"tiny\.gguf: architecture 'gemma2': no tensor for model\.layers\.1\.mlp\.up_proj"
+    ):
+        load_ours(path)
+
+
+def test_an_encoder_decoder_is_refused_by_name(tmp_path):
+    write_tiny_gguf(tmp_path / "t5.gguf", architecture="t5")
+    with pytest.raises(ValueError, match=r"t5\.gguf: architecture 't5': .*T5Config"):
+        load_ours(tmp_path / "t5.gguf")
+
+
+def completed(config, path, architecture, metadata, tensors):
+    """`config` with what a file of this content says beyond what transformers reads."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{key}", value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, np.array(tensor, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    convert_gguf._complete(config, gguf.GGUFReader(path), architecture)
+    return config
+
+
+def test_sizes_that_transformers_passes_over_are_those_of_the_file(tmp_path):
+    metadata = {
+        "context_length": 99,
+        "attention.key_length": 24,
+        "attention.sliding_window": 7,
+        "expert_feed_forward_length": 40,
+        "rope.freq_base": 999.0,
+    }
+    config = completed(Starcoder2Config(**SIZES), tmp_path / "a.gguf", "starcoder2", metadata, {})
+    assert (config.max_position_embeddings, config.sliding_window) == (99, 7)
+    assert config.rope_parameters["rope_theta"] == 999.0
+    assert not hasattr(config, "head_dim")
+    config = completed(Qwen2MoeConfig(**SIZES), tmp_path / "b.gguf", "qwen2moe", metadata, {})
+    assert (config.moe_intermediate_size, config.shared_expert_intermediate_size) == (40, 5632)
+
+
+def test_llama_3_keeps_the_rotary_scaling_that_llama_cpp_writes_as_a_tensor(tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled = LlamaConfig(**SIZES, head_dim=128, rope_parameters={**scaling, "rope_theta": 5e5})
+    frequencies = ROPE_INIT_FUNCTIONS["llama3"](scaled, "cpu")[0].numpy()
+    factors = 5e5 ** (-np.arange(64) / 64) / frequencies
+    plain = LlamaConfig(**SIZES, head_dim=128, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    config = completed(plain, tmp_path / "a.gguf", "llama", {}, {"rope_freqs.weight": factors})
+    assert config.rope_parameters == {**scaled.rope_parameters, "factor": pytest.approx(8.0)}
+    plain.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight"):
+        completed(plain, tmp_path / "b.gguf", "llama", {}, {"rope_freqs.weight": np.linspace(1, 3, 64)})
+
+
+def test_rotary_scaling_of_a_file_is_kept(tmp_path):
+    long = {"rope_factors_short.weight": [1.0] * 8, "rope_factors_long.weight": [2.0] * 8}
+    metadata = {"rope.scaling.original_context_length": 64}
+    phi = completed(Phi3Config(**SIZES, pad_token_id=0), tmp_path / "a.gguf", "phi3", metadata, long)
+    assert phi.original_max_position_embeddings == 64
+    assert {**phi.rope_parameters, "rope_theta": 0} == {
+        "rope_type": "longrope",
+        "rope_theta": 0,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    gemma = completed(Gemma3TextConfig(**SIZES), tmp_path / "b.gguf", "gemma3", linear, {})
+    assert gemma.rope_parameters["full_attention"]["factor"] == 8.0
+    assert gemma.rope_parameters["sliding_attention"]["rope_type"] == "default"
+    with pytest.raises(ValueError, match=r"'strange'.*linear, yarn"):
+        completed(Gemma3TextConfig(**SIZES), tmp_path / "c.gguf", "gemma3", {"rope.scaling.type": "strange"}, {})
