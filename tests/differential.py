@@ -82,7 +82,7 @@ Logits = npt.NDArray[np.float64]
 
 
 def company(bytes_per_token: int, num_blocks: int = 140, block_size: int = 4) -> dict[str, Any]:
-    """Engine options under which requests share a cache that is too small for them, and prompts are read in chunks."""
+    """Engine options under which requests share a cache that is too small for them, and read prompts in chunks."""
     return {
         "max_model_len": MAX_MODEL_LEN,
         "max_num_batched_tokens": 96,
@@ -91,6 +91,7 @@ def company(bytes_per_token: int, num_blocks: int = 140, block_size: int = 4) ->
         "block_size": block_size,
         "kv_cache_memory_bytes": (num_blocks + 1) * block_size * bytes_per_token,
         "scheduling_policy": "priority",
+        "stream_interval": 2,
         "max_logprobs": -1,
         "check_invariants": True,
     }
