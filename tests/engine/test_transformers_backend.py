@@ -1,6 +1,7 @@
 """Architectures without a native module: transformers' own, with its attention over the paged cache."""
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -364,6 +365,17 @@ def test_damaged_weights_are_refused_by_name(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
         load_ours(tmp_path)
+
+
+def test_a_loaded_model_does_not_follow_its_file(tmp_path):
+    save_random_model(CONFIGS["phi3"], tmp_path)
+    ours = load_ours(tmp_path)
+    before = [parameter.clone() for parameter in ours.parameters()]
+    weights = tmp_path / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes(1000))
+    assert all(torch.equal(*pair) for pair in zip(before, ours.parameters(), strict=True))
 
 
 def test_loading_tells_its_progress_and_ends_when_told_to(tmp_path):
