@@ -14,7 +14,13 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.utils import logging as hub_logging
 
 from vllm_mp.architecture import SUPPORTED, Architecture, rope_variants
@@ -144,8 +150,10 @@ class TransformersForCausalLM(nn.Module):
         self.causal = causal
         try:
             self.kv_shapes = self._probe(arch, max_model_len)
+        except torch.OutOfMemoryError:
+            raise
         except _FAILURES as error:
-            raise _failed(arch.name, error) from error
+            raise _cannot_run(arch.name, _reason(error)) from error
 
     def forward(
         self,
@@ -178,7 +186,8 @@ class TransformersForCausalLM(nn.Module):
         """
         device, dtype = self.causal.device, self.causal.dtype
         text_config = self.causal.config.get_text_config()
-        ids = [token for token in range(8) if token != text_config.pad_token_id]
+        padding = getattr(text_config, "pad_token_id", None)
+        ids = [token for token in range(8) if token != padding]
         last = max_model_len - 1
 
         def recorded(
@@ -248,10 +257,10 @@ def load_model(
     try:
         if config.load_format == "dummy":
             with device:
-                causal = model_class._from_config(hub_config, **options).eval()
+                causal = AutoModelForCausalLM.from_config(hub_config, **options).eval()
             fill_with_dummy_weights(causal, config.seed)
         else:
-            with _followed(progress):
+            with _followed(lambda share: progress(share / 2)):
                 causal, report = model_class.from_pretrained(
                     None,
                     config=hub_config,
@@ -262,8 +271,11 @@ def load_model(
                     **options,
                 )
             _check_report(report, config.folder)
+            _own(causal, tensors, lambda share: progress((1 + share) / 2))
+    except (torch.OutOfMemoryError, CheckpointMismatchError):
+        raise
     except (ImportError, *_FAILURES) as error:
-        raise _failed(arch.name, error) from error
+        raise _cannot_run(arch.name, _reason(error)) from error
     progress(1.0)
     return TransformersForCausalLM(causal.requires_grad_(False), arch, config.max_model_len)
 
@@ -408,6 +420,17 @@ def _followed(progress: Callable[[float], None]) -> Iterator[None]:
         hub_logging.set_tqdm_hook(before)
 
 
+@torch.no_grad()
+def _own(causal: nn.Module, tensors: Mapping[str, Tensor], progress: Callable[[float], None]) -> None:
+    """Copy the parameters that are still `tensors` of a file, which others may write to."""
+    mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    parameters = list(causal.parameters())
+    for done, parameter in enumerate(parameters):
+        if parameter.untyped_storage().data_ptr() in mapped:
+            parameter.data = parameter.data.clone()
+        progress(done / len(parameters))
+
+
 def _check_report(report: Mapping[str, Any], folder: Path) -> None:
     """Refuse what transformers would only warn of, after drawing the parameters at random."""
     problems = [f"missing {name}" for name in sorted(report["missing_keys"])]
@@ -430,8 +453,6 @@ def _cannot_run(name: str, reason: str) -> ValueError:
     )
 
 
-def _failed(name: str, error: BaseException) -> BaseException:
-    """What to raise for `error` from the library's code, or from a check of ours."""
-    if isinstance(error, torch.OutOfMemoryError | CheckpointMismatchError):
-        return error
-    return _cannot_run(name, str(error) if isinstance(error, ValueError) else repr(error))
+def _reason(error: Exception) -> str:
+    """What went wrong, with the type of the error where the message may not say it alone."""
+    return str(error) if isinstance(error, ValueError) else repr(error)

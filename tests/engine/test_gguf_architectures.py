@@ -54,7 +54,11 @@ def _own_cache(tmp_path, monkeypatch):
 
 def by_transformers(path: Path):
     return AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        path.parent,
+        gguf_file=path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        attn_implementation="eager",
     ).eval()
 
 

@@ -1,6 +1,7 @@
 """Architectures without a native module: transformers' own, with its attention over the paged cache."""
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -158,6 +159,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 THROUGH_A_CORE = ("deepseek-v3", "gemma2", "gemma3", "mixtral", "opt", "phi3")
 
 
+def save_reference(config, folder) -> Any:
+    """A random model in `folder`, with the attention that knows everything that any model asks for."""
+    theirs: Any = save_random_model(config, folder)
+    theirs.set_attn_implementation("eager")
+    return theirs
+
+
 def save_named_config(config, folder):
     """A folder for load_format="dummy" that names the architecture, as those of the hub do."""
     generator = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), T5ForConditionalGeneration)
@@ -182,7 +190,7 @@ def random_model(config, **options) -> Any:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_chunked_paged_logits_equal_transformers(name, tmp_path):
     with one_thread():
-        theirs = save_random_model(CONFIGS[name], tmp_path)
+        theirs = save_reference(CONFIGS[name], tmp_path)
         ours = load_ours(tmp_path)
         prompts = random_prompts((61, 1, 24, 100, 33))
         for prompt, got in zip(prompts, run_in_chunks(ours, prompts, block_size=4), strict=True):
@@ -194,7 +202,7 @@ def test_chunked_paged_logits_equal_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", THROUGH_A_CORE)
 def test_preempted_requests_in_chunks_are_answered_as_transformers_would(name, tmp_path):
     with one_thread():
-        theirs = save_random_model(CONFIGS[name], tmp_path)
+        theirs = save_reference(CONFIGS[name], tmp_path)
         shapes = load_ours(tmp_path).kv_shapes
         token_bytes = 4 * sum(heads * dim for layer in shapes for heads, dim in layer)
         options = few_blocks(token_bytes)
@@ -262,7 +270,7 @@ def test_a_model_that_would_not_answer_as_transformers_does_is_refused_by_name(k
 
 def test_longrope_is_served_within_the_length_that_keeps_its_frequencies(tmp_path):
     with one_thread():
-        theirs = save_random_model(LONG_PHI3, tmp_path)
+        theirs = save_reference(LONG_PHI3, tmp_path)
         prompts = random_prompts((64, 7))
         for prompt, got in zip(prompts, run_in_chunks(load_ours(tmp_path, max_model_len=64), prompts, 4), strict=True):
             with torch.inference_mode():
@@ -357,6 +365,17 @@ def test_damaged_weights_are_refused_by_name(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
         load_ours(tmp_path)
+
+
+def test_a_loaded_model_does_not_follow_its_file(tmp_path):
+    save_random_model(CONFIGS["phi3"], tmp_path)
+    ours = load_ours(tmp_path)
+    before = [parameter.clone() for parameter in ours.parameters()]
+    weights = tmp_path / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes(1000))
+    assert all(torch.equal(*pair) for pair in zip(before, ours.parameters(), strict=True))
 
 
 def test_loading_tells_its_progress_and_ends_when_told_to(tmp_path):

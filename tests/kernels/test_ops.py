@@ -29,9 +29,10 @@ class PagedBatch:
         kv_heads: int,
         head_dim: int,
         block_size: int,
-        seed: int = 0,
+        value_dim: int | None = None,
     ) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
+        value_dim = value_dim or head_dim
         self.rows = rows
         blocks_per_row = [-(-context // block_size) for _, context in rows]
         num_blocks = sum(blocks_per_row) + 3
@@ -40,9 +41,9 @@ class PagedBatch:
         width = max(blocks_per_row) + 1
         self.q = torch.randn(sum(q for q, _ in rows), heads, head_dim, generator=generator)
         self.keys = [torch.randn(context, kv_heads, head_dim, generator=generator) for _, context in rows]
-        self.values = [torch.randn(context, kv_heads, head_dim, generator=generator) for _, context in rows]
+        self.values = [torch.randn(context, kv_heads, value_dim, generator=generator) for _, context in rows]
         self.k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"))
-        self.v_cache = self.k_cache.clone()
+        self.v_cache = torch.full((num_blocks, block_size, kv_heads, value_dim), float("nan"))
         slots = [
             [table[p // block_size] * block_size + p % block_size for p in range(context)]
             for table, (_, context) in zip(tables, rows, strict=True)
@@ -96,6 +97,14 @@ def test_paged_attention_equals_dense_attention(
     scale = head_dim**-0.5
     got = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale, window, soft_cap)
     torch.testing.assert_close(got, batch.expected(scale, window, soft_cap), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED, [(1, 37)]])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_values_may_have_another_size_than_keys(rows: list[tuple[int, int]], soft_cap: float | None) -> None:
+    batch = PagedBatch(rows, 4, 2, 24, 8, value_dim=16)
+    got = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.2, 9, soft_cap)
+    torch.testing.assert_close(got, batch.expected(0.2, 9, soft_cap), atol=2e-5, rtol=1e-4)
 
 
 def test_paged_attention_splits_what_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
