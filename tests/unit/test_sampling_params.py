@@ -311,3 +311,10 @@ def test_parameters_cross_the_wire_unchanged():
 def test_json_bias_of_string_keys_means_the_same():
     text = '{"logit_bias": {"17": -100, "3": 2.5}}'
     assert msgspec.json.decode(text, type=SamplingParams).logit_bias == {17: -100.0, 3: 2.5}
+
+
+def test_lists_of_ids_have_bounds_and_hold_each_once():
+    assert SamplingParams(stop_token_ids=[5, 3, 5, 3]).stop_token_ids == [5, 3]
+    assert "at most 1024 token ids, got 1025" in refusal(ValueError, stop_token_ids=[1] * 1025)
+    assert "at most 262144 token ids, got 262145" in refusal(ValueError, allowed_token_ids=[1] * (2**18 + 1))
+    assert "at most 262144 token ids" in refusal(ValueError, logit_bias=dict.fromkeys(range(2**18 + 1), 0.0))
