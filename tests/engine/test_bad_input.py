@@ -72,10 +72,9 @@ def test_bad_arguments_are_refused_by_name(llm, arguments, words):
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (SamplingParams(n=2), "n=2"),
-        (SamplingParams(logprobs=1), "logprobs"),
-        (SamplingParams(stop="x"), "stop"),
-        (SamplingParams(presence_penalty=1.0), "presence_penalty"),
+        (SamplingParams(guided_decoding={"regex": "a"}), "guided_decoding"),
+        (SamplingParams(structured_outputs={"json": {}}), "structured_outputs"),
+        (SamplingParams(logprobs=21), "logprobs"),
         (SamplingParams(stop_token_ids=[49152]), "stop_token_ids"),
         ({"temperature": 0}, "SamplingParams"),
     ],
@@ -119,6 +118,7 @@ def test_what_a_client_should_have_refused_the_core_refuses_and_lives(llm):
         (wire.pack_ids([-5]), SamplingParams(seed=1), "-5"),
         (wire.pack_ids([1] * 1024), SamplingParams(seed=1), "1024 tokens"),
         (wire.pack_ids([1]), SamplingParams(seed=1, logit_bias={50_000: 1.0}), "logit_bias"),
+        (wire.pack_ids([1]), SamplingParams(seed=1, logprobs=21), "logprobs"),
     ]
     for slot, (ids, params, words) in enumerate(bad):
         client.send(wire.AddRequest(welcome.incarnation, slot, "bad", ids, params))

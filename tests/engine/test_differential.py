@@ -22,7 +22,7 @@ def played(default_model, tmp_path_factory):
             running_engine(folder, **company(bytes_per_token), num_threads=1) as shared,
             running_engine(folder, **ALONE, num_threads=1) as private,
         ):
-            plays = play(shared, private, random_cases(9, 60, tokenizer))
+            plays = play(shared, private, random_cases(1, 60, tokenizer))
             assert num_preemptions(shared) > 0
             yield (model, tokenizer, shared.model_config.eos_token_ids), plays
 

@@ -152,6 +152,15 @@ def test_bad_words_are_in_no_answer_however_they_are_written(llm):
             assert all(ids[start : start + len(word)] != word for start in range(len(ids)))
 
 
+def test_a_bad_word_that_the_prompt_has_begun_may_be_completed(llm):
+    (plain,) = ask(llm, (PROMPT, greedy(4)))
+    first = llm.get_tokenizer().decode(plain.outputs[0].token_ids[:1])
+    ids = llm.get_tokenizer()(" sea," + first).input_ids
+    assert ids == plain.prompt_token_ids[-len(ids) + 1 :] + plain.outputs[0].token_ids[:1]
+    (barred,) = ask(llm, (PROMPT, greedy(4, bad_words=["sea," + first])))
+    assert barred.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
 def assert_logprobs(reference, tokenizer, output, count, prompt_count):
     """The log-probabilities of `output` are those of transformers' logits."""
     prompt, completion = output.prompt_token_ids, output.outputs[0]
