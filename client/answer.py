@@ -74,8 +74,9 @@ class Answer:
         start = len(self._logprobs)
         append_logprobs(self._logprobs, message, self._token_text)
         sums = self._cumulative_logprobs
-        for token_id, entry in zip(self.token_ids[start:], self._logprobs[start:], strict=False):
-            sums.append((sums[-1] if sums else 0.0) + entry[token_id].logprob)
+        for entry in self._logprobs[start:]:
+            chosen = next(iter(entry.values()))
+            sums.append((sums[-1] if sums else 0.0) + chosen.logprob)
 
     def has_news(self, interval: int) -> bool:
         """The consumer has not seen the end, the first token, or at least `interval` of the others."""

@@ -337,11 +337,13 @@ class AsyncLLM:
         """
         if mode not in wire.PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(wire.PAUSE_MODES)}, got {mode!r}")
+        if not isinstance(clear_cache, bool):
+            raise TypeError(f"clear_cache must be True or False, got {clear_cache!r}")
         if mode == "wait":
             self._attach()
-            await self._call("pause", None, mode, bool(clear_cache))
+            await self._call("pause", None, mode, clear_cache)
         else:
-            await self._ask("pause", mode, bool(clear_cache))
+            await self._ask("pause", mode, clear_cache)
 
     async def resume_generation(self) -> None:
         """End a pause, whoever began it; of an engine that is not paused, nothing."""
@@ -470,8 +472,10 @@ class AsyncLLM:
                 stream, messages = await self._inputs.pooling(*given, params, *rest)
             else:
                 stream, messages = await self._inputs.generation(*given, params, *rest)
-        finally:
+        except Exception:
             self._attach()  # which says so if there is no engine any more
+            raise
+        self._attach()
         if self._requests.was_aborted_early(request_id):
             self._requests.cancel(request_id)
             stream.end_all("abort")

@@ -58,7 +58,10 @@ class InputProcessor:
             token_ids = await self._tokenize(text, tokenization_kwargs)
         keep = params.truncate_prompt_tokens
         if keep is not None:
-            keep = keep if keep > 0 else max(1, model.max_model_len - (params.max_tokens or 1))
+            if keep == -1:
+                # Room for an answer that would fill the context by itself cannot be left.
+                room = params.max_tokens or 1
+                keep = model.max_model_len - (room if room < model.max_model_len else 1)
             token_ids = token_ids[-keep:]
         bad_words = await self._bad_words(params.bad_words or [])
         if params.stop and self._tokenizer is None:
@@ -102,6 +105,7 @@ class InputProcessor:
         tokenization_kwargs: dict[str, Any],
     ) -> Prepared:
         """Read a request for a vector. Raises what `AsyncLLM.encode` raises for one that cannot run."""
+        params = msgspec.structs.replace(params)
         text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
         limit = params.truncate_prompt_tokens
         if limit == -1:
@@ -119,7 +123,6 @@ class InputProcessor:
                 )
         check_pooling(request_id, np.asarray(token_ids, np.int32), params, self._config)
         stream = PoolingStream(request_id, text, token_ids, params, arrival_time)
-        params = msgspec.structs.replace(params)
         packed = wire.pack_ids(token_ids)
         message = wire.AddPooling(_UNSENT, _UNSENT, request_id, packed, params, priority, cache_salt)
         return Prepared(stream, [message])

@@ -90,7 +90,7 @@ class RequestBook:
         touched: dict[int, tuple[RequestStream, Answer]] = {}
         unwanted: list[int] = []
         for own in message.prompt_logprobs:
-            if (entry := entries.get(own.slot)) is not None:
+            if (entry := entries.get(own.slot)) is not None and not entry[0].is_over:
                 try:
                     entry[0].take_in_prompt_logprobs(own)
                 except ValueError as error:  # of this request; the rest of the message is others' answers
@@ -111,7 +111,10 @@ class RequestBook:
                     unwanted += self._fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, vector in message.vectors:
             if slot in entries and isinstance(stream := entries[slot][0], PoolingStream):
-                stream.take_in_vector(vector)
+                try:
+                    stream.take_in_vector(vector)
+                except ValueError as error:
+                    unwanted += self._fail(stream, f"request {stream.request_id}: {error}")
         for slot, count in message.cached:
             if slot in entries and entries[slot][1].index == 0:
                 entries[slot][0].num_cached_tokens = count
@@ -130,14 +133,14 @@ class RequestBook:
         """End a live stream for its consumer; returns its slots, which stay taken until the core answers."""
         slots = self._slots_of(stream)
         stream.end_all("abort")
-        self._by_id.pop(stream.request_id, None)
+        self._forget(stream)
         return slots
 
     def fail_all(self, error: Exception) -> None:
         """End every stream with `error`."""
         for stream, _ in self._by_slot.values():
             stream.fail(error)
-            self._by_id.pop(stream.request_id, None)
+            self._forget(stream)
         self._by_slot.clear()
 
     def _free(self, slot: int) -> tuple[RequestStream, Answer] | None:
@@ -149,7 +152,9 @@ class RequestBook:
 
     def _slots_of(self, stream: RequestStream) -> list[int]:
         """The slots under which the core may still be writing answers to `stream`."""
-        return [answer.slot for answer in stream.answers if answer.finish is None and answer.slot in self._by_slot]
+        live = (answer.slot for answer in stream.answers if answer.finish is None)
+        # A slot that one of its answers had may be another request's by now.
+        return [slot for slot in live if slot in self._by_slot and self._by_slot[slot][0] is stream]
 
     def _end(self, stream: RequestStream, answer: Answer, finish: wire.Finished) -> list[int]:
         if stream.is_over or answer.finish is not None:
@@ -181,9 +186,14 @@ class RequestBook:
     def _fail(self, stream: RequestStream, why: str) -> list[int]:
         slots = self._slots_of(stream)
         stream.fail(EngineGenerateError(why))
-        self._by_id.pop(stream.request_id, None)
+        self._forget(stream)
         return slots
 
     def _forget_if_over(self, stream: RequestStream) -> None:
         if stream.is_over:
-            self._by_id.pop(stream.request_id, None)
+            self._forget(stream)
+
+    def _forget(self, stream: RequestStream) -> None:
+        """Let the id of `stream`, which is over, be used again, unless it is already."""
+        if self._by_id.get(stream.request_id) is stream:
+            del self._by_id[stream.request_id]

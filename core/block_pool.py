@@ -24,6 +24,8 @@ class BlockPool:
         self._num_users = np.zeros(num_blocks, np.int32)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         """Free longest first."""
+        self.num_returned = 0
+        """Uses of blocks that have ended so far: as long as it stays the same there is no more room."""
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -47,6 +49,7 @@ class BlockPool:
         """End one use of each of `blocks` [n], in a request's order; raises RuntimeError if one is not in use."""
         if (self._num_users[blocks] <= 0).any():
             raise RuntimeError(f"blocks {blocks[self._num_users[blocks] <= 0].tolist()} are free already")
+        self.num_returned += len(blocks)
         self._num_users[blocks] -= 1
         # From the end, so that the beginning, which more requests have in common, is evicted last.
         for block in reversed(blocks[self._num_users[blocks] == 0].tolist()):

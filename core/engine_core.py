@@ -47,7 +47,7 @@ class EngineCore:
         self._pool = BlockPool(cache.num_blocks)
         self._scheduler = Scheduler(scheduler_config, self._batch, self._pool, cache.block_size)
         self._sampler = Sampler(self._batch, device)
-        self._pause = Pause(self._scheduler, self._pool, server.send_ends)
+        self._pause = Pause(self._scheduler, server.send_ends)
         self._checks_invariants = scheduler_config.check_invariants
         self._runner = runner
         self._server = server
@@ -62,7 +62,7 @@ class EngineCore:
             {
                 "ping": lambda: None,
                 "status": self.status,
-                "reset_prefix_cache": self._pool.forget_all,
+                "reset_prefix_cache": self._scheduler.forget_prefixes,
                 "pause": self._pause.pause,
                 "resume": self._pause.resume,
             },

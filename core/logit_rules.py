@@ -19,11 +19,12 @@ class LogitRules:
         bias = params.logit_bias or {}
         self.bias_ids = as_ids(bias)
         self.bias = np.fromiter(bias.values(), np.float32, len(bias))
-        self._barred_after: dict[tuple[int, ...], list[int]] = {}
-        """Last tokens of bad words, by the tokens before them."""
+        self._always_barred = [word[0] for word in bad_words if len(word) == 1]
+        self._barred_after: dict[int, list[tuple[list[int], int]]] = {}
+        """What comes before the last token of a bad word, and that token, by the last but one."""
         for word in bad_words:
-            self._barred_after.setdefault(tuple(word[:-1]), []).append(word[-1])
-        self._lengths = sorted({len(start) for start in self._barred_after})
+            if len(word) > 1:
+                self._barred_after.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
         self.repetition = params.repetition_penalty
         self.frequency = params.frequency_penalty
         self.presence = params.presence_penalty
@@ -38,10 +39,10 @@ class LogitRules:
 
     def barred(self, output: npt.NDArray[np.int32]) -> list[int]:
         """The tokens that would complete a bad word behind `output` [n], the answer so far."""
-        barred: list[int] = []
-        for length in self._lengths:
-            if length <= len(output):
-                barred += self._barred_after.get(tuple(output[len(output) - length :].tolist()), ())
+        barred = self._always_barred
+        for start, last in self._barred_after.get(int(output[-1]), ()) if len(output) else ():
+            if output[-len(start) :].tolist() == start:
+                barred = [*barred, last]
         return barred
 
 

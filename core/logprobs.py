@@ -74,14 +74,19 @@ class StepLogprobs:
         batch, rows = self._batch, self._rows[self._wanting]
         counts = batch.num_logprobs[rows]
         chosen = tokens[self._index]
-        found = Logprobs.gather(self._distribution, chosen.clamp(min=0), int(counts.max()))
-        messages = []
-        for i in np.flatnonzero(chosen.cpu().numpy() >= 0).tolist():
-            row = int(rows[i])
-            position = int(batch.num_tokens[row] - batch.num_prompt[row])
-            message = found.message(int(batch.slot[row]), position, i, i + 1, int(counts[i]))
-            messages.append((int(batch.client[row]), message))
-        return messages
+        is_good = chosen.cpu().numpy() >= 0
+        messages: dict[int, Owned] = {}
+        # One selection for each number of tokens: how ties are ordered depends on it.
+        for count in np.unique(counts).tolist():
+            alike = np.flatnonzero((counts == count) & is_good)
+            at = torch.from_numpy(alike).to(chosen.device)
+            found = Logprobs.gather(self._distribution[at], chosen[at], count)
+            for i, place in enumerate(alike.tolist()):
+                row = int(rows[place])
+                position = int(batch.num_tokens[row] - batch.num_prompt[row])
+                message = found.message(int(batch.slot[row]), position, i, i + 1, count)
+                messages[place] = int(batch.client[row]), message
+        return [messages[place] for place in sorted(messages)]
 
 
 def prompt_logprobs(

@@ -112,5 +112,7 @@ class ModelRunner:
         logits = torch.zeros(
             (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device
         )
+        distribution = logits.log_softmax(dim=-1)  # of log-probabilities, which lasts as long as the draw
         logits.sort(dim=-1).values.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        del distribution
         torch.cuda.synchronize(self._device)

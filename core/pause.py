@@ -4,7 +4,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from vllm_mp.core.block_pool import BlockPool
 from vllm_mp.core.scheduler import Scheduler
 from vllm_mp.wire import PAUSE_MODES, Finished
 
@@ -24,12 +23,9 @@ class Pause:
     until `resume`, unless the mode is "abort", which ends every request.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, pool: BlockPool, send_ends: Callable[[list[tuple[int, Finished]]], None]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, send_ends: Callable[[list[tuple[int, Finished]]], None]) -> None:
         """`send_ends` tells clients, by number, which of their requests have ended."""
         self._scheduler = scheduler
-        self._pool = pool
         self._send_ends = send_ends
         self._drains: list[_Drain] = []
 
@@ -57,7 +53,7 @@ class Pause:
             self._fail_drains("was paused with mode 'keep'")
         if clear_cache:
             self._scheduler.preempt_all()
-            self._pool.forget_all()
+            self._scheduler.forget_prefixes()
         done.set_result(None)
         return done
 
@@ -72,7 +68,7 @@ class Pause:
             return
         drains, self._drains = self._drains, []
         if any(drain.clears_cache for drain in drains):
-            self._pool.forget_all()
+            self._scheduler.forget_prefixes()
         for drain in drains:
             drain.done.set_result(None)
 

@@ -34,8 +34,8 @@ class Request:
     """The root hash, then that of each full block, as far as they have been needed. Empty: it shares no blocks."""
     reads_cache: bool = True
     """False: its beginning is computed even if it is in the cache; others may still build on its blocks."""
-    num_cached: int = 0
-    """Tokens whose keys and values were in the cache already when the request was first admitted."""
+    num_cached: int | None = None
+    """Tokens whose keys and values were in the cache already when the request was first admitted; None before."""
     rules: LogitRules | None = None
     num_logprobs: int = -1
     """Log-probabilities to send of the most likely tokens at each position of the answer; -1: none at all."""

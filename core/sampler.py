@@ -31,7 +31,7 @@ class Sampler:
         """
         batch = self._batch
         if (batch.has_rules[rows] | (batch.num_tokens[rows] < batch.min_total[rows])).any():
-            logits = logits.float()
+            logits = logits.float().contiguous()
             apply_rules(logits, batch, rows)
         highest, tokens = logits.max(dim=-1)
         random = np.flatnonzero(batch.temperature[rows] > 0)

@@ -84,6 +84,8 @@ class Scheduler:
         self._held: dict[tuple[int, int], Request] = {}
         """What has arrived during a pause; it is not in line before `resume`."""
         self._arrivals = 0
+        self._refused: tuple[tuple[int, int], int] | None = None
+        """The order of the request that there was no room for, and the blocks that had been returned by then."""
         self._is_paused = False
         self._is_frozen = False
 
@@ -140,6 +142,11 @@ class Scheduler:
         for request in self._held.values():
             self._wait(request)
         self._held.clear()
+
+    def forget_prefixes(self) -> None:
+        """Let no block that has been filled be found any more, nor what running requests build on such blocks."""
+        self.pool.forget_all()
+        self.batch.num_registered[self.batch.order] = _NEVER_REGISTERS
 
     def preempt_all(self) -> None:
         """Take the blocks of every running request; its tokens are computed anew when it runs again."""
@@ -241,7 +248,10 @@ class Scheduler:
         for row in rows.tolist():
             request = self.batch.request(row)
             num_output = int(self.batch.num_tokens[row]) - request.num_prompt
-            error = "the model's logits are not finite, or no token is allowed"
+            error = (
+                "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias and min_tokens "
+                "together allow no token; lift one of these, or give the model another prompt"
+            )
             finished.append((request.client, Finished(request.slot, num_output, "error", error=error)))
             self._release(request)
         return finished
@@ -291,11 +301,15 @@ class Scheduler:
         if not self._waiting or self.batch.is_full:
             return None
         request = self._waiting[0][1]
-        # A block for each running request stays free, or the next few tokens would preempt what is admitted now.
+        if self._refused == (request.order, self.pool.num_returned):
+            return None  # looking its prefix up in every step would make steps as long as prompts
+        # A block for each row that grows stays free, or the next few tokens would preempt what is admitted now.
+        num_growing = int((~self.batch.is_pooled[self.batch.order]).sum())
         found = self._find_prefix(request) if request.hashes and request.reads_cache else []
         needed = self._blocks_for(len(request.tokens)) - len(found)
         available = self.pool.num_free - self.pool.num_free_among(found)
-        if needed + len(self.batch) > available and len(self.batch):
+        if needed + num_growing > available and len(self.batch):
+            self._refused = (request.order, self.pool.num_returned)
             return None
         return request, found
 
@@ -305,8 +319,8 @@ class Scheduler:
         self.pool.share(found)
         new = self.pool.allocate(self._blocks_for(len(request.tokens)) - len(found))
         num_computed = len(found) * self.block_size
-        if len(request.tokens) == request.num_prompt:
-            request.num_cached = num_computed
+        if request.num_cached is None:
+            request.num_cached = num_computed if len(request.tokens) == request.num_prompt else 0
         row = self.batch.add(request, np.concatenate([np.array(found, np.int32), new]), num_computed)
         self.batch.num_registered[row] = len(found) if request.hashes else _NEVER_REGISTERS
         return row

@@ -18,7 +18,7 @@ from vllm_mp.core.block_pool import root_hash
 from vllm_mp.core.logit_rules import LogitRules
 from vllm_mp.core.request import Request
 from vllm_mp.core.scheduler import Computed, Scheduler, StepResult
-from vllm_mp.core.step_messages import step_outputs
+from vllm_mp.core.step_messages import by_client, step_outputs
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,8 @@ class Server:
 
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
         """Tell clients of requests, (client, end) each, that have ended outside of a step."""
-        for client in {client for client, _ in ends}:
-            self._send_ends(client, [end for owner, end in ends if owner == client])
+        for client, own in by_client(ends).items():
+            self._send_ends(client, own)
 
     def publish(self, step: int, result: StepResult, computed: Computed) -> None:
         """Send each client its part of what a step brought."""

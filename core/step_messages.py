@@ -22,10 +22,10 @@ def step_outputs(
     What belongs to one token, its log-probabilities and the end that it brings, is in one message. Vectors and what
     belongs to prompts may go ahead.
     """
-    ends = _by_client(result.finished)
-    cached = _by_client((client, (slot, count)) for client, slot, count in result.cached)
-    vectors = _by_client((client, (slot, vector.astype("<f4").tobytes())) for client, slot, vector in result.vectors)
-    logprobs, of_prompts = _by_client(computed.logprobs), _by_client(computed.prompt_logprobs)
+    ends = by_client(result.finished)
+    cached = by_client((client, (slot, count)) for client, slot, count in result.cached)
+    vectors = by_client((client, (slot, vector.astype("<f4").tobytes())) for client, slot, vector in result.vectors)
+    logprobs, of_prompts = by_client(computed.logprobs), by_client(computed.prompt_logprobs)
     for client in {*result.clients.tolist(), *ends, *of_prompts}:
         *ahead, last = _parts(of_prompts.get(client, []), _num_bytes)
         for messages in ahead:
@@ -74,7 +74,7 @@ def _num_bytes(message: wire.TokenLogprobs) -> int:
     return len(message.token_ids) + len(message.values)
 
 
-def _by_client(owned: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
+def by_client(owned: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
     """What belongs to each client, of pairs of a client and something of its."""
     belongings: dict[int, list[T]] = {}
     for client, thing in owned:

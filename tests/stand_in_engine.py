@@ -33,7 +33,7 @@ class Engine:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **{**settings, **config}
         )
         self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK)
-        self.pause = Pause(self.scheduler, self.pool, self.end)
+        self.pause = Pause(self.scheduler, self.end)
         self.contents: dict[int, list[int]] = {}
         """What the model has written: the tokens up to and including each block."""
         self.max_model_len = max_model_len

@@ -64,11 +64,6 @@ def check_request(
                 f"{name} must be at most {most}, got {wanted}; ask for fewer, or start the engine with a higher "
                 "max_logprobs (-1: no limit)"
             )
-    if params.n > config.scheduler_config.max_num_seqs:
-        raise ValueError(
-            f"n must be at most max_num_seqs={config.scheduler_config.max_num_seqs}, the most answers that are "
-            f"written at once, got {params.n}"
-        )
     room = model.max_model_len - len(prompt)
     if params.min_tokens > room:
         raise ValueError(

@@ -4,35 +4,25 @@ Nothing here needs torch or transformers, so the client half can read a model's 
 configuration leaves out takes the default of the transformers class that would have read it.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-Config = dict[str, Any]
+from vllm_mp.config_fields import (
+    Config,
+    choice,
+    dtype,
+    even_split,
+    flag,
+    integer,
+    number,
+    optional_integer,
+    shorten,
+)
+from vllm_mp.rope import Rope, read_rope, rope_variants
 
 ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
-DTYPES: Final = ("float32", "float16", "bfloat16")
-
-
-class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position parameters, with every default resolved. Only the fields of its `type` have a meaning.
-
-    `original_max_position` is in tokens; `attention_factor` multiplies cosines and sines (YaRN).
-    """
-
-    theta: float
-    type: str = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,20 +118,20 @@ def architecture_name(config: Config) -> str:
 
 
 def _read_llama(name: str, config: Config) -> NativeArchitecture:
-    bias = _flag(config, "attention_bias", False)
+    bias = flag(config, "attention_bias", False)
     return _llama_family(
         name,
         config,
         max_position=2048,
         attention_bias=bias,
         attention_output_bias=bias,
-        mlp_bias=_flag(config, "mlp_bias", False),
+        mlp_bias=flag(config, "mlp_bias", False),
     )
 
 
 def _read_mistral(name: str, config: Config) -> NativeArchitecture:
-    layers = _integer(config, "num_hidden_layers")
-    window = _optional_integer(config, "sliding_window", 4096)
+    layers = integer(config, "num_hidden_layers")
+    window = optional_integer(config, "sliding_window", 4096)
     return _llama_family(name, config, max_position=131_072, num_kv_heads=8, sliding_window=(window,) * layers)
 
 
@@ -157,7 +147,7 @@ def _read_qwen2(name: str, config: Config) -> NativeArchitecture:
 
 
 def _read_qwen3(name: str, config: Config) -> NativeArchitecture:
-    bias = _flag(config, "attention_bias", False)
+    bias = flag(config, "attention_bias", False)
     return _llama_family(
         name,
         config,
@@ -185,35 +175,35 @@ def _llama_family(
     sliding_window: tuple[int | None, ...] | None = None,
 ) -> NativeArchitecture:
     """The fields that all of the Llama family have; the keywords are a class's defaults and variations."""
-    hidden_size = _integer(config, "hidden_size")
-    num_layers = _integer(config, "num_hidden_layers")
-    num_heads = _integer(config, "num_attention_heads")
-    kv_heads = _optional_integer(config, "num_key_value_heads", num_kv_heads) or num_heads
-    dim = _optional_integer(config, "head_dim", head_dim) or _even_split(config, hidden_size, num_heads)
-    max_position = _integer(config, "max_position_embeddings", max_position)
+    hidden_size = integer(config, "hidden_size")
+    num_layers = integer(config, "num_hidden_layers")
+    num_heads = integer(config, "num_attention_heads")
+    kv_heads = optional_integer(config, "num_key_value_heads", num_kv_heads) or num_heads
+    dim = optional_integer(config, "head_dim", head_dim) or even_split(config, hidden_size, num_heads)
+    max_position = integer(config, "max_position_embeddings", max_position)
     if num_heads % kv_heads:
         raise ValueError(
             f"config field 'num_key_value_heads' is {kv_heads}; it must divide num_attention_heads ({num_heads})"
         )
     if dim % 2:
         raise ValueError(f"config field 'head_dim' is {dim}; rotary positions need an even number")
-    rope = _read_rope(config, max_position)
+    rope = read_rope(config, max_position)
     if rope.type == "yarn":
         # A checkpoint may state the stretched length only through the factor (Qwen2.5 does).
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
     return NativeArchitecture(
         name=name,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
+        intermediate_size=integer(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
         max_position=max_position,
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        activation=_choice(config, "hidden_act", "silu", ACTIVATIONS),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings", False),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        activation=choice(config, "hidden_act", "silu", ACTIVATIONS),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
         attention_bias=attention_bias,
         attention_output_bias=attention_output_bias,
         mlp_bias=mlp_bias,
@@ -221,32 +211,32 @@ def _llama_family(
         sliding_window=sliding_window or (None,) * num_layers,
         attention_scale=(dim**-0.5,) * num_layers,
         rope=rope,
-        dtype=_dtype(config),
+        dtype=dtype(config),
     )
 
 
 def _read_gpt2(name: str, config: Config) -> NativeArchitecture:
-    hidden_size = _integer(config, "n_embd")
-    num_layers = _integer(config, "n_layer")
-    num_heads = _integer(config, "n_head")
-    head_dim = _even_split(config, hidden_size, num_heads, "n_embd", "n_head")
-    if _flag(config, "add_cross_attention", False):
+    hidden_size = integer(config, "n_embd")
+    num_layers = integer(config, "n_layer")
+    num_heads = integer(config, "n_head")
+    head_dim = even_split(config, hidden_size, num_heads, "n_embd", "n_head")
+    if flag(config, "add_cross_attention", False):
         raise ValueError("config field 'add_cross_attention' is true; only decoder-only models are supported (false)")
-    scale = head_dim**-0.5 if _flag(config, "scale_attn_weights", True) else 1.0
-    by_layer = _flag(config, "scale_attn_by_inverse_layer_idx", False)
+    scale = head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0
+    by_layer = flag(config, "scale_attn_by_inverse_layer_idx", False)
     return NativeArchitecture(
         name=name,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_optional_integer(config, "n_inner", None) or 4 * hidden_size,
+        intermediate_size=optional_integer(config, "n_inner", None) or 4 * hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        max_position=_integer(config, "n_positions", 1024),
-        norm_eps=_number(config, "layer_norm_epsilon", 1e-5),
-        activation=_choice(config, "activation_function", "gelu_new", ACTIVATIONS),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings", True),
+        max_position=integer(config, "n_positions", 1024),
+        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
+        activation=choice(config, "activation_function", "gelu_new", ACTIVATIONS),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", True),
         attention_bias=True,
         attention_output_bias=True,
         mlp_bias=True,
@@ -254,7 +244,7 @@ def _read_gpt2(name: str, config: Config) -> NativeArchitecture:
         sliding_window=(None,) * num_layers,
         attention_scale=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(num_layers)),
         rope=None,
-        dtype=_dtype(config),
+        dtype=dtype(config),
     )
 
 
@@ -262,16 +252,16 @@ def _read_bert(name: str, config: Config) -> NativeArchitecture:
     return _encoder(
         name,
         config,
-        norm_eps=_number(config, "layer_norm_eps", 1e-12),
-        activation=_choice(config, "hidden_act", "gelu", ACTIVATIONS),
-        intermediate_size=_integer(config, "intermediate_size"),
-        num_token_types=_integer(config, "type_vocab_size", 2),
+        norm_eps=number(config, "layer_norm_eps", 1e-12),
+        activation=choice(config, "hidden_act", "gelu", ACTIVATIONS),
+        intermediate_size=integer(config, "intermediate_size"),
+        num_token_types=integer(config, "type_vocab_size", 2),
     )
 
 
 def _read_roberta(name: str, config: Config) -> NativeArchitecture:
     # The table of positions has rows for padding, and for what comes before it.
-    offset = _integer(config, "pad_token_id", 1, minimum=0) + 1
+    offset = integer(config, "pad_token_id", 1, minimum=0) + 1
     bert = _read_bert(name, config)
     if bert.max_position <= offset:
         raise ValueError(
@@ -287,8 +277,8 @@ def _read_distilbert(name: str, config: Config) -> NativeArchitecture:
         config,
         fields=("dim", "n_layers", "n_heads"),
         norm_eps=1e-12,
-        activation=_choice(config, "activation", "gelu", ACTIVATIONS),
-        intermediate_size=_integer(config, "hidden_dim", 3072),
+        activation=choice(config, "activation", "gelu", ACTIVATIONS),
+        intermediate_size=integer(config, "hidden_dim", 3072),
         num_token_types=0,
     )
 
@@ -304,23 +294,23 @@ def _encoder(
     num_token_types: int,
 ) -> NativeArchitecture:
     """The fields that BERT and its kin have; `fields` name the hidden size and the numbers of layers and heads."""
-    if _flag(config, "is_decoder", False):
+    if flag(config, "is_decoder", False):
         raise ValueError("config field 'is_decoder' is true; models of this family are supported as encoders (false)")
     kind = config.get("position_embedding_type", "absolute")
     if kind != "absolute":
-        raise ValueError(f"config field 'position_embedding_type' is {_shorten(kind)}; supported is absolute")
-    hidden_size, num_layers, num_heads = (_integer(config, field) for field in fields)
-    head_dim = _even_split(config, hidden_size, num_heads, fields[0], fields[2])
+        raise ValueError(f"config field 'position_embedding_type' is {shorten(kind)}; supported is absolute")
+    hidden_size, num_layers, num_heads = (integer(config, field) for field in fields)
+    head_dim = even_split(config, hidden_size, num_heads, fields[0], fields[2])
     return NativeArchitecture(
         name=name,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        max_position=_integer(config, "max_position_embeddings", 512),
+        max_position=integer(config, "max_position_embeddings", 512),
         norm_eps=norm_eps,
         activation=activation,
         tie_word_embeddings=True,
@@ -331,7 +321,7 @@ def _encoder(
         sliding_window=(None,) * num_layers,
         attention_scale=(head_dim**-0.5,) * num_layers,
         rope=None,
-        dtype=_dtype(config),
+        dtype=dtype(config),
         is_encoder=True,
         num_token_types=num_token_types,
     )
@@ -354,7 +344,7 @@ _ATTENTION_LAYERS: Final = ("full_attention", "sliding_attention", "chunked_atte
 def _read_other(name: str, config: Config) -> Architecture:
     """What can be told of any decoder. A model of text and images has its decoder's fields in `text_config`."""
     try:
-        if _flag(config, "is_encoder_decoder", False):
+        if flag(config, "is_encoder_decoder", False):
             raise ValueError("config field 'is_encoder_decoder' is true; only decoder-only models are supported")
         text = config.get("text_config")
         decoder = {**config, **text} if isinstance(text, dict) else config
@@ -362,15 +352,15 @@ def _read_other(name: str, config: Config) -> Architecture:
         other = set(layer_types) - set(_ATTENTION_LAYERS) if isinstance(layer_types, list) else set()
         if other:
             raise ValueError(
-                f"config field 'layer_types' names {_shorten(sorted(map(str, other)))}; only layers of plain "
+                f"config field 'layer_types' names {shorten(sorted(map(str, other)))}; only layers of plain "
                 f"attention are supported ({', '.join(_ATTENTION_LAYERS)})"
             )
         return Architecture(
             name=name,
-            vocab_size=_integer(decoder, "vocab_size"),
+            vocab_size=integer(decoder, "vocab_size"),
             hidden_size=_first_integer(decoder, _HIDDEN),
             max_position=_longest_context(decoder),
-            dtype=_dtype(decoder),
+            dtype=dtype(decoder),
         )
     except ValueError as error:
         raise ValueError(
@@ -381,7 +371,7 @@ def _read_other(name: str, config: Config) -> Architecture:
 def _first_integer(config: Config, fields: tuple[str, ...]) -> int:
     for field in fields:
         if config.get(field) is not None:
-            return _integer(config, field)
+            return integer(config, field)
     remedy = "it must be an integer of at least 1"
     if fields is _POSITIONS:
         remedy = "add it, unless the model knows no limit: state-space models and ALiBi are not supported"
@@ -395,17 +385,9 @@ def _longest_context(config: Config) -> int:
     length = _first_integer(config, _POSITIONS)
     for rope in rope_variants(config):
         if rope.get("rope_type", rope.get("type")) == "yarn":
-            original = _optional_integer(rope, "original_max_position_embeddings", length) or length
-            length = max(length, int(_number(rope, "factor", minimum=1.0) * original))
+            original = optional_integer(rope, "original_max_position_embeddings", length) or length
+            length = max(length, int(number(rope, "factor", minimum=1.0) * original))
     return length
-
-
-def rope_variants(config: Config) -> list[Config]:
-    """The rotary parameters in a configuration: none, one set for all layers, or one for each kind of layer."""
-    given = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(given, dict):
-        return []
-    return [given, *(value for value in given.values() if isinstance(value, dict))]
 
 
 _READERS: Final[dict[str, Callable[[str, Config], NativeArchitecture]]] = {
@@ -439,18 +421,18 @@ SUPPORTED: Final[tuple[str, ...]] = tuple(_READERS)
 
 
 def _qwen_windows(config: Config) -> tuple[int | None, ...]:
-    layers = _integer(config, "num_hidden_layers")
+    layers = integer(config, "num_hidden_layers")
     window = None
-    if _flag(config, "use_sliding_window", False):
-        window = _optional_integer(config, "sliding_window", 4096)
+    if flag(config, "use_sliding_window", False):
+        window = optional_integer(config, "sliding_window", 4096)
     types = config.get("layer_types")
     if types is None:
-        first = _integer(config, "max_window_layers", 28, minimum=0)
+        first = integer(config, "max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(layers))
     allowed = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(kind not in allowed for kind in types):
         raise ValueError(
-            f"config field 'layer_types' is {_shorten(types)}; it must list {layers} entries "
+            f"config field 'layer_types' is {shorten(types)}; it must list {layers} entries "
             f"(num_hidden_layers), each one of {', '.join(allowed)}"
         )
     if window is None and "sliding_attention" in types:
@@ -460,156 +442,3 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
             "'full_attention'"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _read_rope(config: Config, max_position: int) -> Rope:
-    """Rotary parameters from `rope_parameters` (v5), or `rope_scaling` and `rope_theta` beside it (v4)."""
-    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = config.get(source) or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise ValueError(f"config field '{source}' is {_shorten(given)}; it must be one flat object for all layers")
-    merged: Config = {f"{source}.{key}": value for key, value in given.items()}
-    theta_key = f"{source}.rope_theta"
-    theta = _number(merged, theta_key) if given.get("rope_theta") else _number(config, "rope_theta", 10_000.0)
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise ValueError(
-            f"config field 'partial_rotary_factor' is {partial!r}; only 1.0 (all of the head) is supported"
-        )
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"config field '{source}.rope_type' is {kind!r}; supported are {', '.join(ROPE_TYPES)}"
-            + (" (longrope changes frequencies with the length of a sequence)" if kind in ("longrope", "su") else "")
-        )
-    if kind in ("default", "dynamic"):
-        # Dynamic NTK scaling stretches a sequence only past max_position_embeddings, where every further
-        # token would change the keys that are cached already. `max_position` stops there, and up to there it
-        # is the default.
-        return Rope(theta=theta, type=kind)
-    factor = _number(merged, f"{source}.factor", minimum=1.0)
-    if kind == "linear":
-        return Rope(theta=theta, type=kind, factor=factor)
-    # Phi-3's habit, which transformers follows for all: a value beside the rope parameters wins over one
-    # inside.
-    original = _optional_integer(config, "original_max_position_embeddings", None)
-    original = original or _integer(merged, f"{source}.original_max_position_embeddings", max_position)
-    if kind == "llama3":
-        low = _number(merged, f"{source}.low_freq_factor")
-        high = _number(merged, f"{source}.high_freq_factor")
-        if high <= low:
-            raise ValueError(
-                f"config field '{source}.high_freq_factor' is {high}; it must be above low_freq_factor, {low}"
-            )
-        return Rope(
-            theta=theta,
-            type=kind,
-            factor=factor,
-            original_max_position=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    return Rope(
-        theta=theta,
-        type=kind,
-        factor=factor,
-        original_max_position=original,
-        beta_fast=_optional_number(merged, f"{source}.beta_fast") or 32.0,
-        beta_slow=_optional_number(merged, f"{source}.beta_slow") or 1.0,
-        truncate=_flag(merged, f"{source}.truncate", True),
-        attention_factor=_yarn_attention_factor(merged, source, factor),
-    )
-
-
-def _yarn_attention_factor(rope: Config, source: str, factor: float) -> float:
-    """What YaRN multiplies cosines and sines by (Peng et al. 2023), with DeepSeek's mscale variant."""
-    given = _optional_number(rope, f"{source}.attention_factor")
-    if given is not None:
-        return given
-    mscale = _optional_number(rope, f"{source}.mscale")
-    mscale_all_dim = _optional_number(rope, f"{source}.mscale_all_dim")
-    growth = 0.1 * math.log(factor)
-    if mscale and mscale_all_dim:
-        return (mscale * growth + 1.0) / (mscale_all_dim * growth + 1.0)
-    return growth + 1.0
-
-
-def _even_split(
-    config: Config,
-    hidden_size: int,
-    num_heads: int,
-    size_field: str = "hidden_size",
-    heads_field: str = "num_attention_heads",
-) -> int:
-    if hidden_size % num_heads:
-        raise ValueError(
-            f"config field '{size_field}' is {hidden_size}; it must be a multiple of {heads_field} ({num_heads})"
-        )
-    return hidden_size // num_heads
-
-
-_MISSING: Final = object()
-
-
-def _integer(config: Config, field: str, default: int | None = None, minimum: int = 1) -> int:
-    value = config.get(field, _MISSING if default is None else default)
-    if value is _MISSING:
-        raise ValueError(f"config field '{field}' is missing; it must be an integer of at least {minimum}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"config field '{field}' is {_shorten(value)}; it must be an integer of at least {minimum}")
-    return value
-
-
-def _optional_integer(config: Config, field: str, default: int | None) -> int | None:
-    """As `_integer`, where null is a value of its own."""
-    return None if config.get(field, default) is None else _integer(config, field, default)
-
-
-def _number(config: Config, field: str, default: float | None = None, minimum: float = 0.0) -> float:
-    value = config.get(field, _MISSING if default is None else default)
-    allowed = f"a finite number {'above 0' if minimum == 0 else f'of at least {minimum}'}"
-    if value is _MISSING:
-        raise ValueError(f"config field '{field}' is missing; it must be {allowed}")
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value <= 0
-        or value < minimum
-    ):
-        raise ValueError(f"config field '{field}' is {_shorten(value)}; it must be {allowed}")
-    return float(value)
-
-
-def _optional_number(config: Config, field: str) -> float | None:
-    return None if config.get(field) is None else _number(config, field)
-
-
-def _flag(config: Config, field: str, default: bool) -> bool:
-    value = config.get(field, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"config field '{field}' is {_shorten(value)}; it must be true or false")
-    return value
-
-
-def _choice(config: Config, field: str, default: str, allowed: tuple[str, ...]) -> str:
-    value = config.get(field, default)
-    if value not in allowed:
-        raise ValueError(f"config field '{field}' is {_shorten(value)}; supported are {', '.join(allowed)}")
-    return str(value)
-
-
-def _dtype(config: Config) -> str | None:
-    field = "dtype" if config.get("dtype") is not None else "torch_dtype"
-    value = config.get(field)
-    if value is None:
-        return None
-    name = str(value).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"config field '{field}' is {value!r}; supported are {', '.join(DTYPES)}")
-    return name
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

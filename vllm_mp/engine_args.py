@@ -4,10 +4,8 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
 import types
 import typing
-from pathlib import Path
 from typing import Any
 
 from vllm_mp.architecture import Architecture
@@ -22,24 +20,14 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm_mp.generation_config import default_sampling_params, eos_token_ids, read_generation_config
+from vllm_mp.json_file import read_json
 from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
 from vllm_mp.packaged_model import PACKAGED_MODELS
 from vllm_mp.pooling_config import read_max_seq_length, read_pooling_config
-from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""generation_config.json's names, and those of `SamplingParams`."""
-_GREEDY_FIELDS = {"repetition_penalty", "max_new_tokens"}
-"""What of them matters without sampling."""
 _DTYPES = {"half": "float16", "float": "float32"}
 _LARGEST = 2**63 - 1
 """The largest number that reaches the core as it is."""
@@ -208,14 +196,16 @@ class EngineArgs:
                 download_dir=self.download_dir,
                 load_format="tokenizer",
             )
-        hf_config = _read_json(folder / "config.json")
+        hf_config = read_json(folder / "config.json", dict)
+        if hf_config is None:
+            raise ValueError(f"{folder} has no config.json; fetch or save the model again")
         architecture = Architecture.from_hf_config(hf_config)
         is_encoder = architecture.is_encoder
         if is_encoder:
             self._check_encoder_options()
         max_model_len = self._resolve_max_model_len(architecture, read_max_seq_length(folder))
         overrides = self.override_generation_config or {}
-        generation = self._generation_config(folder) | overrides
+        generation = read_generation_config(self.generation_config, folder) | overrides
         return VllmConfig(
             model_config=ModelConfig(
                 model=self.model,
@@ -232,9 +222,9 @@ class EngineArgs:
                 max_model_len=max_model_len,
                 enforce_eager=self.enforce_eager,
                 hf_config=hf_config,
-                eos_token_ids=_eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
+                eos_token_ids=eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
                 max_logprobs=self.max_logprobs,
-                default_sampling_params=_default_sampling_params(generation, overrides),
+                default_sampling_params=default_sampling_params(generation, overrides),
                 pooling=read_pooling_config(folder, is_encoder),
             ),
             cache_config=CacheConfig(
@@ -315,20 +305,6 @@ class EngineArgs:
             check_invariants=self.check_invariants,
         )
 
-    def _generation_config(self, folder: Path) -> dict[str, Any]:
-        """The contents of generation_config.json, as far as they are wanted."""
-        if self.generation_config == "vllm":
-            return {}
-        source = folder if self.generation_config == "auto" else Path(self.generation_config)
-        if (source / "generation_config.json").exists():
-            return _read_json(source / "generation_config.json")
-        if self.generation_config == "auto":
-            return {}
-        raise ValueError(
-            f"generation_config={self.generation_config!r}: there is no generation_config.json in this "
-            "folder; give 'auto', 'vllm' or a folder that holds one"
-        )
-
 
 @dataclasses.dataclass
 class AsyncEngineArgs(EngineArgs):
@@ -344,49 +320,6 @@ class AsyncEngineArgs(EngineArgs):
             disable_log_requests=self.disable_log_requests,
             max_log_len=self.max_log_len,
         )
-
-
-def _eos_token_ids(folder: Path, generation: dict[str, Any], hf_config: dict[str, Any], vocab_size: int) -> list[int]:
-    """End-of-sequence ids: generation_config.json's, which may name several, before config.json's."""
-    ids = generation.get("eos_token_id")
-    if ids is None:
-        ids = hf_config.get("eos_token_id")
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    known = [one for one in ids if type(one) is int and 0 <= one < vocab_size]
-    if len(known) < len(ids):
-        logger.warning("%s: eos_token_id %s has ids outside the vocabulary of %d", folder, ids, vocab_size)
-    return known
-
-
-def _default_sampling_params(generation: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `SamplingParams` that `generation` sets, `overrides` being what of it the user gave.
-
-    Raises ValueError, naming the field and where it comes from, for bad ones.
-    """
-    for name in overrides.keys() - {*_GENERATION_FIELDS, "do_sample", "eos_token_id"}:
-        logger.warning("override_generation_config: nothing here reads %r", name)
-    defaults: dict[str, Any] = {}
-    wanted = set(_GENERATION_FIELDS)
-    if generation.get("do_sample") is False:
-        # What transformers saves beside it are settings that it does not look at; what the user gives is meant.
-        defaults["temperature"] = 0.0
-        wanted = _GREEDY_FIELDS | (set() if "do_sample" in overrides else overrides.keys())
-    elif generation.get("do_sample"):
-        defaults["temperature"] = 1.0
-    for name, field in _GENERATION_FIELDS.items():
-        value = generation.get(name)
-        if value is None or name not in wanted:
-            continue
-        try:
-            defaults[field] = getattr(SamplingParams(**{field: value}), field)
-        except (TypeError, ValueError) as error:
-            if name in overrides:
-                raise ValueError(f"override_generation_config: {name}={value!r}: {error}") from error
-            raise ValueError(
-                f"generation_config.json: {name}={value!r}: {error}; correct it with override_generation_config, or "
-                "set generation_config='vllm' to do without the file"
-            ) from error
-    return defaults
 
 
 def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
@@ -421,17 +354,3 @@ def _value_type(hint: Any) -> type:
     origin = typing.get_origin(hint)
     result: type = origin or hint
     return result
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"cannot read {path}: {os.strerror(error.errno or 0)}; check the folder and its rights"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); fetch or save the model again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content

@@ -17,6 +17,9 @@ from vllm_mp.progress import Progress
 DISK_FULL_EXIT = 3
 """Exit status of `vllm_mp.core.convert_gguf` when the converted model does not fit on the disk."""
 
+_CONVERSION = 2
+"""Raised with every change of what `vllm_mp.core.convert_gguf` writes, so that no older conversion is used."""
+
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
@@ -42,9 +45,9 @@ def convert_gguf(source: Path, root: Path, progress: Progress) -> Path:
 
 
 def converted_folder(root: Path, file_name: str, sha256: str) -> Path:
-    """Return where the conversion of a GGUF file with this name and content is kept under `root`."""
+    """Return where what is made of a file with this name and content is kept under `root`."""
     readable = re.sub(r"[^\w.-]+", "_", file_name.removesuffix(".gguf")).lstrip(".")[:80]
-    return root / "models" / f"{readable}-{sha256[:16]}"
+    return root / "models" / f"{readable}-{sha256[:16]}-v{_CONVERSION}"
 
 
 def run_conversion(source: Path, workspace: Path, lock: int, progress: Progress) -> Path:

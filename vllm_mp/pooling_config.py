@@ -1,11 +1,11 @@
 """How a model's folder wants its vectors made: the files that sentence-transformers writes beside the weights."""
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from vllm_mp.json_file import read_json
 
 _LIBRARY = "sentence_transformers."
 _MODES = {
@@ -33,7 +33,7 @@ def read_pooling_config(folder: Path, is_encoder: bool) -> PoolingConfig:
     Raises ValueError, naming the file and the module, for a way that is not supported: the vectors would be wrong.
     """
     path = folder / "modules.json"
-    modules = _read_json(path, list)
+    modules = read_json(path, list)
     if modules is None:
         return PoolingConfig(pooling_type="mean" if is_encoder else "last", normalize=True)
     kinds = [_kind(path, module) for module in modules]
@@ -60,7 +60,7 @@ def read_max_seq_length(folder: Path) -> int | None:
     Raises ValueError, naming the file and the field, for a bad value, and for texts that are to be lower-cased first.
     """
     path = folder / "sentence_bert_config.json"
-    config = _read_json(path, dict) or {}
+    config = read_json(path, dict) or {}
     if config.get("do_lower_case"):
         raise ValueError(
             f"{path}: do_lower_case is {config['do_lower_case']!r}, which is not supported; set it to false, and give "
@@ -84,7 +84,7 @@ def _kind(path: Path, module: Any) -> str:
 
 
 def _pooling_type(path: Path) -> str:
-    config = _read_json(path, dict)
+    config = read_json(path, dict)
     if config is None:
         raise ValueError(f"{path} is missing, which modules.json names; fetch the model again")
     mode = config.get("pooling_mode")
@@ -96,18 +96,3 @@ def _pooling_type(path: Path) -> str:
             f"{path} asks for pooling {' + '.join(map(str, chosen)) or '(none)'}; supported is one of cls, mean, last"
         )
     return _SERVED[chosen[0]]
-
-
-def _read_json(path: Path, kind: type) -> Any:
-    """The content of `path`, which must be of `kind`; None without the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {os.strerror(error.errno or 0)}; check the folder's rights") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); fetch the model again") from error
-    if not isinstance(content, kind):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a {kind.__name__}; fetch the model again")
-    return content

@@ -15,6 +15,8 @@ _PENALTY_LIMIT = 1e6
 _MAX_STRINGS = {"stop": 64, "bad_words": 1024}
 _MAX_CHARACTERS = 256
 """Of one of these strings."""
+_MAX_ANSWERS = 1024
+_MAX_IDS = {"stop_token_ids": 1024, "allowed_token_ids": 2**18, "logit_bias": 2**18}
 SEED_LIMIT = 2**63
 """Seeds are integers in [-2**63, 2**63)."""
 
@@ -41,7 +43,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     `max_tokens` None means up to the model's context, and a larger number than fits ends there too. `min_tokens`
     also keeps `stop` strings from being looked for. `seed` None draws one for the request; with `n` answers, answer
     i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens from the end of the prompt, -1 as many as leave
-    room for the answer. `best_of` is only accepted where it changes nothing, equal to `n`.
+    room for `max_tokens`, or for one token where that alone fills the context. `best_of` is only accepted where it
+    changes nothing, equal to `n`.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError
     when it is of the wrong type.
@@ -96,8 +99,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}") from error
 
     def _check_numbers(self) -> None:
-        self._integer("n", 1, 10_000)
-        self._integer("best_of", 1, 10_000)
+        self._integer("n", 1, _MAX_ANSWERS)
+        self._integer("best_of", 1, _MAX_ANSWERS)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         self._number("repetition_penalty", 1 / _PENALTY_LIMIT, _PENALTY_LIMIT)
@@ -140,14 +143,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                     raise ValueError(f"{name} must hold valid Unicode, got {reprlib.repr(text)}") from error
         for name in ("stop_token_ids", "allowed_token_ids"):
             given = getattr(self, name)
+            if given is None:
+                continue
+            self._check_count(name, given)
             ids = []
-            for token_id in given or ():
+            for token_id in given:
                 if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
                     raise TypeError(f"{name} must hold token ids, got {token_id!r}")
                 ids.append(int(token_id))
                 if not 0 <= ids[-1] < 2**31:
                     raise ValueError(f"{name} must hold token ids, integers in [0, 2**31), got {token_id}")
-            setattr(self, name, None if given is None else ids)
+            setattr(self, name, list(dict.fromkeys(ids)))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty; leave it None to allow every token")
         if self.logit_bias is not None:
@@ -157,6 +163,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         """`given` with plain keys and values; JSON makes strings of the ids, so those are taken too."""
         if not isinstance(given, dict):
             raise TypeError(f"logit_bias must be a dict of token ids and numbers, got {reprlib.repr(given)}")
+        self._check_count("logit_bias", given)
         checked = {}
         for token_id, bias in given.items():
             try:
@@ -173,6 +180,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             if not -_BIAS_LIMIT <= checked[key] <= _BIAS_LIMIT:
                 raise ValueError(f"logit_bias[{key}] must be in [-{_BIAS_LIMIT:g}, {_BIAS_LIMIT:g}], got {bias!r}")
         return checked
+
+    @staticmethod
+    def _check_count(name: str, given: Any) -> None:
+        """Whoever has to look at them one by one has a bound."""
+        if len(given) > _MAX_IDS[name]:
+            raise ValueError(f"{name} must hold at most {_MAX_IDS[name]} token ids, got {len(given)}")
 
     def _check_together(self) -> None:
         """What each field allows by itself, but not beside the others."""

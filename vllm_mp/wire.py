@@ -20,7 +20,7 @@ import numpy.typing as npt
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
 MAX_LIVE_REQUESTS = 2**20

@@ -23,12 +23,13 @@ from transformers import (
 )
 from transformers.utils import logging as hub_logging
 
-from vllm_mp.architecture import SUPPORTED, Architecture, rope_variants
+from vllm_mp.architecture import SUPPORTED, Architecture
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models.loading import CheckpointMismatchError, listed
 from vllm_mp.core.weights import checkpoint_files, fill_with_dummy_weights, read_tensors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.rope import rope_variants
 
 _SERVING: Final = "vllm_mp"
 """Our attention function. The library makes no mask for a name that its registry of masks does not hold."""

@@ -117,6 +117,7 @@ def test_what_a_client_should_have_refused_the_core_refuses_and_lives(llm):
         (wire.pack_ids([50_000]), SamplingParams(seed=1), "50000"),
         (wire.pack_ids([-5]), SamplingParams(seed=1), "-5"),
         (wire.pack_ids([1] * 1024), SamplingParams(seed=1), "1024 tokens"),
+        (wire.pack_ids([1]), SamplingParams(seed=1, logit_bias={50_000: 1.0}), "logit_bias"),
         (wire.pack_ids([1]), SamplingParams(seed=1, logprobs=21), "logprobs"),
     ]
     for slot, (ids, params, words) in enumerate(bad):

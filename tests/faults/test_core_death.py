@@ -123,7 +123,7 @@ def test_the_status_page_outlives_the_core_and_names_the_step(make_engine):
     engine = make_engine()
 
     async def run():
-        await start_streams(engine, 3)
+        streams = await start_streams(engine, 3)
         page = engine._process.status_page()
 
         async def in_a_step_of_three():
@@ -140,5 +140,6 @@ def test_the_status_page_outlives_the_core_and_names_the_step(make_engine):
         assert status.incarnation == 1
         assert status.step > 1
         assert {slot for _, slot in status.step_requests} <= {0, 1, 2}
+        assert len(streams) == 3, "held until here, as streams that are dropped are aborted"
 
     asyncio.run(run())

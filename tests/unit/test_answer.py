@@ -412,6 +412,21 @@ def test_the_error_of_one_answer_fails_the_request_and_aborts_the_others():
     assert book.num_slots_in_use == 0
 
 
+def test_what_comes_late_for_a_failed_request_harms_no_other_that_has_its_id_and_a_slot_of_its():
+    book = RequestBook()
+    failed = make_stream(book, n=2, prompt_logprobs=1)
+    first, second = [answer.slot for answer in failed.answers]
+    book.take_in(message(finished=[Finished(second, 0, "error", error="not finite")]))
+    book.reserve(failed.request_id)
+    answer = Answer(0, SamplingParams(), Detokenizer())
+    stream = RequestStream(failed.request_id, None, [1], [answer], 0.0)
+    book.enter(stream)
+    assert answer.slot == second
+    late = wire.StepOutput(1, 1, b"", b"", b"", prompt_logprobs=[logprobs_message(first, 7, [3])])
+    assert book.take_in(late) == []
+    assert book.find(failed.request_id) is stream
+
+
 def test_an_end_that_counts_other_tokens_than_came_fails_the_request():
     book = RequestBook()
     stream = make_stream(book)

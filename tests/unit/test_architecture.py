@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_mp.architecture import SUPPORTED, Architecture, NativeArchitecture, Rope, architecture_name
+from vllm_mp.architecture import SUPPORTED, Architecture, NativeArchitecture, architecture_name
+from vllm_mp.rope import Rope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -489,7 +489,7 @@ def test_a_folder_without_config_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"], "max_position_embeddings": None}, "MambaForCausalLM"),
         ({"architectures": None}, "architectures"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"vocab_size": 0}, "vocab_size"),

@@ -71,6 +71,16 @@ def logits_of(count, seed=0, dtype=torch.float32):
     return (torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
 
 
+def test_equally_likely_tokens_are_the_same_ones_beside_rows_that_want_more():
+    vocab = 1000
+    logits = (torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))).round().to(torch.bfloat16)
+    alone = make_batch(make_request(0, [1], 1, num_logprobs=3))
+    (expected,) = StepLogprobs(logits, alone, alone.order).messages(torch.tensor([5]))
+    beside = make_batch(make_request(0, [1], 1, num_logprobs=3), make_request(1, [1], 1, num_logprobs=900))
+    got = StepLogprobs(logits.repeat(2, 1), beside, beside.order).messages(torch.tensor([5, 5]))
+    assert got[0] == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_row_gets_as_many_as_it_wants_of_the_raw_distribution(dtype):
     """What rules, temperature and filters make of the logits does not show."""

@@ -18,7 +18,7 @@ BOOLEANS = (
     "include_stop_str_in_output",
 )
 RANGES = [
-    ("n", 1, 10_000),
+    ("n", 1, 1_024),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
     ("repetition_penalty", 1e-6, 1e6),
@@ -53,9 +53,9 @@ def test_both_ends_of_a_range_are_accepted(name, low, high):
 @pytest.mark.parametrize(
     ("name", "value", "limits"),
     [
-        ("n", 0, "[1, 10000]"),
-        ("n", 10_001, "[1, 10000]"),
-        ("best_of", 0, "[1, 10000]"),
+        ("n", 0, "[1, 1024]"),
+        ("n", 1_025, "[1, 1024]"),
+        ("best_of", 0, "[1, 1024]"),
         ("presence_penalty", 2.1, "[-2, 2]"),
         ("presence_penalty", -2.1, "[-2, 2]"),
         ("frequency_penalty", 3, "[-2, 2]"),
@@ -311,3 +311,10 @@ def test_parameters_cross_the_wire_unchanged():
 def test_json_bias_of_string_keys_means_the_same():
     text = '{"logit_bias": {"17": -100, "3": 2.5}}'
     assert msgspec.json.decode(text, type=SamplingParams).logit_bias == {17: -100.0, 3: 2.5}
+
+
+def test_lists_of_ids_have_bounds_and_hold_each_once():
+    assert SamplingParams(stop_token_ids=[5, 3, 5, 3]).stop_token_ids == [5, 3]
+    assert "at most 1024 token ids, got 1025" in refusal(ValueError, stop_token_ids=[1] * 1025)
+    assert "at most 262144 token ids, got 262145" in refusal(ValueError, allowed_token_ids=[1] * (2**18 + 1))
+    assert "at most 262144 token ids" in refusal(ValueError, logit_bias=dict.fromkeys(range(2**18 + 1), 0.0))

@@ -253,9 +253,58 @@ def test_forgetting_the_cache_makes_the_next_request_compute_everything():
     prompt = list(range(100, 120))
     engine.add(0, prompt=prompt)
     engine.run()
-    engine.pool.forget_all()
-    assert engine.add(1, prompt=prompt).num_cached == 0
+    engine.scheduler.forget_prefixes()
+    request = engine.add(1, prompt=prompt)
     assert engine.step().counts.tolist() == [20]
+    assert request.num_cached == 0
+
+
+def test_what_is_computed_behind_forgotten_blocks_is_not_found_either():
+    engine = Engine(budget=8)
+    prompt = list(range(100, 130))
+    engine.add(0, prompt=prompt)
+    engine.step()
+    engine.scheduler.forget_prefixes()
+    engine.run()
+    again = engine.add(1, prompt=prompt)
+    engine.run()
+    assert again.num_cached == 0
+    later = engine.add(2, prompt=prompt)
+    engine.step()
+    assert later.num_cached == 28, "what has been computed since is found"
+
+
+def test_a_preempted_prompt_does_not_count_its_own_blocks_as_cached():
+    engine = Engine(budget=8)
+    request = engine.add(0, prompt=list(range(100, 130)))
+    engine.step()
+    engine.scheduler.preempt_all()
+    engine.run()
+    assert engine.ends == {0: "length"}
+    assert request.num_cached == 0
+
+
+def test_the_first_in_line_is_looked_up_once_as_long_as_there_is_no_room(monkeypatch):
+    engine = Engine(num_blocks=12, max_num_seqs=4)
+    prompt = list(range(100, 130))
+    engine.add(0, prompt=prompt, max_tokens=12)
+    engine.add(1, prompt=list(range(200, 230)))
+    lookups = []
+    find = engine.pool.find
+    monkeypatch.setattr(engine.pool, "find", lambda hashes: lookups.append(1) or find(hashes))
+    for _ in range(10):
+        engine.step()
+    assert len(engine.batch) == 1
+    assert len(lookups) <= 2
+    engine.run()
+    assert engine.ends == {0: "length", 1: "length"}
+
+
+def test_vectors_need_no_room_to_grow():
+    engine = Engine(num_blocks=8, budget=64)
+    for slot in range(8):
+        engine.add(slot, num_prompt=4, pooled=True)
+    assert len(engine.step().rows) == 8
 
 
 def test_the_block_that_was_not_used_for_longest_is_evicted_first():

@@ -1,0 +1,87 @@
+"""Reading the fields of a `config.json`: every error names the field, its value and what is allowed."""
+
+import math
+from typing import Any, Final
+
+Config = dict[str, Any]
+
+DTYPES: Final = ("float32", "float16", "bfloat16")
+_MISSING: Final = object()
+
+
+def integer(config: Config, field: str, default: int | None = None, minimum: int = 1) -> int:
+    value = config.get(field, _MISSING if default is None else default)
+    if value is _MISSING:
+        raise ValueError(f"config field '{field}' is missing; it must be an integer of at least {minimum}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"config field '{field}' is {shorten(value)}; it must be an integer of at least {minimum}")
+    return value
+
+
+def optional_integer(config: Config, field: str, default: int | None) -> int | None:
+    """As `_integer`, where null is a value of its own."""
+    return None if config.get(field, default) is None else integer(config, field, default)
+
+
+def number(config: Config, field: str, default: float | None = None, minimum: float = 0.0) -> float:
+    value = config.get(field, _MISSING if default is None else default)
+    allowed = f"a finite number {'above 0' if minimum == 0 else f'of at least {minimum}'}"
+    if value is _MISSING:
+        raise ValueError(f"config field '{field}' is missing; it must be {allowed}")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value <= 0
+        or value < minimum
+    ):
+        raise ValueError(f"config field '{field}' is {shorten(value)}; it must be {allowed}")
+    return float(value)
+
+
+def optional_number(config: Config, field: str) -> float | None:
+    return None if config.get(field) is None else number(config, field)
+
+
+def flag(config: Config, field: str, default: bool) -> bool:
+    value = config.get(field, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"config field '{field}' is {shorten(value)}; it must be true or false")
+    return value
+
+
+def choice(config: Config, field: str, default: str, allowed: tuple[str, ...]) -> str:
+    value = config.get(field, default)
+    if value not in allowed:
+        raise ValueError(f"config field '{field}' is {shorten(value)}; supported are {', '.join(allowed)}")
+    return str(value)
+
+
+def dtype(config: Config) -> str | None:
+    field = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    value = config.get(field)
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"config field '{field}' is {value!r}; supported are {', '.join(DTYPES)}")
+    return name
+
+
+def shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def even_split(
+    config: Config,
+    hidden_size: int,
+    num_heads: int,
+    size_field: str = "hidden_size",
+    heads_field: str = "num_attention_heads",
+) -> int:
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"config field '{size_field}' is {hidden_size}; it must be a multiple of {heads_field} ({num_heads})"
+        )
+    return hidden_size // num_heads
