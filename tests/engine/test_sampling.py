@@ -455,8 +455,7 @@ def test_the_stream_interval_spaces_outputs(busy):
         (lambda: SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
         (lambda: SamplingParams(allowed_token_ids=[49152]), "allowed_token_ids"),
         (lambda: SamplingParams(n=0), "n must"),
-        (lambda: SamplingParams(n=10_000), "max_num_seqs"),
-        (lambda: SamplingParams(n=10_001), "n must"),
+        (lambda: SamplingParams(n=10_000), "n must"),
         (lambda: SamplingParams(n=2, temperature=0), "temperature"),
         (lambda: SamplingParams(best_of=3), "best_of"),
         (lambda: SamplingParams(logprobs=21), "max_logprobs"),
@@ -480,10 +479,10 @@ def test_what_cannot_be_served_is_refused_by_name_and_harms_nobody(llm, make, wo
 def test_a_request_that_bars_every_token_fails_alone(llm):
     async def run():
         neighbour = asyncio.create_task(answer(llm, PROMPT, greedy(12, ignore_eos=True)))
-        with pytest.raises(EngineGenerateError, match="no token is allowed"):
+        with pytest.raises(EngineGenerateError, match="allow no token"):
             await answer(llm, PROMPT, greedy(6, allowed_token_ids=[2], min_tokens=3))
         several = sampled(3, 3, allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=3)
-        with pytest.raises(EngineGenerateError, match="no token is allowed"):
+        with pytest.raises(EngineGenerateError, match="allow no token"):
             await answer(llm, PROMPT, several)
         await neighbour
         await eventually(lambda: is_empty(llm))
