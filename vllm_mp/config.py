@@ -133,10 +133,16 @@ class ObservabilityConfig(msgspec.Struct, kw_only=True):
 
 
 class LivenessConfig(msgspec.Struct, kw_only=True):
-    """How the client judges whether the core lives."""
+    """How the client judges whether the core lives, and what it does when it does not. Times in seconds."""
 
     engine_iteration_timeout_s: float
     start_timeout_s: float
+    recovery: bool = True
+    max_core_restarts: int = 10
+    core_restart_window_s: float = 300.0
+    warm_standby: bool = False
+    fault_injection: str = ""
+    """Faults that the core brings about itself, for tests; empty: none."""
 
 
 class VllmConfig(msgspec.Struct, kw_only=True):

@@ -138,9 +138,16 @@ class EngineArgs:
     chat_template: str | None = _option(None, "chat template to use: the text, or a file that holds it")
     disable_log_stats: bool = _option(False, "write no statistics to the log")
     engine_iteration_timeout_s: float = _option(
-        60.0, "seconds without progress after which check_health calls the core hung", low=0.1
+        60.0, "seconds without progress after which the core counts as hung and is replaced", low=0.1
     )
     start_timeout_s: float = _option(600.0, "seconds that the core may take to come up", low=1.0)
+    recovery: bool = _option(True, "when the core dies, start another and go on with every stream")
+    max_core_restarts: int = _option(10, "most restarts of the core within core_restart_window_s", low=0)
+    core_restart_window_s: float = _option(300.0, "seconds over which max_core_restarts counts", low=1.0)
+    warm_standby: bool = _option(
+        False, "keep a process at hand that has imported everything, to replace the core sooner"
+    )
+    fault_injection: str = _option("", "for tests: faults that the core brings about itself (see docs/faults.md)")
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -242,6 +249,11 @@ class EngineArgs:
             liveness_config=LivenessConfig(
                 engine_iteration_timeout_s=self.engine_iteration_timeout_s,
                 start_timeout_s=self.start_timeout_s,
+                recovery=self.recovery,
+                max_core_restarts=self.max_core_restarts,
+                core_restart_window_s=self.core_restart_window_s,
+                warm_standby=self.warm_standby,
+                fault_injection=self.fault_injection,
             ),
         )
 

@@ -46,7 +46,8 @@ class AddRequest(_Message, tag=2):
     an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set, and `params.n`
     has no meaning: each answer is a request. Only requests of one `cache_salt` share cached prefixes; those of one
     `group`, where it is not empty, share their prompts' blocks also where nothing else is shared. `bad_words` are
-    `params.bad_words` as token ids.
+    `params.bad_words` as token ids. A `suspect` was in the step that an earlier core died of: it runs in steps of its own
+    until one of them has given it a token, so that if it is what kills cores, it dies alone.
     """
 
     incarnation: int
@@ -59,6 +60,7 @@ class AddRequest(_Message, tag=2):
     cache_salt: str = ""
     group: str = ""
     bad_words: list[list[int]] = []
+    suspect: bool = False
 
 
 class AddPooling(_Message, tag=6):
@@ -71,6 +73,7 @@ class AddPooling(_Message, tag=6):
     params: PoolingParams
     priority: int = 0
     cache_salt: str = ""
+    suspect: bool = False
 
 
 class AbortRequests(_Message, tag=3):

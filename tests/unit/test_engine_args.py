@@ -61,6 +61,11 @@ SERVED = {
     "disable_log_stats": (True, ["--disable-log-stats"]),
     "engine_iteration_timeout_s": (1.5, ["--engine-iteration-timeout-s", "1.5"]),
     "start_timeout_s": (30.0, ["--start-timeout-s", "30"]),
+    "recovery": (False, ["--no-recovery"]),
+    "max_core_restarts": (3, ["--max-core-restarts", "3"]),
+    "core_restart_window_s": (60.0, ["--core-restart-window-s", "60"]),
+    "warm_standby": (True, ["--warm-standby"]),
+    "fault_injection": ("exit", ["--fault-injection", "exit"]),
     "disable_log_requests": (True, ["--disable-log-requests"]),
     "max_log_len": (0, ["--max-log-len", "0"]),
 }
