@@ -109,7 +109,7 @@ def _load(
         page.enter(CoreState.LOADING, share)
 
     try:
-        runner = ModelRunner(config, device, dtype, progress)
+        runner = ModelRunner(config, device, dtype, progress, page.beat)
     except StopSignal.Stopped:
         return None
     logger.info(
