@@ -21,6 +21,7 @@ from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.batch import Batch, Rows, Vector
 from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
+from vllm_mp.core.request_memory import RequestMemory
 from vllm_mp.wire import Finished, TokenLogprobs
 
 _NEVER_REGISTERS = np.iinfo(np.int64).max
@@ -78,6 +79,7 @@ class Scheduler:
         self.pool = pool
         self.block_size = block_size
         self.num_preemptions = 0
+        self.memory = RequestMemory()
         self._requests: dict[tuple[int, int], Request] = {}
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0
@@ -126,6 +128,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let `request` wait; its (client, slot) must not be live and its tokens must fit the context."""
         self._requests[request.client, request.slot] = request
+        self.memory.take(request.client, request.num_bytes)
         if self._is_paused:
             self._held[request.client, request.slot] = request
         else:
@@ -165,7 +168,7 @@ class Scheduler:
             return None
         if request.row == NO_ROW:
             num_output = request.num_output
-            del self._requests[client, slot]
+            self._forget(request)
             if self._held.pop((client, slot), None) is None:
                 self._leave_line(request)
         else:
@@ -389,7 +392,11 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.free(self.batch.remove(request.row))
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         del self._requests[request.client, request.slot]
+        self.memory.give_back(request.client, request.num_bytes)
 
     def _wait(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.order, request))
