@@ -52,6 +52,9 @@ class ModelRunner:
         """Compute the step."""
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+        if self._kv_caches and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
+            # A token that overflows spoils what comes before it in its prompt, and so blocks that others share.
+            hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
         vectors = self._pooler.pool(hidden, step, batch)
         vocab_size = self._config.model_config.architecture.vocab_size
         of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size)

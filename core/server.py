@@ -227,6 +227,7 @@ class Server:
             reads_cache=pooling.pooling_type == "last",
             order=self._running_scheduler().order_of(message.priority),
             pooling=pooling,
+            suspect=message.suspect,
         )
 
     def _make_request(self, client: int, message: wire.AddRequest) -> Request:
@@ -252,6 +253,7 @@ class Server:
             # What is found in the cache is not computed, and so has no log-probabilities.
             reads_cache=prompt_logprobs is None,
             order=self._running_scheduler().order_of(message.priority),
+            suspect=message.suspect,
         )
 
     def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:

@@ -325,7 +325,7 @@ async def attack_core(address: str, num_messages: int, seed: int, say: Any = lam
     """Fire `num_messages` at the core that listens at `address`; `say` hears of progress."""
     report = Report()
     engine = AsyncLLM.connect(address)
-    incarnation, vocab_size = engine._connection.incarnation, engine.model_config.get_vocab_size()
+    incarnation, vocab_size = (await engine.core_status())["incarnation"], engine.model_config.get_vocab_size()
     expected = await calm_answers(engine, vocab_size)
     attacker = Attacker(address, seed, incarnation, vocab_size, report)
     is_over = threading.Event()

@@ -51,8 +51,8 @@ class AddRequest(_Message, tag=2):
     an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set, and `params.n`
     has no meaning: each answer is a request. Only requests of one `cache_salt` share cached prefixes; those of one
     `group`, where it is not empty, share their prompts' blocks also where nothing else is shared. `bad_words` are
-    `params.bad_words` as token ids. A `suspect` was in the step that an earlier core died of: it runs in steps of its own
-    until one of them has given it a token, so that if it is what kills cores, it dies alone.
+    `params.bad_words` as token ids. A `suspect` was in the step that an earlier core died of: it runs in steps of its
+    own until one of them has given it a token, so that if it is what kills cores, it dies alone.
     """
 
     incarnation: int
@@ -216,6 +216,14 @@ _core_decoder = msgspec.msgpack.Decoder(CoreMessage)
 
 def encode(message: ClientMessage | CoreMessage) -> bytes:
     return _encoder.encode(message)
+
+
+def encode_bounded(message: ClientMessage) -> bytes:
+    """Encode what a core will take; raises ValueError for what is too large for it."""
+    frame = encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"the request takes {len(frame)} bytes, {MAX_MESSAGE_BYTES} is the most; shorten it")
+    return frame
 
 
 def decode_client_message(frame: bytes) -> ClientMessage:

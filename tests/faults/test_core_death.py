@@ -60,7 +60,7 @@ def test_the_death_is_noticed_where_the_system_has_no_process_descriptors(make_e
 
     async def run():
         (stream,) = await start_streams(engine, 1)
-        os.kill(engine._process.pid, signal.SIGKILL)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await asyncio.wait_for(drain(stream), 20)
 
@@ -79,16 +79,16 @@ def test_the_error_carries_the_end_of_the_cores_log_and_says_where_it_is(make_en
 
     message = asyncio.run(run())
     assert "ready after" in message
-    assert str(engine._process.log_path) in message
-    assert engine._process.log_path.exists()
+    assert str(engine._supervisor.core.process.log_path) in message
+    assert engine._supervisor.core.process.log_path.exists()
     engine.shutdown()
-    assert not engine._process.runtime_dir.exists()
+    assert not engine._supervisor.core.process.runtime_dir.exists()
 
 
 def test_a_death_between_two_loops_is_noticed_at_the_next_use(make_engine):
     engine = make_engine()
     assert asyncio.run(answer(engine, "Hello", greedy(2))).finished
-    os.kill(engine._process.pid, signal.SIGKILL)
+    os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         asyncio.run(answer(engine, "Hello", greedy(2)))
 
@@ -99,12 +99,12 @@ def test_a_core_that_stands_still_is_found_out_in_bounded_time(make_engine, monk
 
     async def run():
         await engine.check_health()
-        os.kill(engine._process.pid, signal.SIGSTOP)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(EngineError, match="not answered"):
                 await engine.check_health()
         finally:
-            os.kill(engine._process.pid, signal.SIGCONT)
+            os.kill(engine._supervisor.core.process.pid, signal.SIGCONT)
         await engine.check_health()
 
     asyncio.run(run())
@@ -112,10 +112,10 @@ def test_a_core_that_stands_still_is_found_out_in_bounded_time(make_engine, monk
 
 def test_a_stopped_core_can_still_be_shut_down(make_engine):
     engine = make_engine()
-    os.kill(engine._process.pid, signal.SIGSTOP)
+    os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
     started = time.monotonic()
     engine.shutdown(timeout=0.5)
-    assert not psutil.pid_exists(engine._process.pid)
+    assert not psutil.pid_exists(engine._supervisor.core.process.pid)
     assert time.monotonic() - started < 30
 
 
@@ -124,7 +124,7 @@ def test_the_status_page_outlives_the_core_and_names_the_step(make_engine):
 
     async def run():
         streams = await start_streams(engine, 3)
-        page = engine._process.status_page()
+        page = engine._supervisor.core.process.status_page()
 
         async def in_a_step_of_three():
             return len(page.read().step_requests) == 3
@@ -133,10 +133,10 @@ def test_the_status_page_outlives_the_core_and_names_the_step(make_engine):
             return engine.errored
 
         await eventually(in_a_step_of_three)
-        os.kill(engine._process.pid, signal.SIGKILL)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
         await eventually(dead)
         status = page.read()
-        assert status.pid == engine._process.pid
+        assert status.pid == engine._supervisor.core.process.pid
         assert status.incarnation == 1
         assert status.step > 1
         assert {slot for _, slot in status.step_requests} <= {0, 1, 2}
