@@ -91,6 +91,7 @@ class EngineCore:
             "total_blocks": self._pool.num_blocks,
             "is_paused": self._scheduler.is_paused,
             "num_dropped_messages": self._server.num_dropped,
+            "num_clients": self._server.num_clients,
         }
 
     def _wait(self) -> None:

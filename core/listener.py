@@ -13,6 +13,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_mp.curve_key import read_key_file
 from vllm_mp.wire import MAX_MESSAGE_BYTES
 
+_MAX_UNREAD = 32
+"""Messages of one client that the core holds before it has read them."""
+
 
 class Listener:
     """A bound ROUTER socket; `close` leaves neither socket file nor lock.
@@ -30,10 +33,10 @@ class Listener:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         # Sending to a client that has gone raises instead of being dropped in silence, and no queue has a limit at
-        # which a token would be lost.
+        # which a token would be lost. What a client sends faster than it is read waits with the client.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
