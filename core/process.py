@@ -112,16 +112,25 @@ def _load(
     dtype = choose_dtype(config, device)
     set_threads(config)
     page.enter(CoreState.LOADING)
+    faults = None
+    if config.liveness_config.fault_injection:
+        from vllm_mp.core.fault_hooks import FaultHooks
+
+        faults = FaultHooks(launch)
 
     def progress(share: float) -> None:
         if stop.is_set:
             raise StopSignal.Stopped
         page.enter(CoreState.LOADING, share)
+        if faults is not None:
+            faults.while_loading(share)
 
     try:
         runner = ModelRunner(config, device, dtype, progress, page.beat)
     except StopSignal.Stopped:
         return None
+    if faults is not None:
+        faults.install(runner, server)
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
         config.model_config.model,
