@@ -30,6 +30,8 @@ class Request:
     """Tokens, prompt included, at which the answer ends for length."""
     order: tuple[int, int]
     """(priority, arrival number): what runs first, and is preempted last."""
+    num_bytes: int = 0
+    """What it counts for in `RequestMemory`."""
     hashes: list[bytes] = field(default_factory=list)
     """The root hash, then that of each full block, as far as they have been needed. Empty: it shares no blocks."""
     reads_cache: bool = True

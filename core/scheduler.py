@@ -24,6 +24,7 @@ from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.batch import Batch, Rows, Vector
 from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
+from vllm_mp.core.request_memory import RequestMemory
 from vllm_mp.wire import Finished, TokenLogprobs
 
 _NEVER_REGISTERS = np.iinfo(np.int64).max
@@ -81,6 +82,7 @@ class Scheduler:
         self.pool = pool
         self.block_size = block_size
         self.num_preemptions = 0
+        self.memory = RequestMemory()
         self._requests: dict[tuple[int, int], Request] = {}
         self._waiting: list[tuple[tuple[bool, int, int], Request]] = []
         """A heap; suspects come first."""
@@ -132,6 +134,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let `request` wait; its (client, slot) must not be live and its tokens must fit the context."""
         self._requests[request.client, request.slot] = request
+        self.memory.take(request.client, request.num_bytes)
         if self._is_paused:
             self._held[request.client, request.slot] = request
         else:
@@ -171,7 +174,7 @@ class Scheduler:
             return None
         if request.row == NO_ROW:
             num_output = request.num_output
-            del self._requests[client, slot]
+            self._forget(request)
             if self._held.pop((client, slot), None) is None:
                 self._leave_line(request)
         else:
@@ -435,7 +438,11 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._vacate(request)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         del self._requests[request.client, request.slot]
+        self.memory.give_back(request.client, request.num_bytes)
 
     def _vacate(self, request: Request) -> None:
         self.pool.free(self.batch.remove(request.row))

@@ -275,7 +275,7 @@ def test_priority_decides_who_is_pooled_first(small):
 
 
 def test_the_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine):
-    engine = make_engine(max_model_len=512)
+    engine = make_engine(max_model_len=512, recovery=False)
 
     async def run():
         os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
