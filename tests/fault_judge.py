@@ -1,6 +1,7 @@
 """What a fault may not have changed: the answers, and what the engine holds when they are given."""
 
 import contextlib
+import gc
 import math
 import os
 import tempfile
@@ -139,6 +140,7 @@ class Holdings(NamedTuple):
 
     @classmethod
     def now(cls) -> "Holdings":
+        gc.collect()  # errors that were raised hold what was in use at that time
         return cls(
             len(os.listdir("/proc/self/fd")),
             {child.pid for child in psutil.Process().children(recursive=True)},
