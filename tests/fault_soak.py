@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from differential import Case
 from fault_judge import Comparison, nothing_left_behind, resident_mib, what_is_held
-from fault_load import AnyCase, PauseWatch, Watched, outcome_of
+from fault_load import PauseWatch, Watched, outcome_of
 from fault_scenarios import PATIENCE_S, Arena, core_address, core_page, has_other_child, other_children
 from harness import eventually
 
@@ -136,7 +136,9 @@ class Soak:
             if self._ends:
                 return
             index = (number + turn * 7) % len(self._arena.cases)
-            case: AnyCase = self._arena.cases[index]
+            case = self._arena.cases[index]
+            if isinstance(case, Case):
+                case = dataclasses.replace(case)  # the identity of a case makes the id of its request
             if self._is_random:
                 await asyncio.sleep(chance.expovariate(2.0))
                 aborts = isinstance(case, Case) and case.kind != RequestOutputKind.FINAL_ONLY and chance.random() < 0.2
