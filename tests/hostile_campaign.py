@@ -39,8 +39,11 @@ _CALM_ANSWERS = 12
 
 
 @contextlib.contextmanager
-def tormented_core(folder: Path, *options: str, model: str | None = None) -> Iterator[str]:
-    """The address of a stand-alone core, of a small model of random weights unless one is named."""
+def tormented_core(folder: Path, *options: str, model: str | None = None, before: str = ":") -> Iterator[str]:
+    """The address of a stand-alone core, of a small model of random weights unless one is named.
+
+    `before` is a line of shell that is run first, in the core's own process.
+    """
     if model is None:
         model = str(folder / "model")
         save_random_model(CONFIGS["llama"], folder / "model")
@@ -49,7 +52,7 @@ def tormented_core(folder: Path, *options: str, model: str | None = None) -> Ite
     command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", model]
     # A file, because a core whose log nobody reads from a pipe would stand still.
     with (folder / "core.log").open("wb") as log:
-        process = subprocess.Popen([*command, *OPTIONS, *options], stderr=log)
+        process = subprocess.Popen(["sh", "-c", f'{before}; exec "$@"', "sh", *command, *OPTIONS, *options], stderr=log)
     try:
         yield address
     finally:
