@@ -49,6 +49,11 @@ class LaunchedCores:
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
 
+    @property
+    def standby_pid(self) -> int | None:
+        """The process that would be the next core; None while there is none."""
+        return self._standby.pid if self._standby is not None else None
+
     def begin(self) -> None:
         """Start a core, which `finish` waits for."""
         self._num_started += 1
@@ -125,6 +130,7 @@ class RemoteCore:
         """`timeout`: seconds to wait for the core to answer."""
         self.address = address
         self.timeout = timeout
+        self.standby_pid: int | None = None
         self._key_file = key_file
         self._model: object = None
 

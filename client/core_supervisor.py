@@ -103,6 +103,11 @@ class CoreSupervisor:
         """What the status page of the latest core says; None where it cannot be seen."""
         return self.core.page.read() if self.core.page else None
 
+    @property
+    def standby_pid(self) -> int | None:
+        """The process that would be the next core; None while there is none."""
+        return self._source.standby_pid
+
     def stop(self, timeout: float | None = None) -> None:
         """End the thread, every connection, and what the source has started, by force after `timeout` seconds.
 

@@ -65,10 +65,9 @@ class Listener:
             self._authenticator.stop()
         self._context.term()
         if self._lock is not None and self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
-            with contextlib.suppress(FileNotFoundError):
-                _lock_file(self._path).unlink()
+            for path in (self._path, _lock_file(self._path)):
+                with contextlib.suppress(OSError):  # somebody may have removed or moved its folder
+                    path.unlink()
             os.close(self._lock)
             self._lock = None
 

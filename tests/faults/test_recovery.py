@@ -190,7 +190,8 @@ def test_half_a_character_is_completed_by_the_next_core(engine):
 
 def test_a_vector_is_computed_again(engine):
     async def vector(prompt):
-        return [output async for output in engine.encode(prompt, PoolingParams())][0].outputs.data
+        (output,) = [output async for output in engine.encode(prompt, PoolingParams())]
+        return output.outputs.data
 
     async def run():
         expected = await vector(LONG_PROMPT)
