@@ -9,7 +9,7 @@ from vllm_mp.client.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.stop_strings import StopStrings
 from vllm_mp.outputs import CompletionOutput, Logprob, LogprobsOnePosition
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
-from vllm_mp.wire import Finished, TokenLogprobs
+from vllm_mp.wire import AddPooling, AddRequest, Finished, TokenLogprobs
 
 TokenText = Callable[[int], str]
 
@@ -28,6 +28,8 @@ class Answer:
         self.index = index
         self.slot = -1
         """What names the answer on the wire, once its request has been sent."""
+        self.message: AddRequest | AddPooling | None = None
+        """What asked a core for it, and asks the next one for the rest."""
         self.params = params
         self.token_ids: list[int] = []
         """Every token received; recovery sends these to the next core."""

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import threading
 import time
 import types
 import uuid
@@ -16,14 +14,16 @@ from typing import Any, Self
 import msgspec
 
 from vllm_mp import wire
-from vllm_mp.client.core_connection import CoreConnection, run_on
-from vllm_mp.client.core_process import CoreProcess
+from vllm_mp.client.core_link import CoreLink
+from vllm_mp.client.core_source import LaunchedCores, RemoteCore
+from vllm_mp.client.core_supervisor import CoreSupervisor
 from vllm_mp.client.input_processor import InputProcessor
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.pooling_stream import PoolingStream
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.request_book import RequestBook
 from vllm_mp.client.request_stream import RequestStream
+from vllm_mp.client.restart_limit import RestartLimit
 from vllm_mp.client.stats_log import StatsLog
 from vllm_mp.client.tokenizer import load_tokenizer
 from vllm_mp.config import (
@@ -35,19 +35,16 @@ from vllm_mp.config import (
     VllmConfig,
 )
 from vllm_mp.engine_args import EngineArgs
-from vllm_mp.errors import EngineDeadError, EngineError, EngineStartError
+from vllm_mp.errors import EngineDeadError, EngineError
 from vllm_mp.model_files import cache_root
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
-from vllm_mp.status_page import CoreState, CoreStatus, StatusPage
+from vllm_mp.status_page import CoreState
 
 logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
-_BYE_LINGER_MS = 500
-_EXIT_GRACE_S = 1.0
-_HANDOVER_TIMEOUT_S = 5.0
 _DRAIN_POLL_S = 0.01
 
 
@@ -58,25 +55,27 @@ class AsyncLLM:
     runs; requests belong to the loop that runs when they are made, one loop at a time.
     """
 
-    def __init__(
-        self, config: VllmConfig, connection: CoreConnection, process: CoreProcess | None, tokenizer: Any
-    ) -> None:
+    def __init__(self, supervisor: CoreSupervisor, tokenizer: Any) -> None:
+        config = supervisor.core.config
         self.vllm_config = config
         self.model_config = config.model_config
-        self._connection = connection
-        self._process = process
         self._tokenizer = tokenizer
         self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
         self._inputs = InputProcessor(config, tokenizer, self._microbatch)
         self._requests = RequestBook()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
-        self._dead_error: EngineDeadError | None = None
         self._is_shut_down = False
         self._accepts = True
         self._stats = StatsLog()
         self._is_quiet = config.observability_config.disable_log_stats
-        self._finalizer = weakref.finalize(self, _release, connection, process, self._microbatch)
+        self._supervisor = supervisor
+        self._finalizer = weakref.finalize(self, _release, supervisor, self._microbatch)
+        this = weakref.ref(self)
+
+        def count_tokens(count: int) -> None:
+            if (engine := this()) is not None:  # which the link, and with it the loop, must not keep alive
+                engine._count_tokens(count)
+
+        self._link = CoreLink(supervisor, self._requests, count_tokens)
 
     @classmethod
     def from_engine_args(
@@ -105,42 +104,48 @@ class AsyncLLM:
         """As `from_engine_args`, from a resolved configuration."""
         if stat_loggers:
             raise NotImplementedError("stat_loggers is not served yet; leave it None")
-        process = CoreProcess(vllm_config)
-        connection = None
+        limits = vllm_config.liveness_config
+        restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
+        source, core = LaunchedCores(vllm_config), None
         try:
-            connection = CoreConnection(process.address)
+            source.begin()
             # The tokenizer loads while the core does.
             tokenizer = _load_tokenizer(vllm_config.model_config)
-
-            def check() -> None:
-                if not process.is_alive():
-                    raise EngineStartError(f"the engine did not start: {process.describe_end(log_stays=False)}")
-
-            _, config = connection.greet(vllm_config.liveness_config.start_timeout_s, check)
-            engine = cls(config, connection, process, tokenizer)
+            core = source.finish(lambda: None)
+            engine = cls(CoreSupervisor(source, core, restarts), tokenizer)
         except BaseException:
-            _release(connection, process, None)
+            source.close(None, core)
             raise
         engine._accepts = start_engine_loop
         return engine
 
     @classmethod
     def connect(
-        cls, address: str, *, key_file: str | None = None, timeout: float = 30.0, tokenizer: str | None = None
+        cls,
+        address: str,
+        *,
+        key_file: str | None = None,
+        timeout: float = 30.0,
+        tokenizer: str | None = None,
+        reconnect_timeout: float = 300.0,
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
         `key_file` is needed for tcp. `tokenizer` is the folder of the tokenizer, if it does not lie where the core has
-        it. Several clients may share a core; `shutdown` leaves it running.
+        it. Several clients may share a core; `shutdown` leaves it running. When it dies, streams wait up to
+        `reconnect_timeout` seconds for another to serve the same model at the address, and go on there.
         """
-        connection = CoreConnection(address, key_file)
+        source = RemoteCore(address, key_file, timeout)
+        core = source.finish(lambda: None)
+        source.timeout = reconnect_timeout
+        # Whoever runs the core says how often it may come back.
+        restarts = RestartLimit(None, 1.0) if reconnect_timeout > 0 else None
         try:
-            _, config = connection.greet(timeout, lambda: None)
             if tokenizer is not None:
-                config.model_config.tokenizer = tokenizer
-            return cls(config, connection, None, _load_tokenizer(config.model_config))
+                core.config.model_config.tokenizer = tokenizer
+            return cls(CoreSupervisor(source, core, restarts), _load_tokenizer(core.config.model_config))
         except BaseException:
-            connection.close()
+            core.connection.close()
             raise
 
     async def generate(
@@ -296,25 +301,28 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Return if the core is well.
 
-        Raises EngineDeadError when it is gone for good, and EngineError when it lives but has made no progress for
-        `engine_iteration_timeout_s`, or answers nothing while it has nothing to do.
+        Raises EngineDeadError when it is gone for good, and EngineError when it does not answer in time: because it
+        hangs, or because it has died and the next is not ready yet.
         """
         self._attach()
         try:
-            await self._call("ping", _PING_TIMEOUT_S)
+            await self._link.call("ping", _PING_TIMEOUT_S)
         except TimeoutError as error:
-            status = self._read_status_page()
+            if (cause := self._link.recovers_from) is not None:
+                raise EngineError(f"the core has died, and the next does not serve yet: {cause}") from error
+            status = self._supervisor.status()
             limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
-            if status and status.state == CoreState.STEPPING and status.state_age < limit:
+            if status and status.state == CoreState.STEPPING and status.heartbeat_age < limit:
                 return  # in a long step, and so slow to answer
             raise EngineError(f"the core has not answered for {_PING_TIMEOUT_S:g} s: {status}") from error
 
     async def core_status(self) -> dict[str, Any]:
-        """What the core holds: incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age."""
+        """The core's incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age, standby."""
         status: dict[str, Any] = await self._ask("status")
-        page = self._read_status_page()
-        status["incarnation"] = self._connection.incarnation
-        status["restarts"] = 0
+        page = self._supervisor.status()
+        status["incarnation"] = self._link.incarnation
+        status["restarts"] = self._supervisor.num_restarts
+        status["standby_pid"] = self._supervisor.standby_pid
         status["heartbeat_age"] = page.heartbeat_age if page else None
         return status
 
@@ -341,7 +349,7 @@ class AsyncLLM:
             raise TypeError(f"clear_cache must be True or False, got {clear_cache!r}")
         if mode == "wait":
             self._attach()
-            await self._call("pause", None, mode, clear_cache)
+            await self._link.call("pause", None, mode, clear_cache)
         else:
             await self._ask("pause", mode, clear_cache)
 
@@ -388,14 +396,12 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        self._notice_death()
-        return self._dead_error is not None
+        return self._supervisor.end is not None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
         """Why the core is gone for good; None while it is not."""
-        self._notice_death()
-        return self._dead_error
+        return self._link.dead_error
 
     def start_background_loop(self) -> None:
         """Accept requests, after `start_engine_loop=False`."""
@@ -434,10 +440,9 @@ class AsyncLLM:
             return
         self._is_shut_down = True
         self._finalizer.detach()
-        try:
-            self._fail_everything(EngineDeadError("the engine was shut down"))
-        finally:
-            _release(self._connection, self._process, self._microbatch, timeout)
+        if self._microbatch is not None:
+            self._microbatch.close()
+        self._link.close(EngineDeadError("the engine was shut down"), timeout)
 
     def shutdown_background_loop(self) -> None:
         """`shutdown` under its older name."""
@@ -480,17 +485,7 @@ class AsyncLLM:
             self._requests.cancel(request_id)
             stream.end_all("abort")
             return stream
-        self._requests.enter(stream)
-        num_sent = 0
-        try:
-            for answer, message in zip(stream.answers, messages, strict=True):
-                message.incarnation, message.slot = self._connection.incarnation, answer.slot
-                self._connection.send(message)
-                num_sent += 1
-        except BaseException:
-            if slots := self._requests.withdraw(stream, num_sent):
-                self._abort_in_core(slots)
-            raise
+        self._link.add(stream, messages)
         self._log_request(stream)
         return stream
 
@@ -508,128 +503,29 @@ class AsyncLLM:
 
     def _abort(self, stream: RequestStream) -> None:
         if not stream.is_over:
-            slots = self._requests.end_by_abort(stream)
-            if not self.is_stopped:
-                self._abort_in_core(slots)
-
-    def _abort_in_core(self, slots: list[int]) -> None:
-        self._connection.send(wire.AbortRequests(self._connection.incarnation, slots))
+            self._link.abort(stream)
 
     def _attach(self) -> None:
         """Make the running loop the one that hears from the core; raises EngineDeadError if there is no core."""
-        self._notice_death()
-        if self._dead_error is not None:
-            raise EngineDeadError(str(self._dead_error))
-        if self._is_shut_down:
-            raise EngineDeadError("the engine was shut down")
+        self._link.attach()
         if not self._accepts:
             raise EngineError("start_engine_loop was False: call start_background_loop() first")
-        # The loop must not keep an engine alive that its owner has dropped.
-        this = weakref.ref(self)
-
-        def on_message(message: wire.CoreMessage) -> None:
-            if (engine := this()) is not None:
-                engine._on_message(message)
-
-        def on_disconnect() -> None:
-            if (engine := this()) is None:
-                return
-            cause = f"the connection to the core at {engine._connection.address} broke"
-            if engine._process is None:
-                engine._die(cause)
-            else:
-                # Most likely its process is ending, which is about to tell more.
-                asyncio.get_running_loop().call_later(_EXIT_GRACE_S, die_of, cause)
-
-        def die_of(cause: str) -> None:
-            if (engine := this()) is not None:
-                engine._notice_death()
-                engine._die(cause)
-
-        def on_exit() -> None:
-            if (engine := this()) is not None:
-                engine._notice_death()
-
-        exit_watch = (self._process.pid_fd, on_exit) if self._process else None
-        self._connection.attach(on_message, on_disconnect, exit_watch)
-
-    def _on_message(self, message: wire.CoreMessage) -> None:
-        if isinstance(message, wire.StepOutput):
-            if unwanted := self._requests.take_in(message):
-                self._abort_in_core(unwanted)
-            if self._stats.count(len(message.tokens) // 4) and not self._is_quiet:
-                self._log_stats()
-        elif isinstance(message, wire.Reply):
-            call = self._calls.pop(message.call_id, None)
-            if call is not None and not call.done() and not call.get_loop().is_closed():
-                if message.error is None:
-                    call.set_result(message.result)
-                else:
-                    call.set_exception(EngineError(message.error))
 
     async def _ask(self, name: str, *args: wire.CallArgument) -> Any:
         """Run an operation that a core answers between two steps; raises EngineError when it does not."""
         self._attach()
         limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
         try:
-            return await self._call(name, limit, *args)
+            return await self._link.call(name, limit, *args)
         except TimeoutError as error:
-            raise EngineError(f"the core has not answered for {limit:g} s: {self._read_status_page()}") from error
+            raise EngineError(f"the core has not answered for {limit:g} s: {self._supervisor.status()}") from error
 
-    async def _call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
-        """Run an operation in the core; raises TimeoutError when it does not answer within `timeout` seconds."""
-        call_id = next(self._call_ids)
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = reply
-        self._connection.send(wire.Call(self._connection.incarnation, call_id, name, list(args)))
-        try:
-            async with asyncio.timeout(timeout):
-                return await reply
-        finally:
-            self._calls.pop(call_id, None)
-
-    def _notice_death(self) -> None:
-        process = self._process
-        if process is not None and self._dead_error is None and not self._is_shut_down and not process.is_alive():
-            self._die(process.describe_end())
-
-    def _die(self, cause: str) -> None:
-        if self._dead_error is None and not self._is_shut_down:
-            self._dead_error = EngineDeadError(cause)
-            logger.error("%s", cause.partition(";")[0])  # the errors carry all of it
-            self._fail_everything(self._dead_error)
-
-    def _fail_everything(self, error: EngineDeadError) -> None:
-        """End every stream and call with `error`, on the loop that they belong to, which may run in another thread."""
-        done = threading.Event()
-
-        def fail() -> None:
-            self._connection.detach()
-            self._requests.fail_all(error)
-            for call in self._calls.values():
-                if not call.done() and not call.get_loop().is_closed():
-                    call.set_exception(EngineDeadError(str(error)))
-            self._calls.clear()
-            done.set()
-
-        loop = self._connection.loop
-        if loop is None:
-            fail()
-        else:
-            run_on(loop, fail)
-            done.wait(_HANDOVER_TIMEOUT_S)
-
-    def _read_status_page(self) -> CoreStatus | None:
-        """What the core's status page says; None where it cannot be seen."""
-        page = None
-        if self._process is not None:
-            page = self._process.status_page()
-        elif self._connection.address.startswith("ipc://"):
-            page = StatusPage.open(Path(self._connection.address.removeprefix("ipc://") + ".status"))
-        return page.read() if page else None
+    def _count_tokens(self, count: int) -> None:
+        if self._stats.count(count) and not self._is_quiet:
+            self._log_stats()
 
     def _log_stats(self) -> None:
-        status = self._read_status_page()
+        status = self._supervisor.status()
         free = status.free_blocks / status.total_blocks if status and status.total_blocks else None
         self._stats.write(len(self._requests), free)
 
@@ -667,22 +563,11 @@ def _load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def _release(
-    connection: CoreConnection | None,
-    process: CoreProcess | None,
-    microbatch: AsyncMicrobatchTokenizer | None,
-    timeout: float | None = None,
-) -> None:
-    """End everything that an engine holds; also called when it is collected and at the end of the interpreter."""
+def _release(supervisor: CoreSupervisor, microbatch: AsyncMicrobatchTokenizer | None) -> None:
+    """End everything that an engine holds, when it is collected or at the end of the interpreter."""
     if microbatch is not None:
         microbatch.close()
-    if connection is not None:
-        if process is None and connection.incarnation:
-            with contextlib.suppress(Exception):
-                connection.send(wire.Bye(connection.incarnation))
-        connection.close(0 if process else _BYE_LINGER_MS)
-    if process is not None:
-        process.stop(timeout)
+    supervisor.stop()
 
 
 AsyncLLMEngine = AsyncLLM

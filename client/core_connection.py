@@ -43,6 +43,7 @@ class CoreConnection:
         self.incarnation = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
+        self._receive: Callable[[], None] = lambda: None
         self._owner = os.getpid()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -56,7 +57,8 @@ class CoreConnection:
             # A peer that vanishes without closing the connection is only found out by asking.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """Readable when the connection has broken; for one thread, which may be another than that of the loop."""
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -70,8 +72,11 @@ class CoreConnection:
         core refuses, speaks another protocol, or has not answered after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        self._socket.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION)))
+        hello = wire.encode(wire.Hello(wire.PROTOCOL_VERSION))
+        self._socket.send(hello)
         while True:
+            if self.is_broken():  # a core that died while it loaded: what serves the address next has not been greeted
+                self._socket.send(hello)
             if self._socket.poll(_POLL_MS):
                 try:
                     message = wire.decode_core_message(self._socket.recv())
@@ -86,15 +91,20 @@ class CoreConnection:
             if time.monotonic() > deadline:
                 raise EngineStartError(f"the core at {self.address} did not answer within {timeout:g} s")
 
+    def is_broken(self) -> bool:
+        """Whether the connection has broken since the last call."""
+        broken = False
+        while not self.monitor.closed and self.monitor.poll(0):
+            recv_monitor_message(self.monitor)
+            broken = True
+        return broken
+
     def send(self, message: wire.ClientMessage) -> None:
         """Send, from the loop's thread; raises ValueError for a message that is too large for the core."""
-        frame = wire.encode(message)
-        if len(frame) > wire.MAX_MESSAGE_BYTES:
-            raise ValueError(f"the request takes {len(frame)} bytes, {wire.MAX_MESSAGE_BYTES} is the most; shorten it")
-        self._socket.send(frame, zmq.NOBLOCK)
+        self._socket.send(wire.encode_bounded(message), zmq.NOBLOCK)
         # Sending may swallow the wake-up that announced a message, as the descriptor speaks only of changes.
         if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._watched[int(self._socket.getsockopt(zmq.FD))])
+            self._loop.call_soon(self._receive)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -104,13 +114,13 @@ class CoreConnection:
     def attach(
         self,
         on_message: Callable[[wire.CoreMessage], None],
-        on_disconnect: Callable[[], None],
-        on_exit: tuple[int, Callable[[], None]] | None = None,
+        news_fd: int,
+        on_news: Callable[[], None],
     ) -> None:
-        """Deliver to these callbacks on the running loop, taking over from an earlier one that runs no more.
+        """Deliver to `on_message` on the running loop, taking over from an earlier one that runs no more.
 
-        `on_exit` is a descriptor that becomes readable when the core's process ends, and what to call then. Raises
-        RuntimeError if the loop that the connection is attached to runs in another thread.
+        `on_news` is called when the descriptor `news_fd` is readable. Raises RuntimeError if the loop that the
+        connection is attached to runs in another thread.
         """
         loop = asyncio.get_running_loop()
         if loop is self._loop:
@@ -140,20 +150,18 @@ class CoreConnection:
                     # Whatever is wrong with one message, those behind it are somebody's answer.
                     logger.exception("a message from the core could not be handled")
 
-        def monitor() -> None:
-            while not self._monitor.closed and self._monitor.poll(0):
-                recv_monitor_message(self._monitor)
-                on_disconnect()
-
         self._loop = loop
-        self._watched = {int(self._socket.getsockopt(zmq.FD)): receive, int(self._monitor.getsockopt(zmq.FD)): monitor}
-        if on_exit is not None:
-            self._watched[on_exit[0]] = on_exit[1]
+        self._receive = receive
+        self._watched = {int(self._socket.getsockopt(zmq.FD)): receive, news_fd: on_news}
         for descriptor, callback in self._watched.items():
             loop.add_reader(descriptor, callback)
         # What came before the loop looked announces itself no more.
         loop.call_soon(receive)
-        loop.call_soon(monitor)
+
+    def drain(self) -> None:
+        """Deliver what has arrived, where the loop has not got round to it."""
+        if self._loop is not None:
+            self._receive()
 
     def detach(self) -> None:
         """Leave the loop; from any thread, but not from a process that was forked off the one that attached."""
@@ -172,7 +180,7 @@ class CoreConnection:
         if not self._socket.closed:
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+            self.monitor.close(linger=0)
             self._socket.close(linger=linger_ms)
             self._context.term()
 

@@ -1,17 +1,15 @@
-"""A core process that this process started: its folder, its launch, its end and the cause of it."""
+"""A core process that this process started: its launch, its end and the cause of it."""
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
+from typing import IO
 
 import msgspec
-import zmq
 
 from vllm_mp.config import CoreLaunch, VllmConfig, core_environment
 from vllm_mp.status_page import StatusPage
@@ -21,60 +19,67 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class CoreProcess:
-    """Starts `python -m vllm_mp.core` with a private folder for its socket, status page and log.
+    """`python -m vllm_mp.core`, with its socket, status page and log in a private folder.
 
     The core's standard input stays open for as long as this process lives: its end tells the core to leave, also when
     this process is killed.
     """
 
-    def __init__(self, config: VllmConfig, incarnation: int = 1) -> None:
+    def __init__(self, folder: Path, incarnation: int, standby: bool = False) -> None:
+        """Start the process, which waits for `launch`; with `standby` it imports meanwhile all that it will need."""
         self._owner = os.getpid()
         self.incarnation = incarnation
-        self.runtime_dir = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
-        self.address = f"ipc://{self.runtime_dir / f'core-{incarnation}.sock'}"
-        self.log_path = self.runtime_dir / f"core-{incarnation}.log"
-        self._status_path = self.runtime_dir / f"core-{incarnation}.status"
+        self._folder = folder
+        self._socket_path = folder / f"core-{incarnation}.sock"
+        self._status_path = folder / f"core-{incarnation}.status"
+        self.address = f"ipc://{self._socket_path}"
+        self.log_path = folder / f"core-{incarnation}.log"
         self._page: StatusPage | None = None
-        launch = CoreLaunch(
-            config=config,
-            address=self.address,
-            incarnation=incarnation,
-            status_path=str(self._status_path),
-            supervised=True,
-            runtime_dir=str(self.runtime_dir),
-            parent_pid=os.getpid(),
-        )
         parent = Path(__file__).resolve().parents[1]
         environment = core_environment()
         if not {"site-packages", "dist-packages"} & set(parent.parts):
             # A source tree that is not installed is found by this process alone.
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))
-        try:
-            line = msgspec.json.encode(launch) + b"\n"
-            with self.log_path.open("wb") as log:
-                # A process group of its own, so that Ctrl-C in the terminal reaches this process alone, which then
-                # decides what becomes of the core.
-                self._popen = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "vllm_mp.core"],  # -P: nothing from the current folder
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    process_group=0,
-                )
-        except BaseException:
-            shutil.rmtree(self.runtime_dir, ignore_errors=True)
-            raise
+        folder.mkdir(mode=0o700, exist_ok=True)  # something that cleans up temporary files may have removed it
+        with self._open_log() as log:
+            # A process group of its own, so that Ctrl-C in the terminal reaches this process alone, which then
+            # decides what becomes of the core.
+            self._popen = subprocess.Popen(
+                # -P: nothing from the current folder
+                [sys.executable, "-P", "-m", "vllm_mp.core", *(["--standby"] if standby else [])],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                process_group=0,
+            )
         self.pid = self._popen.pid
         self.pid_fd = _exit_descriptor(self.pid)
         """Readable once the core has ended."""
+
+    def launch(self, config: VllmConfig) -> None:
+        """Tell the process what core to be."""
+        launch = CoreLaunch(
+            config=config,
+            address=self.address,
+            incarnation=self.incarnation,
+            status_path=str(self._status_path),
+            supervised=True,
+            runtime_dir=str(self._folder),
+            parent_pid=os.getpid(),
+        )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a core that died already is found out by whoever waits for it
-            self._popen.stdin.write(line)
+            self._popen.stdin.write(msgspec.json.encode(launch) + b"\n")
             self._popen.stdin.flush()
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """The core, which must have ended, was ended by SIGKILL."""
+        return self._popen.wait() == -signal.SIGKILL
 
     def status_page(self) -> StatusPage | None:
         """The core's status page, once there is one."""
@@ -90,6 +95,7 @@ class CoreProcess:
         code = self._popen.wait()
         cause = f"exit code {code}"
         if code < 0:
+            cause = f"signal {-code}"
             with contextlib.suppress(ValueError):
                 cause = f"signal {signal.Signals(-code).name}"
         lines = self.last_log_lines()
@@ -106,8 +112,13 @@ class CoreProcess:
         except OSError:
             return []
 
+    def kill(self) -> None:
+        """End the core at once, also one that is stopped."""
+        self._popen.kill()
+        self._popen.wait()
+
     def stop(self, timeout: float | None = None) -> None:
-        """End the core, by force after `timeout` seconds (10 by default), and remove its folder; idempotent."""
+        """End the core, by force after `timeout` seconds (10 by default); idempotent."""
         if os.getpid() != self._owner:
             return  # a forked child of this process: the core is not its own
         assert self._popen.stdin is not None
@@ -118,12 +129,23 @@ class CoreProcess:
         try:
             self._popen.wait(_STOP_TIMEOUT_S if timeout is None else timeout)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+            self.kill()
         if self.pid_fd >= 0:
             os.close(self.pid_fd)
             self.pid_fd = -1
-        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+    def remove_files(self, keep_log: bool) -> None:
+        """Remove what a core that has ended has left behind."""
+        paths = [self._socket_path, self._status_path, self._socket_path.with_name(self._socket_path.name + ".lock")]
+        for path in paths if keep_log else [*paths, self.log_path]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            return self.log_path.open("wb")
+        except OSError:  # a full disk shall cost the log, not the core
+            return open(os.devnull, "wb")
 
 
 def _exit_descriptor(pid: int) -> int:
@@ -140,9 +162,3 @@ def _exit_descriptor(pid: int) -> int:
 
         threading.Thread(target=wait, name="core-exit-watch", daemon=True).start()
         return reader
-
-
-def _socket_root() -> str | None:
-    """The usual folder for temporary files, or /tmp where a socket below that would have too long a path."""
-    longest = len(os.fsencode(tempfile.gettempdir())) + len("/vllm_mp-xxxxxxxx/core-99999.sock.lock")
-    return None if longest <= zmq.IPC_PATH_MAX_LEN else "/tmp"

@@ -94,7 +94,7 @@ class RequestBook:
                 try:
                     entry[0].take_in_prompt_logprobs(own)
                 except ValueError as error:  # of this request; the rest of the message is others' answers
-                    unwanted += self._fail(entry[0], f"request {entry[0].request_id}: {error}")
+                    unwanted += self.fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
             entry = entries.get(slot)
             if entry is None or entry[1].finish is not None or entry[0].is_over:
@@ -108,13 +108,13 @@ class RequestBook:
                 try:
                     entry[1].take_in_logprobs(own)
                 except ValueError as error:
-                    unwanted += self._fail(entry[0], f"request {entry[0].request_id}: {error}")
+                    unwanted += self.fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, vector in message.vectors:
             if slot in entries and isinstance(stream := entries[slot][0], PoolingStream):
                 try:
                     stream.take_in_vector(vector)
                 except ValueError as error:
-                    unwanted += self._fail(stream, f"request {stream.request_id}: {error}")
+                    unwanted += self.fail(stream, f"request {stream.request_id}: {error}")
         for slot, count in message.cached:
             if slot in entries and entries[slot][1].index == 0:
                 entries[slot][0].num_cached_tokens = count
@@ -135,6 +135,24 @@ class RequestBook:
         stream.end_all("abort")
         self._forget(stream)
         return slots
+
+    def fail(self, stream: RequestStream, why: str) -> list[int]:
+        """End a live stream with EngineGenerateError; returns its slots, as `end_by_abort` does."""
+        slots = self._slots_of(stream)
+        stream.fail(EngineGenerateError(why))
+        self._forget(stream)
+        return slots
+
+    def live(self) -> list[tuple[RequestStream, Answer]]:
+        """The answers that still have to come, in the order in which their requests arrived."""
+        streams = [stream for stream in self._by_id.values() if stream is not None]
+        return [(stream, answer) for stream in streams for answer in stream.answers if answer.finish is None]
+
+    def forget_core(self) -> None:
+        """Free the slots that were kept for a core, which is gone, to say that their answers have ended."""
+        kept = {answer.slot for _, answer in self.live()}
+        for slot in [slot for slot in self._by_slot if slot not in kept]:
+            self._free(slot)
 
     def fail_all(self, error: Exception) -> None:
         """End every stream with `error`."""
@@ -160,7 +178,7 @@ class RequestBook:
         if stream.is_over or answer.finish is not None:
             return []
         if finish.reason == "error":
-            return self._fail(stream, f"request {stream.request_id} failed: {finish.error}")
+            return self.fail(stream, f"request {stream.request_id} failed: {finish.error}")
         if finish.num_output != len(answer.token_ids):
             return self._lose(stream, answer)
         stream.end(answer, finish)
@@ -178,16 +196,10 @@ class RequestBook:
 
     def _lose(self, stream: RequestStream, answer: Answer) -> list[int]:
         """Fail a stream of which tokens are missing."""
-        return self._fail(
+        return self.fail(
             stream,
             f"request {stream.request_id}: tokens after the first {len(answer.token_ids)} were lost on the way",
         )
-
-    def _fail(self, stream: RequestStream, why: str) -> list[int]:
-        slots = self._slots_of(stream)
-        stream.fail(EngineGenerateError(why))
-        self._forget(stream)
-        return slots
 
     def _forget_if_over(self, stream: RequestStream) -> None:
         if stream.is_over:

@@ -33,6 +33,8 @@ class RequestStream:
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.answers = answers
+        self.is_held = False
+        """It has arrived during a pause, whose end it waits for."""
         self.num_cached_tokens = 0
         """Prompt tokens whose keys and values were in the core's cache already when the first answer began."""
         self._interval = interval

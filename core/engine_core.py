@@ -21,7 +21,7 @@ from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
 
-_BEAT_MS = 1000
+_BEAT_MS = 500
 
 
 class EngineCore:
@@ -91,11 +91,13 @@ class EngineCore:
             "total_blocks": self._pool.num_blocks,
             "is_paused": self._scheduler.is_paused,
             "num_dropped_messages": self._server.num_dropped,
+            "num_clients": self._server.num_clients,
         }
 
     def _wait(self) -> None:
-        """Return at once while there is work, else when a message or the stop arrives."""
-        if not self._scheduler.has_work and not self._poller.poll(_BEAT_MS):
+        """Return at once while there is work, else when a message or the stop arrives, and beat now and then."""
+        if not self._scheduler.has_work:
+            self._poller.poll(_BEAT_MS)
             self._page.beat()
 
     def _run_step(self) -> None:

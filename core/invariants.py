@@ -46,7 +46,14 @@ def _check_requests(scheduler: Scheduler) -> None:
         "a request that waits has no row",
         [name for name in [*waiting, *held] if scheduler._requests[name].row != NO_ROW],
     )
+    suspects = [request for row in batch.order.tolist() if (request := batch.request(row)).suspect]
+    turn = [] if scheduler._suspect is None else [scheduler._suspect]
+    _require("a suspect runs exactly if it is its turn", [_name(one) for one in suspects] if suspects != turn else [])
     _require("the waiting are counted", [scheduler._num_waiting] if scheduler._num_waiting != len(waiting) else [])
+    counted, used = scheduler.memory._used, Counter[int]()
+    for request in scheduler._requests.values():
+        used[request.client] += request.num_bytes
+    _require("what a client's requests take is counted", [one for one in used | counted if used[one] != counted[one]])
     _require("only a paused scheduler holds requests back", [] if scheduler.is_paused else held)
     _require("only a paused scheduler is frozen", [True] if scheduler._is_frozen and not scheduler.is_paused else [])
 

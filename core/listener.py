@@ -13,6 +13,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_mp.curve_key import read_key_file
 from vllm_mp.wire import MAX_MESSAGE_BYTES
 
+_MAX_UNREAD = 32
+"""Messages of one client that the core holds before it has read them."""
+
 
 class Listener:
     """A bound ROUTER socket; `close` leaves neither socket file nor lock.
@@ -30,10 +33,10 @@ class Listener:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         # Sending to a client that has gone raises instead of being dropped in silence, and no queue has a limit at
-        # which a token would be lost.
+        # which a token would be lost. What a client sends faster than it is read waits with the client.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -59,10 +62,9 @@ class Listener:
             self._authenticator.stop()
         self._context.term()
         if self._lock is not None and self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
-            with contextlib.suppress(FileNotFoundError):
-                _lock_file(self._path).unlink()
+            for path in (self._path, _lock_file(self._path)):
+                with contextlib.suppress(OSError):  # somebody may have removed or moved its folder
+                    path.unlink()
             os.close(self._lock)
             self._lock = None
 

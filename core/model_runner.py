@@ -1,12 +1,12 @@
 """Runs the model over the rows that the scheduler chose."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch
@@ -31,8 +31,11 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         progress: Callable[[float], None] | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Load the model; `progress` is called with the share that is done, 0 to 1.
+
+        `beat` is called again and again within a step, so that a long one can be told from one that hangs.
 
         Raises ValueError for weights that are missing or do not fit, and when the cache has no space.
         """
@@ -41,6 +44,9 @@ class ModelRunner:
         self._dtype = dtype
         model_config = config.model_config
         self._model: Any = load_model(model_config, dtype, device, progress)
+        self._beat = beat
+        for layer in _layers(cast("nn.Module", self._model)):
+            layer.register_forward_pre_hook(lambda *_: beat())
         self._pooler = Pooler()
         if device.type == "cuda" and not model_config.architecture.is_encoder:
             self._profile()
@@ -52,6 +58,9 @@ class ModelRunner:
         """Compute the step."""
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+        if self._kv_caches and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
+            # A token that overflows spoils what comes before it in its prompt, and so blocks that others share.
+            hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
         vectors = self._pooler.pool(hidden, step, batch)
         vocab_size = self._config.model_config.architecture.vocab_size
         of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size)
@@ -65,6 +74,7 @@ class ModelRunner:
         return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts, vectors)
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
+        self._beat()
         logits: Tensor = self._model.compute_logits(hidden)  # which an encoder lacks, and nobody asks of one
         return logits
 
@@ -96,7 +106,10 @@ class ModelRunner:
         return self._dtype.itemsize * elements
 
     def _profile(self) -> None:
-        """Run the largest prefill and the largest draw once: their peak of memory is what the cache must leave."""
+        """Run the largest prefill, a decode and the largest draw once.
+
+        Their peak of memory is what the cache must leave, and no first step has to load or compile what they use.
+        """
         scheduler, model = self._config.scheduler_config, self._config.model_config
         block_size = self._config.cache_config.block_size
         count = min(scheduler.max_num_batched_tokens, model.max_model_len)
@@ -106,8 +119,10 @@ class ModelRunner:
         request = Request(0, 0, "profile", SamplingParams(), prompt, count, count + 1, (0, 0))
         batch.add(request, np.arange(1, num_blocks + 1, dtype=np.int32))
         self._kv_caches = self._allocate(num_blocks + 1)
-        step = Step(np.array([0]), np.array([count]), 0, np.array([True]), np.array([False]))
-        self.execute(step, batch, Sampler(batch, self._device))
+        for done in (0, count - 1):
+            batch.num_computed[0] = done
+            step = Step(np.array([0]), np.array([count - done]), int(done > 0), np.array([True]), np.array([False]))
+            self.execute(step, batch, Sampler(batch, self._device))
         self._kv_caches = []
         logits = torch.zeros(
             (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device
@@ -116,3 +131,9 @@ class ModelRunner:
         logits.sort(dim=-1).values.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         del distribution
         torch.cuda.synchronize(self._device)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a model: what its outermost lists of modules hold."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _layers(child)

@@ -1,11 +1,14 @@
 """Pausing and resuming generation, for all clients of the core together."""
 
+import reprlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from vllm_mp.core.scheduler import Scheduler
 from vllm_mp.wire import PAUSE_MODES, Finished
+
+_MAX_DRAINS = 4096
 
 
 class _Drain(NamedTuple):
@@ -36,12 +39,14 @@ class Pause:
         The result is done when the pause has come about: at once, but with "wait" by `settle`, or with a RuntimeError
         when `resume` or "keep" has come between. `clear_cache`: after it nothing computed before is used any more.
 
-        Raises ValueError for another mode.
+        Raises ValueError for another mode, and when too many wait already.
         """
         if mode not in PAUSE_MODES:
-            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {reprlib.repr(mode)}")
         if not isinstance(clear_cache, bool):
-            raise ValueError(f"clear_cache must be true or false, got {clear_cache!r}")
+            raise ValueError(f"clear_cache must be true or false, got {reprlib.repr(clear_cache)}")
+        if mode == "wait" and len(self._drains) >= _MAX_DRAINS:
+            raise ValueError(f"{_MAX_DRAINS} calls wait for the pause already, which is the most")
         done: Future[None] = Future()
         self._scheduler.pause(freeze=mode == "keep")
         if mode == "wait":

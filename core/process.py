@@ -1,5 +1,6 @@
 """The life of a core process: start, signals, the parent's death, a clean end."""
 
+import contextlib
 import logging
 import os
 import select
@@ -14,6 +15,7 @@ import msgspec
 
 from vllm_mp.config import CoreLaunch
 from vllm_mp.core.listener import Listener
+from vllm_mp.core.lossy_output import make_output_lossy
 from vllm_mp.core.server import Server
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.status_page import CoreState, StatusPage
@@ -25,6 +27,8 @@ logger = logging.getLogger("vllm_mp.core")
 
 _STOP_GRACE_S = 5.0
 _LINGER_MS = 1000
+_FAILED_LINGER_MS = 200
+"""Less, because somebody waits for the end of this core to start the next."""
 
 
 def main() -> int:
@@ -33,6 +37,7 @@ def main() -> int:
     A stand-alone core that is told to stop ends with 0. One that belongs to a parent and is stopped by a signal from
     elsewhere dies by that signal, so that the parent learns the cause.
     """
+    make_output_lossy()
     launch = _read_launch()
     logging.basicConfig(
         level=os.environ.get("VLLM_MP_LOG_LEVEL", "INFO").upper(),
@@ -64,27 +69,32 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         logger.error("%s", error)
         return True
     server = Server(listener.socket, launch.config, launch.incarnation)
-    page = None
+    core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
         core = _load(launch, page, server, listener, stop)
         if core is not None:
             core.run()
-    except ValueError as error:
-        logger.error("%s", error)
-        server.refuse(str(error))
-        return True
+        page.enter(CoreState.STOPPED)
+        listener.close(_LINGER_MS)
+        return False
     except Exception as error:
-        logger.exception("the core failed")
-        server.refuse(f"{type(error).__name__}: {error}")
+        if isinstance(error, ValueError) and core is None:
+            reason = str(error)  # written for whoever configured the core
+            logger.error("%s", reason)
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            logger.exception("the core failed")
+        server.refuse(reason)
+        # Of a core that failed while it served, the page goes on to say what it was doing.
+        if page is not None and core is None:
+            page.enter(CoreState.STOPPED)
         return True
     finally:
-        if page is not None:
-            page.enter(CoreState.STOPPED)
-            if launch.status_path is not None and not launch.supervised:
+        if launch.status_path is not None and not launch.supervised:
+            with contextlib.suppress(OSError):
                 os.unlink(launch.status_path)
-        listener.close(_LINGER_MS)
-    return False
+        listener.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
 
 
 def _load(
@@ -102,16 +112,25 @@ def _load(
     dtype = choose_dtype(config, device)
     set_threads(config)
     page.enter(CoreState.LOADING)
+    faults = None
+    if config.liveness_config.fault_injection:
+        from vllm_mp.core.fault_hooks import FaultHooks
+
+        faults = FaultHooks(launch)
 
     def progress(share: float) -> None:
         if stop.is_set:
             raise StopSignal.Stopped
         page.enter(CoreState.LOADING, share)
+        if faults is not None:
+            faults.while_loading(share)
 
     try:
-        runner = ModelRunner(config, device, dtype, progress)
+        runner = ModelRunner(config, device, dtype, progress, page.beat)
     except StopSignal.Stopped:
         return None
+    if faults is not None:
+        faults.install(runner, server)
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
         config.model_config.model,

@@ -30,6 +30,8 @@ class Request:
     """Tokens, prompt included, at which the answer ends for length."""
     order: tuple[int, int]
     """(priority, arrival number): what runs first, and is preempted last."""
+    num_bytes: int = 0
+    """What it counts for in `RequestMemory`."""
     hashes: list[bytes] = field(default_factory=list)
     """The root hash, then that of each full block, as far as they have been needed. Empty: it shares no blocks."""
     reads_cache: bool = True
@@ -45,6 +47,8 @@ class Request:
     """Positions of the prompt that need none any more; the first token has none."""
     pooling: PoolingParams | None = None
     """Make a vector of the prompt, and nothing else; without None in `pooling_type` and `normalize`."""
+    suspect: bool = False
+    """It was in the step that an earlier core died of, and has not got a token from this one yet."""
     row: int = field(default=NO_ROW)
     aborted: bool = False
 

@@ -8,6 +8,9 @@ A block can be found by other requests from the moment at which the step that fi
 same step may build on blocks that rows before it are about to fill, and requests that begin alike compute their
 common beginning once, also when they come together. What makes this right is an invariant of every model: each layer
 writes the keys and values of all rows of a step before it attends for any of them.
+
+Suspects, requests that an earlier core may have died of, go before all others, one at a time and each in steps of its
+own until it has a token or its vector. So one that kills the core dies alone, and the status page says which it was.
 """
 
 import heapq
@@ -21,6 +24,7 @@ from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.batch import Batch, Rows, Vector
 from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
+from vllm_mp.core.request_memory import RequestMemory
 from vllm_mp.wire import Finished, TokenLogprobs
 
 _NEVER_REGISTERS = np.iinfo(np.int64).max
@@ -78,14 +82,18 @@ class Scheduler:
         self.pool = pool
         self.block_size = block_size
         self.num_preemptions = 0
+        self.memory = RequestMemory()
         self._requests: dict[tuple[int, int], Request] = {}
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._waiting: list[tuple[tuple[bool, int, int], Request]] = []
+        """A heap; suspects come first."""
         self._num_waiting = 0
         self._held: dict[tuple[int, int], Request] = {}
         """What has arrived during a pause; it is not in line before `resume`."""
         self._arrivals = 0
         self._refused: tuple[tuple[int, int], int] | None = None
         """The order of the request that there was no room for, and the blocks that had been returned by then."""
+        self._suspect: Request | None = None
+        """The suspect whose turn it is: it has a row, and no other suspect has."""
         self._is_paused = False
         self._is_frozen = False
 
@@ -126,6 +134,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let `request` wait; its (client, slot) must not be live and its tokens must fit the context."""
         self._requests[request.client, request.slot] = request
+        self.memory.take(request.client, request.num_bytes)
         if self._is_paused:
             self._held[request.client, request.slot] = request
         else:
@@ -165,7 +174,7 @@ class Scheduler:
             return None
         if request.row == NO_ROW:
             num_output = request.num_output
-            del self._requests[client, slot]
+            self._forget(request)
             if self._held.pop((client, slot), None) is None:
                 self._leave_line(request)
         else:
@@ -177,6 +186,10 @@ class Scheduler:
         """Choose the next step's tokens, making room and admitting as the budget allows; None if nothing may run."""
         if not self.has_work:
             return None
+        if self._suspect is not None or (self._waiting and self._waiting[0][1].suspect):
+            step = self._schedule_suspect()
+            if step is not None:
+                return step
         batch = self.batch
         self._give_blocks_to_growing_rows()
         rows = batch.order
@@ -189,9 +202,7 @@ class Scheduler:
             counts = np.array([1] * len(decodes) + [count for _, count in chunks], np.int64)
         else:
             rows, counts = decodes, np.ones(len(decodes), np.int64)
-        ends = batch.num_computed[rows] + counts == batch.num_tokens[rows]
-        is_pooled = batch.is_pooled[rows]
-        return Step(rows, counts, len(decodes), ends & ~is_pooled, ends & is_pooled)
+        return self._step(rows, counts, len(decodes))
 
     def update(self, step: Step, tokens: npt.NDArray[np.int64], vectors: Sequence[Vector] = ()) -> StepResult:
         """Book the step: `tokens` [num_sampled] are those of the rows that `step.samples` marks, in order.
@@ -201,6 +212,9 @@ class Scheduler:
         """
         batch = self.batch
         batch.num_computed[step.rows] += step.counts
+        if self._suspect is not None and (step.samples.any() or step.pools.any()):
+            self._suspect.suspect = False
+            self._suspect = None
         rows = step.rows[step.samples]
         finished = self._fail(rows[tokens < 0])
         if finished:
@@ -241,6 +255,33 @@ class Scheduler:
             self._release(request)
         sent = [(request.client, request.slot, vector) for request, vector in pooled]
         return StepResult(clients, slots, tokens, positions, finished, cached, sent)
+
+    def _step(self, rows: Rows, counts: npt.NDArray[np.int64], num_decodes: int) -> Step:
+        batch = self.batch
+        ends = batch.num_computed[rows] + counts == batch.num_tokens[rows]
+        is_pooled = batch.is_pooled[rows]
+        return Step(rows, counts, num_decodes, ends & ~is_pooled, ends & is_pooled)
+
+    def _schedule_suspect(self) -> Step | None:
+        """A step of the suspect whose turn it is, for which others give up their places; None if there is none."""
+        batch = self.batch
+        if self._suspect is None:
+            request = self._first_in_line()
+            if request is None or not request.suspect:
+                return None
+            found = self._find_prefix(request)
+            while batch.is_full or self._lacks_blocks(request, found):
+                self._preempt(batch.request(int(batch.order[-1])))
+            self._admit(request, found)
+            self._suspect = request
+        row = self._suspect.row
+        computed, known = int(batch.num_computed[row]), int(batch.num_tokens[row])
+        wanted = known - computed
+        if wanted > 1 and known > batch.num_prompt[row]:
+            wanted -= 1  # it was in decode, so its last token is computed in the way that the core died in
+        count = min(wanted, self.config.max_num_batched_tokens)
+        self._register_blocks(row, computed + count)
+        return self._step(np.array([row]), np.array([count]), int(count == 1))
 
     def _fail(self, rows: Rows) -> list[tuple[int, Finished]]:
         """End the requests whose logits allow no token."""
@@ -296,22 +337,28 @@ class Scheduler:
 
     def _next_admissible(self) -> tuple[Request, list[int]] | None:
         """The first in line and the blocks that hold its first tokens, if there is a row and room for the rest."""
-        while self._waiting and self._waiting[0][1].aborted:
-            heapq.heappop(self._waiting)
-        if not self._waiting or self.batch.is_full:
+        request = self._first_in_line()
+        if request is None or self.batch.is_full:
             return None
-        request = self._waiting[0][1]
         if self._refused == (request.order, self.pool.num_returned):
             return None  # looking its prefix up in every step would make steps as long as prompts
         # A block for each row that grows stays free, or the next few tokens would preempt what is admitted now.
         num_growing = int((~self.batch.is_pooled[self.batch.order]).sum())
-        found = self._find_prefix(request) if request.hashes and request.reads_cache else []
-        needed = self._blocks_for(len(request.tokens)) - len(found)
-        available = self.pool.num_free - self.pool.num_free_among(found)
-        if needed + num_growing > available and len(self.batch):
+        found = self._find_prefix(request)
+        if len(self.batch) and self._lacks_blocks(request, found, num_growing):
             self._refused = (request.order, self.pool.num_returned)
             return None
         return request, found
+
+    def _first_in_line(self) -> Request | None:
+        while self._waiting and self._waiting[0][1].aborted:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _lacks_blocks(self, request: Request, found: list[int], spare: int = 0) -> bool:
+        """There is no room for what `request` needs beside the blocks that were `found`, and `spare` blocks."""
+        needed = self._blocks_for(len(request.tokens)) - len(found)
+        return needed + spare > self.pool.num_free - self.pool.num_free_among(found)
 
     def _admit(self, request: Request, found: list[int]) -> int:
         heapq.heappop(self._waiting)
@@ -327,6 +374,8 @@ class Scheduler:
 
     def _find_prefix(self, request: Request) -> list[int]:
         """The blocks in the cache that hold the beginning of `request`, short of its last token."""
+        if not request.hashes or not request.reads_cache:
+            return []
         # The last token is always computed: the next one is drawn from what it gives.
         num_full = (len(request.tokens) - 1) // self.block_size
         return self.pool.find(self._block_hashes(request, request.tokens, 0, num_full))
@@ -383,16 +432,25 @@ class Scheduler:
             batch.num_blocks[growing] += 1
 
     def _preempt(self, request: Request) -> None:
-        self.pool.free(self.batch.remove(request.row))
+        self._vacate(request)
         self.num_preemptions += 1
         self._wait(request)
 
     def _release(self, request: Request) -> None:
-        self.pool.free(self.batch.remove(request.row))
+        self._vacate(request)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         del self._requests[request.client, request.slot]
+        self.memory.give_back(request.client, request.num_bytes)
+
+    def _vacate(self, request: Request) -> None:
+        self.pool.free(self.batch.remove(request.row))
+        if request is self._suspect:
+            self._suspect = None
 
     def _wait(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.order, request))
+        heapq.heappush(self._waiting, ((not request.suspect, *request.order), request))
         self._num_waiting += 1
 
     def _leave_line(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -17,13 +18,18 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.block_pool import root_hash
 from vllm_mp.core.logit_rules import LogitRules
 from vllm_mp.core.request import Request
+from vllm_mp.core.request_memory import REQUEST_BYTES
 from vllm_mp.core.scheduler import Computed, Scheduler, StepResult
 from vllm_mp.core.step_messages import by_client, step_outputs
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_FRAMES_A_STEP = 4096
+_RECEIVE_S = 0.01
+"""Seconds that messages may take between two steps, so that no flood of them holds up the streams."""
+_PROBE_INTERVAL_S = 1.0
+_MAX_CLIENTS = 4096
+_MAX_ERROR_CHARACTERS = 2000
 _NO_SAMPLING = SamplingParams()
 """What pooling requests have instead of sampling parameters: nothing reads it."""
 
@@ -44,8 +50,15 @@ class Server:
         self._identities: dict[bytes, int] = {}
         self._clients: dict[int, bytes] = {}
         self._next_client = 0
+        self._is_probe_due = False
+        self._last_probe = -_PROBE_INTERVAL_S
         self._scheduler: Scheduler | None = None
         self._calls: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that have said hello and are not known to have left."""
+        return len(self._clients)
 
     def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
         """Begin to admit: `calls` are the operations that clients may name.
@@ -67,7 +80,9 @@ class Server:
     def receive(self, admit: bool = True) -> None:
         """Handle what has arrived, without waiting; new requests are turned away unless `admit`."""
         self._admits = admit
-        for _ in range(_FRAMES_A_STEP):
+        deadline = time.monotonic() + _RECEIVE_S
+        self._probe()
+        while time.monotonic() < deadline:
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -76,18 +91,17 @@ class Server:
             if message is None:
                 continue
             try:
-                self._handle(identity, message)
+                self._handle(identity, message, len(frames[0]))
             except zmq.ZMQError:
                 raise
             except Exception as error:
                 # Whatever a message asks for, the others are served.
-                logger.exception("a message could not be handled")
-                self._drop(f"{type(error).__name__}: {error}")
+                self._drop(f"it could not be handled: {error!r}", error)
                 client = self._identities.get(identity)
                 if client is not None and isinstance(message, wire.AddRequest | wire.AddPooling):
-                    self._turn_away(client, message, f"{error!r:.500}")
+                    self._turn_away(client, message, repr(error))
                 elif client is not None and isinstance(message, wire.Call):
-                    self._reply(client, message.call_id, error=f"{error!r:.500}")
+                    self._reply(client, message.call_id, error=repr(error))
 
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
         """Tell clients of requests, (client, end) each, that have ended outside of a step."""
@@ -109,13 +123,18 @@ class Server:
             self._drop(str(error))
             return None
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, why: str, cause: Exception | None = None) -> None:
         self.num_dropped += 1
         # Powers of two, so that a flood of garbage does not flood the log.
         if self.num_dropped & (self.num_dropped - 1) == 0:
-            logger.warning("dropped a message that is not of the protocol (%d so far): %s", self.num_dropped, why)
+            logger.warning(
+                "dropped a message that is not of the protocol (%d so far): %.500s",
+                self.num_dropped,
+                why,
+                exc_info=cause,
+            )
 
-    def _handle(self, identity: bytes, message: wire.ClientMessage) -> None:
+    def _handle(self, identity: bytes, message: wire.ClientMessage, num_bytes: int) -> None:
         if isinstance(message, wire.Hello):
             self._greet(identity, message)
             return
@@ -125,7 +144,7 @@ class Server:
         elif message.incarnation != self._incarnation:
             self._drop(f"a message for incarnation {message.incarnation} of the core, this is {self._incarnation}")
         elif isinstance(message, wire.AddRequest | wire.AddPooling):
-            self._add(client, message)
+            self._add(client, message, num_bytes)
         elif isinstance(message, wire.AbortRequests):
             self._abort(client, message.slots)
         elif isinstance(message, wire.Call):
@@ -143,10 +162,11 @@ class Server:
                 ),
             )
             return
-        # Whoever left without a word is found out by writing to them.
-        for other in list(self._clients):
-            self._send_to(other, wire.StepOutput(self._incarnation, 0, b"", b"", b""))
+        self._is_probe_due = True
         client = self._identities.get(identity)
+        if client is None and len(self._clients) >= _MAX_CLIENTS:
+            self._send(identity, wire.Refused(f"the core has {_MAX_CLIENTS} clients, which is the most; close some"))
+            return
         if client is None:
             client = self._next_client
             self._next_client += 1
@@ -155,7 +175,15 @@ class Server:
         config = msgspec.json.encode(self._config)
         self._send_to(client, wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, client, os.getpid(), config))
 
-    def _add(self, client: int, message: wire.AddRequest | wire.AddPooling) -> None:
+    def _probe(self) -> None:
+        """Find out who has left without a word, by writing to everybody: some time after others have come."""
+        if not self._is_probe_due or time.monotonic() < self._last_probe + _PROBE_INTERVAL_S:
+            return
+        self._is_probe_due, self._last_probe = False, time.monotonic()
+        for client in list(self._clients):
+            self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b""))
+
+    def _add(self, client: int, message: wire.AddRequest | wire.AddPooling, num_bytes: int) -> None:
         scheduler = self._running_scheduler()
         if not 0 <= message.slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, message.slot):
             self._drop(f"slot {message.slot} of client {client} is not free")
@@ -167,6 +195,8 @@ class Server:
                 request = self._make_pooling_request(client, message)
             else:
                 request = self._make_request(client, message)
+            request.num_bytes = num_bytes + REQUEST_BYTES
+            scheduler.memory.check(client, request.num_bytes)
         except (ValueError, NotImplementedError) as error:
             self._turn_away(client, message, str(error))
             return
@@ -174,7 +204,7 @@ class Server:
 
     def _turn_away(self, client: int, message: wire.AddRequest | wire.AddPooling, error: str) -> None:
         num_output = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
-        self._send_ends(client, [wire.Finished(message.slot, num_output, "error", error=error)])
+        self._send_ends(client, [wire.Finished(message.slot, num_output, "error", error=_shown(error))])
 
     def _make_pooling_request(self, client: int, message: wire.AddPooling) -> Request:
         prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, self._config.model_config.pooling
@@ -197,6 +227,7 @@ class Server:
             reads_cache=pooling.pooling_type == "last",
             order=self._running_scheduler().order_of(message.priority),
             pooling=pooling,
+            suspect=message.suspect,
         )
 
     def _make_request(self, client: int, message: wire.AddRequest) -> Request:
@@ -204,6 +235,9 @@ class Server:
         max_total = check_request(message.request_id, prompt, output, message.params, message.bad_words, self._config)
         # They were sent before the first token of the answer.
         prompt_logprobs = None if len(output) else message.params.prompt_logprobs
+        rules = LogitRules.of(message.params, message.bad_words)
+        # The rules hold these, as arrays, where a dict takes ten times as much.
+        message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
         return Request(
             client=client,
             slot=message.slot,
@@ -212,13 +246,14 @@ class Server:
             tokens=np.concatenate([prompt, output]),
             num_prompt=len(prompt),
             max_total=max_total,
-            rules=LogitRules.of(message.params, message.bad_words),
+            rules=rules,
             num_logprobs=self._num_logprobs(message.params.logprobs),
             num_prompt_logprobs=self._num_logprobs(prompt_logprobs),
             hashes=self._root_hashes(client, message),
             # What is found in the cache is not computed, and so has no log-probabilities.
             reads_cache=prompt_logprobs is None,
             order=self._running_scheduler().order_of(message.priority),
+            suspect=message.suspect,
         )
 
     def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:
@@ -267,7 +302,7 @@ class Server:
             self._reply(client, call_id, error=str(error))
 
     def _reply(self, client: int, call_id: int, result: Any = None, error: str | None = None) -> None:
-        self._send_to(client, wire.Reply(self._incarnation, call_id, result, error))
+        self._send_to(client, wire.Reply(self._incarnation, call_id, result, error and _shown(error)))
 
     def _send_ends(self, client: int, ends: list[wire.Finished]) -> None:
         if ends:
@@ -276,7 +311,7 @@ class Server:
     def _send_to(self, client: int, message: wire.CoreMessage) -> None:
         identity = self._clients.get(client)
         if identity is not None and not self._send(identity, message):
-            logger.info("client %d is gone", client)
+            logger.debug("client %d is gone", client)
             self._forget(client)
 
     def _send(self, identity: bytes, message: wire.CoreMessage) -> bool:
@@ -301,3 +336,8 @@ class Server:
         if self._scheduler is None:
             raise RuntimeError("the core does not serve yet")
         return self._scheduler
+
+
+def _shown(error: str) -> str:
+    """`error` without most of a value that fills megabytes."""
+    return error if len(error) <= _MAX_ERROR_CHARACTERS else error[:_MAX_ERROR_CHARACTERS] + "..."

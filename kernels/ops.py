@@ -4,6 +4,7 @@ Every other implementation (Triton, C++) of an operation is correct when it agre
 Nothing in this file looks at the device: the same lines run on CPU and CUDA.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ class AttentionMetadata(NamedTuple):
     host_seq_lens: Sequence[int]  # [num_rows]
     num_decodes: int
     max_seq_len: int
+    isolates: bool = False
+    """A prefill's queries are kept from keys and values of later tokens even where these are not finite."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,7 +103,8 @@ def paged_attention(
     keys and queries have (DeepSeek's latent attention), theirs.
 
     A row reads no slot but those of its context, so whatever another request left in the cache (a NaN
-    included) stays there.
+    included) stays there. Within a row a mask does not stop a NaN, as a weight of zero times NaN is NaN; with
+    `metadata.isolates`, queries before the first of the row's new tokens that is not finite do not meet it.
     """
     num_decodes = metadata.num_decodes
     num_rows = len(metadata.host_seq_lens)
@@ -116,8 +120,11 @@ def paged_attention(
         context, queries = metadata.host_seq_lens[row], metadata.query_lens[row]
         # Long prompts go in pieces, so that the mask of one piece stays bounded.
         piece = max(1, MAX_MASK_ELEMENTS // context)
-        for start in range(context - queries, context, piece):
-            stop = min(start + piece, context)
+        cuts = {*range(context - queries, context, piece), context}
+        if metadata.isolates:
+            slots = metadata.slot_mapping[token : token + queries]
+            cuts.add(context - queries + _num_finite(k_cache, v_cache, slots))
+        for start, stop in itertools.pairwise(sorted(cuts)):
             out[token : token + stop - start] = _prefill(
                 q[token : token + stop - start],
                 k_cache,
@@ -262,6 +269,12 @@ def _prefill(
             mask &= key_at > query_at - window
     attended = _attend(q.transpose(0, 1).unsqueeze(0), k, v, mask, causal_only, scale, soft_cap)
     return attended.squeeze(0).transpose(0, 1)
+
+
+def _num_finite(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> int:
+    """How many of the tokens at `slots` [n] come before the first that is not finite."""
+    finite = [cache.flatten(0, 1).index_select(0, slots).isfinite().flatten(1).all(1) for cache in (k_cache, v_cache)]
+    return int((finite[0] & finite[1]).cumprod(0).sum())
 
 
 def _row_context(cache: Tensor, blocks: Tensor, begin: int, stop: int) -> Tensor:

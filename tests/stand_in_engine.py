@@ -50,13 +50,21 @@ class Engine:
         salt="",
         reads_cache=True,
         pooled=False,
+        output=(),
+        suspect=False,
         **params,
     ):
-        """`salt` None: a request that shares nothing. `pooled`: one for a vector, which has no answer."""
+        """`salt` None: a request that shares nothing. `pooled`: one for a vector, which has no answer.
+
+        `output` are tokens of the answer that an earlier engine gave.
+        """
         tokens = (
             np.arange(num_prompt, dtype=np.int32) + 100 * (slot + 1) if prompt is None else np.array(prompt, np.int32)
         )
         num_prompt = len(tokens)
+        tokens = np.concatenate([tokens, np.array(output, np.int32)])
+        if len(output):
+            self.outputs[slot] = list(output)
         request = Request(
             client=0,
             slot=slot,
@@ -69,6 +77,7 @@ class Engine:
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
             pooling=PoolingParams() if pooled else None,
+            suspect=suspect,
         )
         self.scheduler.add(request)
         return request
@@ -78,6 +87,7 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return None
+        self.check_suspects(step)
         self.compute(step)
         sampled = step.rows[step.samples]
         tokens = np.where(np.isin(self.batch.slot[sampled], list(failing)), NO_TOKEN, token)
@@ -92,6 +102,12 @@ class Engine:
         self.pause.settle()
         check_invariants(self.scheduler)
         return step
+
+    def check_suspects(self, step):
+        """A suspect is alone in its step, and while one may run nothing else does."""
+        in_step = [self.batch.request(row).suspect for row in step.rows.tolist()]
+        in_line = any(request.suspect for _, request in self.scheduler._waiting if not request.aborted)
+        assert in_step == [True] or not (in_line or any(in_step))
 
     def end(self, ends):
         for _, end in ends:

@@ -8,11 +8,9 @@ import numpy.typing as npt
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams, check_served
-from vllm_mp.wire import MAX_REQUEST_ID_BYTES
+from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUEST_ID_BYTES
 
-_MAX_BAD_WORD_TOKENS = 1024
-_SPELLINGS = 2
-"""Ways in which a bad word may be written: at the beginning of a text, and behind a space."""
+_MAX_BAD_TOKENS = 2**16
 
 
 def check_request(
@@ -47,13 +45,20 @@ def check_request(
     _check_ids("the answer so far", output, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         _check_ids(name, np.asarray(list(getattr(params, name) or ()), np.int64), vocab_size)
-    if len(bad_words) > _SPELLINGS * len(params.bad_words or ()):
-        raise ValueError(f"bad_words must have at most {_SPELLINGS} spellings each, got {len(bad_words)} in all")
+    if len(bad_words) > MAX_BAD_WORD_SPELLINGS * len(params.bad_words or ()):
+        raise ValueError(
+            f"bad_words must have at most {MAX_BAD_WORD_SPELLINGS} spellings each, got {len(bad_words)} in all"
+        )
     if params.bad_words and not bad_words:
         raise ValueError(f"bad_words must have token ids, got none for {len(params.bad_words)} words")
     for word in bad_words:
-        if not 0 < len(word) <= _MAX_BAD_WORD_TOKENS:
-            raise ValueError(f"bad_words must be of 1 to {_MAX_BAD_WORD_TOKENS} tokens each, got {len(word)}")
+        if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
+            raise ValueError(f"bad_words must be of 1 to {MAX_BAD_WORD_TOKENS} tokens each, got {len(word)}")
+    if sum(map(len, bad_words)) > _MAX_BAD_TOKENS:
+        raise ValueError(
+            f"bad_words must be of at most {_MAX_BAD_TOKENS} tokens in all, got {sum(map(len, bad_words))}; give fewer"
+        )
+    for word in bad_words:
         # As objects: the wire has integers that an int64 does not hold.
         _check_ids("bad_words", np.asarray(word, np.object_), vocab_size)
     most = vocab_size if model.max_logprobs == -1 else model.max_logprobs

@@ -20,6 +20,7 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm_mp.fault_injection import parse_faults
 from vllm_mp.generation_config import default_sampling_params, eos_token_ids, read_generation_config
 from vllm_mp.json_file import read_json
 from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
@@ -153,6 +154,7 @@ class EngineArgs:
         hints = typing.get_type_hints(type(self))
         for option in dataclasses.fields(self):
             _check(option, hints[option.name], getattr(self, option.name))
+        parse_faults(self.fault_injection)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
 
     @classmethod

@@ -5,20 +5,26 @@ import math
 import numbers
 import operator
 import reprlib
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 _BIAS_LIMIT = 1e6
 _PENALTY_LIMIT = 1e6
 """Repetition penalties lie between its reciprocal and it, so that logits stay finite in float32."""
-_MAX_STRINGS = {"stop": 64, "bad_words": 1024}
+MAX_BAD_WORDS = 1024
+_MAX_STRINGS = {"stop": 64, "bad_words": MAX_BAD_WORDS}
 _MAX_CHARACTERS = 256
 """Of one of these strings."""
 _MAX_ANSWERS = 1024
 _MAX_IDS = {"stop_token_ids": 1024, "allowed_token_ids": 2**18, "logit_bias": 2**18}
 SEED_LIMIT = 2**63
 """Seeds are integers in [-2**63, 2**63)."""
+
+
+def _at_most(count: int) -> msgspec.Meta:
+    """A bound that a decoder heeds before it makes the list."""
+    return msgspec.Meta(max_length=count)
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -60,9 +66,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    stop: str | Annotated[list[str], _at_most(_MAX_STRINGS["stop"])] | None = None
+    stop_token_ids: Annotated[list[int], _at_most(_MAX_IDS["stop_token_ids"])] | None = None
+    bad_words: Annotated[list[str], _at_most(_MAX_STRINGS["bad_words"])] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -74,8 +80,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[int, float], _at_most(_MAX_IDS["logit_bias"])] | None = None
+    allowed_token_ids: Annotated[list[int], _at_most(_MAX_IDS["allowed_token_ids"])] | None = None
     guided_decoding: Any = None
     structured_outputs: Any = None
     extra_args: dict[str, Any] | None = None

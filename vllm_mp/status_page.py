@@ -6,6 +6,7 @@ executing. One writer, any number of readers; a sequence number that is odd duri
 readers from taking half an update.
 """
 
+import contextlib
 import enum
 import mmap
 import os
@@ -92,7 +93,10 @@ class StatusPage:
             page = cls(mmap.mmap(-1, _SIZE))
         else:
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+                # A file of its own: cutting one short that others have mapped would end them.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 try:
                     # Space is taken now: a page of a full disk would end the process at the first write to it.
                     os.posix_fallocate(descriptor, 0, _SIZE)
@@ -163,6 +167,14 @@ class StatusPage:
         header[_Field.TOTAL_BLOCKS] = total_blocks
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
         header[_Field.SEQUENCE] += 1
+
+    @property
+    def state(self) -> CoreState:
+        return CoreState(int(self._header[_Field.STATE]))
+
+    def progress(self) -> tuple[int, int]:
+        """What changes whenever the core gets on: its step and its last beat."""
+        return int(self._header[_Field.STEP]), int(self._header[_Field.HEARTBEAT_NS])
 
     def read(self) -> CoreStatus:
         """A consistent reading; of a writer killed during a write, the torn page after `_WRITE_TIMEOUT_S`."""

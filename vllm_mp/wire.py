@@ -11,22 +11,27 @@ was meant for, or sent by, an earlier core is taken. Every token carries its pos
 client takes each position once and in order.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.sampling_params import MAX_BAD_WORDS, SamplingParams
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
 MAX_LIVE_REQUESTS = 2**20
 """Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
+MAX_BAD_WORD_TOKENS = 1024
+MAX_BAD_WORD_SPELLINGS = 2
+"""Ways in which a bad word may be written: at the beginning of a text, and behind a space."""
 PAUSE_MODES = ("abort", "wait", "keep")
 """What the operation "pause" may do with the requests that are live."""
+_MAX_ARGS = 16
+_LARGE_FRAME_BYTES = 2**16
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -46,8 +51,8 @@ class AddRequest(_Message, tag=2):
     an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set, and `params.n`
     has no meaning: each answer is a request. Only requests of one `cache_salt` share cached prefixes; those of one
     `group`, where it is not empty, share their prompts' blocks also where nothing else is shared. `bad_words` are
-    `params.bad_words` as token ids. A `suspect` was in the step that an earlier core died of: it runs in steps of its own
-    until one of them has given it a token, so that if it is what kills cores, it dies alone.
+    `params.bad_words` as token ids. A `suspect` was in the step that an earlier core died of: it runs in steps of its
+    own until one of them has given it a token, so that if it is what kills cores, it dies alone.
     """
 
     incarnation: int
@@ -59,7 +64,10 @@ class AddRequest(_Message, tag=2):
     output: bytes = b""
     cache_salt: str = ""
     group: str = ""
-    bad_words: list[list[int]] = []
+    bad_words: Annotated[
+        list[Annotated[list[int], msgspec.Meta(max_length=MAX_BAD_WORD_TOKENS)]],
+        msgspec.Meta(max_length=MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORDS),
+    ] = []
     suspect: bool = False
 
 
@@ -80,7 +88,7 @@ class AbortRequests(_Message, tag=3):
     """Client to core: stop these; each is answered by its `Finished`. Unknown slots are no error."""
 
     incarnation: int
-    slots: list[int]
+    slots: Annotated[list[int], msgspec.Meta(max_length=MAX_LIVE_REQUESTS)]
 
 
 CallArgument = str | int | float | bool | None
@@ -92,7 +100,7 @@ class Call(_Message, tag=4):
     incarnation: int
     call_id: int
     name: str
-    args: list[CallArgument] = []
+    args: Annotated[list[CallArgument], msgspec.Meta(max_length=_MAX_ARGS)] = []
 
 
 class Bye(_Message, tag=5):
@@ -184,13 +192,38 @@ class Reply(_Message, tag=19):
 
 CoreMessage = Welcome | Refused | StepOutput | Reply
 
+
+class _BoundedParams(SamplingParams):
+    """Without what may have any shape, and would be decoded before it is refused.
+
+    Bytes become objects of up to seventy times their size. What has a type has a bound, here and in `SamplingParams`.
+    """
+
+    guided_decoding: None = None
+    structured_outputs: None = None
+    extra_args: None = None
+
+
+class _LargeAddRequest(AddRequest, tag=2):
+    params: _BoundedParams
+
+
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)
+_large_client_decoder = msgspec.msgpack.Decoder(Hello | _LargeAddRequest | AbortRequests | Call | Bye | AddPooling)
 _core_decoder = msgspec.msgpack.Decoder(CoreMessage)
 
 
 def encode(message: ClientMessage | CoreMessage) -> bytes:
     return _encoder.encode(message)
+
+
+def encode_bounded(message: ClientMessage) -> bytes:
+    """Encode what a core will take; raises ValueError for what is too large for it."""
+    frame = encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"the request takes {len(frame)} bytes, {MAX_MESSAGE_BYTES} is the most; shorten it")
+    return frame
 
 
 def decode_client_message(frame: bytes) -> ClientMessage:
@@ -199,7 +232,8 @@ def decode_client_message(frame: bytes) -> ClientMessage:
     Raises ValueError (msgspec.MsgspecError is one) for what is not of the protocol, not UTF-8 or not a valid parameter,
     RecursionError for what is nested too deeply.
     """
-    message: ClientMessage = _client_decoder.decode(frame)
+    decoder = _client_decoder if len(frame) < _LARGE_FRAME_BYTES else _large_client_decoder
+    message: ClientMessage = decoder.decode(frame)
     return message
 
 

@@ -109,7 +109,7 @@ def test_bad_requests_leave_the_others_alone(llm):
 
 
 def test_what_a_client_should_have_refused_the_core_refuses_and_lives(llm):
-    client = CoreConnection(llm._connection.address)
+    client = CoreConnection(llm._supervisor.core.connection.address)
     welcome, _ = client.greet(10, lambda: None)
     bad = [
         (b"", SamplingParams(seed=1), "empty"),
@@ -135,12 +135,12 @@ def test_garbage_frames_are_counted_and_dropped(llm):
         return (await llm.core_status())["num_dropped_messages"]
 
     before = asyncio.run(status())
-    stranger = CoreConnection(llm._connection.address)
+    stranger = CoreConnection(llm._supervisor.core.connection.address)
     frames = [
         [b""],
         [b"garbage"],
         [b"\x93\x02\x00\x00"],
-        [wire.encode(wire.Call(llm._connection.incarnation, 1, "status"))],  # without hello
+        [wire.encode(wire.Call(llm._supervisor.core.connection.incarnation, 1, "status"))],  # without hello
         [b"a", b"b", b"c"],
         [b"\x91" * 100_000],
         [wire.encode(wire.Hello(1))[:-1]],

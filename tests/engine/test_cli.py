@@ -86,7 +86,7 @@ def core(options, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(core):
-    return core._connection.address
+    return core._supervisor.core.connection.address
 
 
 def greedy_text(client, prompt, max_tokens=None):

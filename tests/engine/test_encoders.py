@@ -119,7 +119,7 @@ def test_an_encoder_generates_no_text(encoder):
 
 def test_the_core_says_so_too_and_validates_what_a_client_does_not(encoder):
     ids = wire.pack_ids([101, 102])
-    connection = CoreConnection(encoder._connection.address)
+    connection = CoreConnection(encoder._supervisor.core.connection.address)
     try:
         welcome, _ = connection.greet(10, lambda: None)
         for message in (

@@ -95,7 +95,7 @@ def test_hostile_values_from_a_client_leave_the_core_alive(llm):
     ]
 
     def attack():
-        with contextlib.closing(CoreConnection(llm._connection.address)) as client:
+        with contextlib.closing(CoreConnection(llm._supervisor.core.connection.address)) as client:
             welcome, _ = client.greet(10, lambda: None)
             for slot, change in enumerate(changes):
                 params = SamplingParams(seed=1)
@@ -119,24 +119,28 @@ def test_hostile_values_from_a_client_leave_the_core_alive(llm):
 
 def test_a_message_that_is_too_large_is_refused_before_it_is_sent(llm):
     too_long = bytes(wire.MAX_MESSAGE_BYTES)
-    message = wire.AddRequest(llm._connection.incarnation, 0, "long", too_long, SamplingParams(seed=1))
+    message = wire.AddRequest(llm._supervisor.core.connection.incarnation, 0, "long", too_long, SamplingParams(seed=1))
     with pytest.raises(ValueError, match="shorten"):
-        llm._connection.send(message)
+        llm._supervisor.core.connection.send(message)
     assert asyncio.run(answer(llm, PROMPT, greedy(3))).finished
 
 
-def test_a_connection_that_breaks_is_the_end_even_if_the_core_lives(make_engine):
-    engine = make_engine(max_model_len=512)
+@pytest.mark.parametrize("recovery", [True, False])
+def test_a_connection_that_breaks_is_a_death_of_the_core_even_if_it_lives(make_engine, recovery):
+    engine = make_engine(max_model_len=512, recovery=recovery)
 
     async def run():
-        stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
+        stream = engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
         await anext(stream)
         # More than the core takes: its socket hangs up on the sender.
-        engine._connection._socket.send(b"\0" * (wire.MAX_MESSAGE_BYTES + 1))
-        with pytest.raises(EngineDeadError, match="connection"):
-            async for _ in stream:
-                pass
-        assert engine.errored
+        engine._supervisor.core.connection._socket.send(b"\0" * (wire.MAX_MESSAGE_BYTES + 1))
+        if recovery:
+            assert len([output async for output in stream][-1].outputs[0].token_ids) == 100
+        else:
+            with pytest.raises(EngineDeadError, match="connection"):
+                async for _ in stream:
+                    pass
+        assert engine.errored is not recovery
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -227,8 +231,8 @@ def test_shutdown_is_quick_and_clean_when_the_app_has_forked(make_engine):
 
 
 def test_errors_after_death_do_not_pile_up_on_one_object(make_engine):
-    engine = make_engine(max_model_len=512)
-    os.kill(engine._process.pid, 9)
+    engine = make_engine(max_model_len=512, recovery=False)
+    os.kill(engine._supervisor.core.process.pid, 9)
 
     async def run():
         errors = []

@@ -163,7 +163,9 @@ def test_a_mode_that_does_not_exist_is_named_and_pauses_nothing(engine):
 def test_a_call_with_other_arguments_is_answered_by_an_error(engine, name, args, words):
     async def run():
         if words is None:
-            engine._connection.send(wire.Call(engine._connection.incarnation, 2**40, name, args))
+            engine._supervisor.core.connection.send(
+                wire.Call(engine._supervisor.core.connection.incarnation, 2**40, name, args)
+            )
         else:
             with pytest.raises(EngineError, match=re.escape(words)):
                 await engine._ask(name, *args)

@@ -258,7 +258,7 @@ def test_priority_decides_who_is_pooled_first(small):
         done.append(name)
 
     async def run():
-        os.kill(engine._process.pid, signal.SIGSTOP)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
         try:
             tasks = [asyncio.create_task(one(f"{priority}", priority)) for priority in (5, 1, 3)]
 
@@ -267,7 +267,7 @@ def test_priority_decides_who_is_pooled_first(small):
 
             await eventually(all_sent)
         finally:
-            os.kill(engine._process.pid, signal.SIGCONT)
+            os.kill(engine._supervisor.core.process.pid, signal.SIGCONT)
         await asyncio.gather(*tasks)
 
     asyncio.run(run())
@@ -275,10 +275,10 @@ def test_priority_decides_who_is_pooled_first(small):
 
 
 def test_the_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine):
-    engine = make_engine(max_model_len=512)
+    engine = make_engine(max_model_len=512, recovery=False)
 
     async def run():
-        os.kill(engine._process.pid, signal.SIGSTOP)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
         tasks = [asyncio.create_task(vector(engine, [1] * (i + 1), params_of("mean"))) for i in range(8)]
 
         async def all_sent():
@@ -286,7 +286,7 @@ def test_the_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine
 
         await eventually(all_sent)
         assert await engine.get_num_unfinished_requests() == 8
-        os.kill(engine._process.pid, signal.SIGKILL)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
         for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20):
             assert isinstance(result, EngineDeadError)
             assert "SIGKILL" in str(result)

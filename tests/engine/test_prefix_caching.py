@@ -97,7 +97,7 @@ def test_without_the_cache_a_group_shares_its_prompt_and_nobody_else_does(make_e
 
     def ask_together(groups):
         """Send a request for each group; the tokens that each found in the cache, and the answers."""
-        with contextlib.closing(CoreConnection(engine._connection.address)) as client:
+        with contextlib.closing(CoreConnection(engine._supervisor.core.connection.address)) as client:
             welcome, _ = client.greet(10, lambda: None)
             params = greedy(4, ignore_eos=True, seed=1)
             for slot, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""When the core dies, everybody who waits for it learns the cause at once, and nothing hangs."""
+"""Without recovery, everybody who waits for a core that dies learns the cause at once, and nothing hangs."""
 
 import asyncio
 import errno
@@ -27,7 +27,7 @@ async def drain(stream):
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
 def test_every_stream_and_call_fails_with_the_cause(make_engine, signum):
-    engine = make_engine()
+    engine = make_engine(recovery=False)
 
     async def run():
         streams = await start_streams(engine, 8)
@@ -56,11 +56,11 @@ def test_the_death_is_noticed_where_the_system_has_no_process_descriptors(make_e
         raise OSError(errno.ENOSYS, "not implemented")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    engine = make_engine()
+    engine = make_engine(recovery=False)
 
     async def run():
         (stream,) = await start_streams(engine, 1)
-        os.kill(engine._process.pid, signal.SIGKILL)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await asyncio.wait_for(drain(stream), 20)
 
@@ -68,7 +68,7 @@ def test_the_death_is_noticed_where_the_system_has_no_process_descriptors(make_e
 
 
 def test_the_error_carries_the_end_of_the_cores_log_and_says_where_it_is(make_engine):
-    engine = make_engine()
+    engine = make_engine(recovery=False)
 
     async def run():
         (stream,) = await start_streams(engine, 1)
@@ -79,52 +79,96 @@ def test_the_error_carries_the_end_of_the_cores_log_and_says_where_it_is(make_en
 
     message = asyncio.run(run())
     assert "ready after" in message
-    assert str(engine._process.log_path) in message
-    assert engine._process.log_path.exists()
+    assert str(engine._supervisor.core.process.log_path) in message
+    assert engine._supervisor.core.process.log_path.exists()
     engine.shutdown()
-    assert not engine._process.runtime_dir.exists()
+    assert not engine._supervisor.core.process.log_path.parent.exists()
 
 
 def test_a_death_between_two_loops_is_noticed_at_the_next_use(make_engine):
-    engine = make_engine()
+    engine = make_engine(recovery=False)
     assert asyncio.run(answer(engine, "Hello", greedy(2))).finished
-    os.kill(engine._process.pid, signal.SIGKILL)
+    os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         asyncio.run(answer(engine, "Hello", greedy(2)))
 
 
 def test_a_core_that_stands_still_is_found_out_in_bounded_time(make_engine, monkeypatch):
     monkeypatch.setattr("vllm_mp.client.async_llm._PING_TIMEOUT_S", 0.5)
-    engine = make_engine(engine_iteration_timeout_s=0.2)
+    engine = make_engine(recovery=False)
 
     async def run():
         await engine.check_health()
-        os.kill(engine._process.pid, signal.SIGSTOP)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(EngineError, match="not answered"):
                 await engine.check_health()
         finally:
-            os.kill(engine._process.pid, signal.SIGCONT)
+            os.kill(engine._supervisor.core.process.pid, signal.SIGCONT)
         await engine.check_health()
 
     asyncio.run(run())
 
 
-def test_a_stopped_core_can_still_be_shut_down(make_engine):
+def test_a_core_that_stands_still_for_too_long_is_ended(make_engine):
+    engine = make_engine(recovery=False, engine_iteration_timeout_s=0.5)
+
+    async def run():
+        streams = await start_streams(engine, 2)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=r"no progress for 0\.5 s"):
+                await asyncio.wait_for(drain(stream), 20)
+
+    asyncio.run(run())
+    assert not psutil.pid_exists(engine._supervisor.core.process.pid)
+
+
+def test_health_is_answered_in_bounded_time_while_there_is_no_core(make_engine, monkeypatch):
+    monkeypatch.setattr("vllm_mp.client.async_llm._PING_TIMEOUT_S", 0.05)
     engine = make_engine()
-    os.kill(engine._process.pid, signal.SIGSTOP)
+
+    async def run():
+        await engine.core_status()
+        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
+
+        async def says_so():
+            try:
+                await engine.check_health()
+            except EngineError as error:
+                return "the next does not serve yet" in str(error)
+            return False
+
+        await eventually(says_so)
+        assert not engine.errored
+
+        async def is_well():
+            try:
+                await engine.check_health()
+            except EngineError:
+                return False
+            return True
+
+        await eventually(is_well)
+
+    asyncio.run(run())
+
+
+def test_a_stopped_core_can_still_be_shut_down(make_engine):
+    engine = make_engine(recovery=False)
+    os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
     started = time.monotonic()
     engine.shutdown(timeout=0.5)
-    assert not psutil.pid_exists(engine._process.pid)
+    assert not psutil.pid_exists(engine._supervisor.core.process.pid)
     assert time.monotonic() - started < 30
 
 
 def test_the_status_page_outlives_the_core_and_names_the_step(make_engine):
-    engine = make_engine()
+    engine = make_engine(recovery=False)
 
     async def run():
         streams = await start_streams(engine, 3)
-        page = engine._process.status_page()
+        page = engine._supervisor.core.process.status_page()
 
         async def in_a_step_of_three():
             return len(page.read().step_requests) == 3
@@ -133,10 +177,10 @@ def test_the_status_page_outlives_the_core_and_names_the_step(make_engine):
             return engine.errored
 
         await eventually(in_a_step_of_three)
-        os.kill(engine._process.pid, signal.SIGKILL)
+        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
         await eventually(dead)
         status = page.read()
-        assert status.pid == engine._process.pid
+        assert status.pid == engine._supervisor.core.process.pid
         assert status.incarnation == 1
         assert status.step > 1
         assert {slot for _, slot in status.step_requests} <= {0, 1, 2}

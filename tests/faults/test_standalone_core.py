@@ -1,6 +1,7 @@
 """A core that was started by hand, with clients that come and go."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -68,20 +69,79 @@ def test_a_killed_client_costs_the_core_only_its_requests(default_model, tmp_pat
         survivor.shutdown()
 
 
-def test_connected_clients_learn_that_the_core_was_killed(default_model, tmp_path):
+def test_clients_that_do_not_wait_learn_that_the_core_was_killed(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone(default_model, address) as process:
+        clients = [AsyncLLM.connect(address, reconnect_timeout=timeout) for timeout in (0, 0.5)]
+
+        async def run():
+            streams = [one.generate("Hello", SamplingParams(max_tokens=450, ignore_eos=True)) for one in clients]
+            for stream in streams:
+                await anext(stream)
+            process.kill()
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match="connection"):
+                    async for _ in stream:
+                        pass
+
+        asyncio.run(asyncio.wait_for(run(), 30))
+        for client in clients:
+            client.shutdown()
+
+
+def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next(default_model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    prompts = ["The first", "The second one", "Another"]
+
+    async def answers(clients):
+        return await asyncio.gather(
+            *(answer(one, prompt, greedy(40, ignore_eos=True)) for one in clients for prompt in prompts)
+        )
+
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(standalone(default_model, address))
+        clients = [AsyncLLM.connect(address) for _ in range(2)]
+
+        async def run():
+            expected = await answers(clients)
+            task = asyncio.create_task(answers(clients))
+
+            async def all_under_way():
+                live = [answer for one in clients for _, answer in one._requests.live()]
+                return len(live) == 6 and all(len(answer.token_ids) > 3 for answer in live)
+
+            await eventually(all_under_way)
+            process.kill()
+            process.wait()
+            stack.enter_context(standalone(default_model, address))
+            outputs = await asyncio.wait_for(task, 60)
+            assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
+            assert [one.outputs[0].text for one in outputs] == [one.outputs[0].text for one in expected]
+            for one in clients:
+                await eventually(lambda one=one: is_empty(one))
+
+        asyncio.run(run())
+        for one in clients:
+            one.shutdown()
+
+
+def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_model, minilm, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(standalone(default_model, address))
         client = AsyncLLM.connect(address)
 
         async def run():
             stream = client.generate("Hello", SamplingParams(max_tokens=450, ignore_eos=True))
             await anext(stream)
             process.kill()
-            with pytest.raises(EngineDeadError, match="connection"):
+            process.wait()
+            stack.enter_context(standalone(minilm, address))
+            with pytest.raises(EngineDeadError, match="another model"):
                 async for _ in stream:
                     pass
 
-        asyncio.run(asyncio.wait_for(run(), 30))
+        asyncio.run(run())
         client.shutdown()
 
 

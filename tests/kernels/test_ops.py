@@ -107,6 +107,22 @@ def test_values_may_have_another_size_than_keys(rows: list[tuple[int, int]], sof
     torch.testing.assert_close(got, batch.expected(0.2, 9, soft_cap), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (5, None), (None, 3.0)])
+def test_a_token_that_is_not_finite_is_kept_from_those_before_it(
+    cache: str, window: int | None, soft_cap: float | None
+) -> None:
+    batch = PagedBatch([(1, 9), (20, 20), (20, 33)], 6, 2, 16, 8)
+    expected = batch.expected(0.25, window, soft_cap)
+    for first in (1, 21):
+        getattr(batch, cache).view(-1, 2, 16)[batch.metadata.slot_mapping[first + 12]] = torch.nan
+    metadata = batch.metadata._replace(isolates=True)
+    got = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, metadata, 0.25, window, soft_cap)
+    for rows in (slice(0, 13), slice(21, 33)):
+        torch.testing.assert_close(got[rows], expected[rows], atol=2e-5, rtol=1e-4)
+    assert got[[13, 33]].isnan().flatten(1).any(1).all()
+
+
 def test_paged_attention_splits_what_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "MAX_GATHERED_TOKENS", 40)
     monkeypatch.setattr(ops, "MAX_MASK_ELEMENTS", 100)

@@ -65,7 +65,7 @@ SERVED = {
     "max_core_restarts": (3, ["--max-core-restarts", "3"]),
     "core_restart_window_s": (60.0, ["--core-restart-window-s", "60"]),
     "warm_standby": (True, ["--warm-standby"]),
-    "fault_injection": ("exit", ["--fault-injection", "exit"]),
+    "fault_injection": ("exit@step=3", ["--fault-injection", "exit@step=3"]),
     "disable_log_requests": (True, ["--disable-log-requests"]),
     "max_log_len": (0, ["--max-log-len", "0"]),
 }

@@ -32,9 +32,13 @@ def test_any_interleaving_of_events_keeps_every_request_row_and_block_accounted_
         if action == "add":
             prompt, limit = data.draw(PROMPTS), data.draw(st.integers(1, 40))
             pooled = data.draw(st.sampled_from([False, False, True]))
+            length = 0 if pooled else min(limit, LENGTH - len(prompt))
+            output = data.draw(st.lists(st.integers(7, 8), max_size=max(0, length - 1)))
             engine.add(
                 slot,
                 pooled=pooled,
+                output=output,
+                suspect=data.draw(st.sampled_from([False, False, True])),
                 prompt=prompt,
                 max_tokens=limit,
                 priority=data.draw(st.integers(-2, 2)),
@@ -42,7 +46,7 @@ def test_any_interleaving_of_events_keeps_every_request_row_and_block_accounted_
                 reads_cache=data.draw(st.sampled_from([True, True, False])),
             )
             live.add(slot)
-            limits[slot] = 0 if pooled else min(limit, LENGTH - len(prompt))
+            limits[slot] = length
         elif action == "abort" and live:
             victim = data.draw(st.sampled_from(sorted(live)))
             live.discard(victim)
@@ -138,6 +142,10 @@ def hold_back_without_a_pause(engine):
     engine.scheduler._held[0, request.slot] = request
 
 
+def forget_whose_turn_it_is(engine):
+    engine.batch.request(1).suspect = True
+
+
 def compute_more_than_is_known(engine):
     engine.batch.num_computed[0] = engine.batch.num_tokens[0] + 1
 
@@ -174,6 +182,7 @@ def leave_a_hash_behind(engine):
         (lose_a_waiting_request, r"a live request has a place; broken by \[\(0, 3\)\]"),
         (miscount_the_waiting, "the waiting are counted"),
         (hold_back_without_a_pause, r"only a paused scheduler holds requests back; broken by \[\(0, 3\)\]"),
+        (forget_whose_turn_it_is, r"a suspect runs exactly if it is its turn; broken by \[\(0, 1\)\]"),
         (compute_more_than_is_known, "between steps the last known token is not computed; broken by .0"),
         (register_a_block_under_another_hash, "found under the hash of row 0 at place 0"),
         (register_a_block_too_early, "found under the hash of row 0 at place 2, of computed tokens"),

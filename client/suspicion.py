@@ -1,0 +1,63 @@
+"""Which request is to blame where cores die.
+
+Whoever was in the step that a core died of may have brought it about. So these run alone on the next core, one after
+the other, until each has got a token, and what kills that core then was alone and is to blame. Where somebody outside
+has killed the core, for which a request has no means, it takes a second time at the same place to rouse suspicion, and
+a request is to blame only if it was alone twice running, or in the step three times.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from vllm_mp.client.answer import Answer
+from vllm_mp.client.core_supervisor import Death
+from vllm_mp.client.request_stream import RequestStream
+
+
+@dataclass(slots=True)
+class _Crashes:
+    """The deaths of cores that found an answer in the step, since it got its last token."""
+
+    num_tokens: int
+    """Of the answer at that time."""
+    num_deaths: int = 0
+    num_alone: int = 0
+    """Of the last ones, those in whose step no other request was."""
+    is_suspect: bool = False
+
+
+class Suspicion:
+    """What speaks against each live answer."""
+
+    def __init__(self) -> None:
+        self._crashes: WeakKeyDictionary[Answer, _Crashes] = WeakKeyDictionary()
+
+    def is_suspect(self, answer: Answer) -> bool:
+        """Whether the answer has to run alone until it gets its next token."""
+        crashes = self._crashes.get(answer)
+        return crashes is not None and crashes.is_suspect and crashes.num_tokens == len(answer.token_ids)
+
+    def note(self, death: Death, live: Iterable[tuple[RequestStream, Answer]]) -> RequestStream | None:
+        """Book a death against those of the `live` answers that were in its step; the stream that is to blame, if any.
+
+        Once one is found the others are free of suspicion.
+        """
+        in_step = [(stream, answer) for stream, answer in live if answer.slot in death.slots]
+        was_alone = len(in_step) == death.num_in_step and len({id(stream) for stream, _ in in_step}) == 1
+        for stream, answer in in_step:
+            crashes = self._crashes.get(answer)
+            if crashes is None or crashes.num_tokens != len(answer.token_ids):
+                crashes = self._crashes[answer] = _Crashes(len(answer.token_ids))
+            crashes.num_deaths += 1
+            crashes.num_alone = crashes.num_alone + 1 if was_alone else 0
+            if death.is_from_outside:
+                crashes.is_suspect |= crashes.num_deaths >= 2
+                is_culprit = crashes.num_alone >= 2 or (was_alone and crashes.num_deaths >= 3)
+            else:
+                crashes.is_suspect = True
+                is_culprit = was_alone and crashes.num_deaths >= 2
+            if is_culprit:
+                self._crashes.clear()
+                return stream
+        return None

@@ -1,0 +1,109 @@
+"""A token whose embedding is NaN fails the requests that contain it, and touches no other."""
+
+import asyncio
+
+import pytest
+import torch
+from harness import answer, eventually, greedy, is_empty, running_engine
+from random_models import CONFIGS, one_thread, random_prompts, save_random_model, scarce_blocks
+
+from vllm_mp import EngineGenerateError, RequestOutputKind, SamplingParams
+
+BAD = 13
+LENGTHS = (37, 5, 22, 1, 13, 40)
+PROMPTS = [[token if token != BAD else BAD + 1 for token in prompt] for prompt in random_prompts(LENGTHS)]
+SHARED = PROMPTS[0]
+WHOLE = {"max_model_len": 128, "block_size": 4, "kv_cache_memory_bytes": 2**22}
+CHUNKED = {**WHOLE, "max_num_batched_tokens": 16}
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-windowed", "gpt2-scaled"])
+def poisoned(request, tmp_path_factory):
+    """The configuration of a model and its folder."""
+    config, path = CONFIGS[request.param], tmp_path_factory.mktemp(request.param)
+    with one_thread():
+        model = save_random_model(config, path)  # whose head is a matrix of its own
+        with torch.no_grad():
+            model.get_input_embeddings().weight[BAD] = torch.nan
+        model.save_pretrained(path)
+    return config, path
+
+
+def running(folder, **options):
+    return running_engine(folder, skip_tokenizer_init=True, device="cpu", num_threads=1, **options)
+
+
+async def ask(engine, tokens, **params):
+    """The answer's tokens, none of which is the bad one, and how many of the prompt's were in the cache."""
+    params = greedy(6, ignore_eos=True, logit_bias={BAD: -100}, **params)
+    output = await answer(engine, {"prompt_token_ids": tokens}, params)
+    return output.outputs[0].token_ids, output.num_cached_tokens
+
+
+async def ask_badly(engine, tokens, **params):
+    kind = RequestOutputKind.FINAL_ONLY
+    with pytest.raises(EngineGenerateError, match="not finite"):
+        await answer(engine, {"prompt_token_ids": tokens}, SamplingParams(max_tokens=6, output_kind=kind, **params))
+
+
+@pytest.mark.parametrize("options", [WHOLE, CHUNKED], ids=["whole", "chunked"])
+def test_a_prefix_that_is_shared_with_a_bad_request_stays_good(poisoned, options):
+    async def run(engine):
+        expected, _ = await ask(engine, [*SHARED, 5])
+        await engine.reset_prefix_cache()
+        await ask_badly(engine, [*SHARED, BAD, 6, 7])
+        after, num_cached = await ask(engine, [*SHARED, 5])
+        assert num_cached == 36
+        assert after == expected
+        await engine.reset_prefix_cache()
+        _, *together = await asyncio.gather(
+            ask_badly(engine, [*SHARED, BAD, 6, 7]), *(ask(engine, [*SHARED, 5]) for _ in range(3))
+        )
+        assert [tokens for tokens, _ in together] == [expected] * 3
+        await eventually(lambda: is_empty(engine))
+
+    with running(poisoned[1], **options) as engine:
+        asyncio.run(run(engine))
+
+
+def test_blocks_that_hold_what_is_not_finite_are_used_again(poisoned):
+    async def run(engine):
+        expected = [await ask(engine, prompt) for prompt in PROMPTS]
+        await engine.reset_prefix_cache()
+        await asyncio.gather(*(ask_badly(engine, [BAD] * 100) for _ in range(3)))
+        again = await asyncio.gather(*(ask(engine, prompt) for prompt in PROMPTS))
+        assert [tokens for tokens, _ in again] == [tokens for tokens, _ in expected]
+
+    config, folder = poisoned
+    with running(folder, **scarce_blocks(config)) as engine:
+        asyncio.run(run(engine))
+
+
+def test_whatever_a_bad_request_asks_for_it_fails_alone(poisoned):
+    wishes = [
+        {"temperature": 0},
+        {"temperature": 1, "seed": 1},
+        {"logprobs": 3},
+        {"logprobs": -1},
+        {"prompt_logprobs": 2},
+        {"n": 3, "temperature": 1},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.01, "logprobs": 1},
+        {"presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.5},
+        {"logit_bias": {3: 5.0}},
+        {"min_tokens": 3},
+    ]
+
+    async def run(engine):
+        expected = [await ask(engine, prompt) for prompt in PROMPTS]
+        results = await asyncio.gather(
+            *(ask(engine, prompt, logprobs=2) for prompt in PROMPTS),
+            *(ask_badly(engine, [4, BAD, 6, at], **wish) for at, wish in enumerate(wishes)),
+        )
+        assert [tokens for tokens, _ in results[: len(PROMPTS)]] == [tokens for tokens, _ in expected]
+        await eventually(lambda: is_empty(engine))
+
+    with running(poisoned[1], **WHOLE, max_logprobs=-1) as engine:
+        asyncio.run(run(engine))

@@ -1,0 +1,211 @@
+"""A core process by itself: what it withstands, and how it ends where it cannot go on."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from random_models import CONFIGS, save_random_model
+
+from vllm_mp import AsyncEngineArgs, SamplingParams, wire
+from vllm_mp.client.core_connection import CoreConnection
+from vllm_mp.config import CoreLaunch
+from vllm_mp.status_page import CoreState, StatusPage
+
+PROMPT = list(range(20, 40))
+START = "import runpy\nrunpy.run_module('vllm_mp.core', run_name='__main__')\n"
+FAIL = """
+from vllm_mp.core.model_runner import ModelRunner
+import torch
+
+def execute(self, step, batch, sampler):
+    {failure}
+
+ModelRunner.execute = execute
+"""
+CHATTER = """
+import logging, sys, warnings
+
+def chatter():
+    print("x" * 100_000, flush=True)
+    sys.stderr.write("y\\n" * 10_000)
+    warnings.warn("a warning")
+    logging.getLogger("vllm_mp.core").error("an error")
+
+from vllm_mp.core.server import Server
+receive = Server.receive
+Server.receive = lambda self, admit: (chatter(), receive(self, admit))[1]
+"""
+
+
+class Core(NamedTuple):
+    """A running core, and a client that it has welcomed."""
+
+    process: subprocess.Popen
+    client: CoreConnection
+    welcome: wire.Welcome
+    page: StatusPage
+
+    def add(self, slot, max_tokens=8, **fields):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=1, ignore_eos=True)
+        self.client.send(wire.AddRequest(1, slot, f"request-{slot}", wire.pack_ids(PROMPT), params, **fields))
+
+    def receive(self):
+        assert self.client._socket.poll(30_000), "the core does not answer"
+        return wire.decode_core_message(self.client._socket.recv())
+
+    def answers(self, count):
+        """The tokens of each slot, once `count` requests have ended."""
+        tokens, ends = {}, []
+        while len(ends) < count:
+            output = self.receive()
+            for slot, token, _ in zip(*wire.unpack_tokens(output), strict=True):
+                tokens.setdefault(slot, []).append(token)
+            ends += output.finished
+        return tokens
+
+    def end(self):
+        """Leave, and wait for the core to do so."""
+        self.process.stdin.close()
+        return self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_random_model(CONFIGS["llama"], path)
+    return path
+
+
+@pytest.fixture
+def start(folder, tmp_path):
+    """Starts cores, which are killed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(before="", output=None, wrapper=()):
+            options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "check_invariants": True}
+            args = AsyncEngineArgs(str(folder), dtype="float32", kv_cache_memory_bytes=2**22, **options)
+            launch = CoreLaunch(
+                config=args.create_engine_config(),
+                address=f"ipc://{tmp_path}/run/core.sock",
+                incarnation=1,
+                status_path=str(tmp_path / "page"),
+                supervised=True,
+                parent_pid=os.getpid(),
+            )
+            (tmp_path / "run").mkdir(exist_ok=True)
+            output = output or stack.enter_context((tmp_path / "log").open("wb"))
+            command = [*wrapper, sys.executable, "-c", before + START]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            process.stdin.write(msgspec.json.encode(launch) + b"\n")
+            process.stdin.flush()
+            client = stack.enter_context(contextlib.closing(CoreConnection(launch.address)))
+
+            def check():
+                assert process.poll() is None, (tmp_path / "log").read_text()
+
+            welcome, _ = client.greet(60, check)
+            return Core(process, client, welcome, StatusPage.open(tmp_path / "page"))
+
+        yield start
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("raise ValueError('boom')", "ValueError: boom"),
+        ("raise MemoryError", "MemoryError"),
+        ("raise torch.OutOfMemoryError('boom')", "OutOfMemoryError: boom"),
+        ("torch.empty(2**60)", "allocate"),
+    ],
+)
+def test_an_exception_in_a_step_ends_the_core_and_leaves_on_the_page_what_was_in_the_step(
+    start, tmp_path, failure, words
+):
+    core = start(FAIL.format(failure=failure))
+    core.add(3)
+    assert core.process.wait(30) == 1
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" in log
+    assert words in log
+    status = core.page.read()
+    assert status.state == CoreState.STEPPING
+    assert status.step_requests == [(core.welcome.client, 3)]
+
+
+@pytest.mark.parametrize("kind", ["full", "closed", "broken"])
+def test_a_log_that_cannot_be_written_stops_nobody(start, kind):
+    wrapper = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-'] if kind == "closed" else []
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as broken, open("/dev/full", "wb") as full:
+        core = start(CHATTER, output=broken if kind == "broken" else full, wrapper=wrapper)
+    for slot in range(3):
+        core.add(slot)
+    assert sorted(core.answers(3)) == [0, 1, 2]
+    assert core.end() == 0
+
+
+@pytest.mark.parametrize("what", ["core.sock", "core.sock.lock", ""])
+def test_a_core_whose_socket_is_removed_serves_who_is_connected(start, tmp_path, what):
+    core = start()
+    if what:
+        (tmp_path / "run" / what).unlink()
+    else:
+        shutil.rmtree(tmp_path / "run")
+    core.add(0)
+    assert len(core.answers(1)[0]) == 8
+    assert core.end() == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert core.page.read().state == CoreState.STOPPED
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_core_that_is_told_to_stop_by_a_signal_ends_by_it(start, signum):
+    core = start()
+    core.add(0, max_tokens=1000)
+    core.receive()
+    core.process.send_signal(signum)
+    assert core.process.wait(30) == -signum
+
+
+def test_suspects_go_on_where_their_answers_were(start):
+    core = start()
+    core.add(0, max_tokens=12)
+    (whole,) = core.answers(1).values()
+    for slot in range(1, 5):
+        core.add(slot, max_tokens=12, output=wire.pack_ids(whole[: 3 * slot - 3]), suspect=slot != 3)
+    answers = core.answers(4)
+    assert answers == {slot: whole[3 * slot - 3 :] for slot in range(1, 5)}
+
+
+def beats(page):
+    """Wait for two beats."""
+    for _ in range(2):
+        deadline, age = time.monotonic() + 30, page.read().heartbeat_age
+        while (now := page.read().heartbeat_age) >= age:
+            assert time.monotonic() < deadline, "the heartbeat stands still"
+            age = now
+            time.sleep(0.001)
+
+
+def test_a_core_beats_while_it_has_nothing_to_do_and_while_it_is_paused(start):
+    core = start()
+    beats(core.page)
+    core.add(0, max_tokens=100)
+    core.receive()
+    core.client.send(wire.Call(1, 5, "pause", ["keep", False]))
+    while not isinstance(core.receive(), wire.Reply):
+        pass
+    beats(core.page)
+    assert core.page.read().state == CoreState.IDLE
+    assert core.page.read().num_running == 1

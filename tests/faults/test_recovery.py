@@ -1,0 +1,437 @@
+"""Nothing is lost, doubled or changed when the core dies, whatever a request is doing at that moment."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from harness import ENGINE, answer, eventually, greedy, is_empty
+
+from vllm_mp import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineDeadError,
+    EngineStartError,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+
+PROMPT = "The history of the city begins"
+LONG_PROMPT = list(range(1000, 1500))
+
+
+@pytest.fixture(scope="module")
+def engine(default_model):
+    """Small steps, so that requests wait and read their prompts in many chunks; as many restarts as the tests need."""
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "max_core_restarts": 1000}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), **ENGINE, **options))
+    yield engine
+    engine.shutdown()
+
+
+def kill(engine, signum=signal.SIGKILL):
+    os.kill(engine._supervisor.core.process.pid, signum)
+
+
+def sampled(max_tokens, seed=7, **params):
+    return SamplingParams(temperature=0.9, seed=seed, max_tokens=max_tokens, ignore_eos=True, **params)
+
+
+class Consumer:
+    """Takes the outputs of one request, and holds every one against those before it."""
+
+    def __init__(self, engine, prompt, params):
+        self.stream = engine.generate(prompt, params)
+        self.delta = params.output_kind == RequestOutputKind.DELTA
+        self.seen = {}
+        self.ends = {}
+        self.prompt_logprobs = None
+
+    def num_tokens(self):
+        return min((len(ids) for _, ids, _ in self.seen.values()), default=0)
+
+    async def run(self):
+        async for output in self.stream:
+            self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+            for one in output.outputs:
+                text, ids, logprobs = self.seen.get(one.index, ("", [], []))
+                if self.delta:
+                    now = text + one.text, ids + one.token_ids, logprobs + (one.logprobs or [])
+                else:
+                    now = one.text, one.token_ids, one.logprobs or []
+                    assert now[0].startswith(text), "what was delivered changes no more"
+                    assert now[1][: len(ids)] == ids
+                    assert now[2][: len(logprobs)] == logprobs
+                self.seen[one.index] = now
+                self.ends[one.index] = one.finish_reason, one.stop_reason, one.cumulative_logprob
+        return self
+
+
+def assert_same(one, other):
+    """Two consumers have got the same, but for the rounding of log-probabilities."""
+    assert one.seen.keys() == other.seen.keys()
+    for index, (text, ids, logprobs) in one.seen.items():
+        other_text, other_ids, other_logprobs = other.seen[index]
+        assert ids == other_ids
+        assert text == other_text
+        assert len(logprobs) == len(other_logprobs)
+        for a, b in zip(logprobs, other_logprobs, strict=True):
+            assert a.keys() == b.keys()
+            assert {t: x.logprob for t, x in a.items()} == pytest.approx({t: x.logprob for t, x in b.items()}, abs=1e-3)
+        assert one.ends[index][:2] == other.ends[index][:2]
+        assert one.ends[index][2] == pytest.approx(other.ends[index][2], abs=1e-3)
+    assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+    if one.prompt_logprobs is not None:
+        assert len(one.prompt_logprobs) == len(other.prompt_logprobs)
+
+
+async def undisturbed(engine, requests):
+    return await asyncio.gather(*(Consumer(engine, *request).run() for request in requests))
+
+
+async def disturbed(engine, requests, moment, strike=kill):
+    """The consumers of `requests`, with `strike(engine)` as soon as `moment(consumers)` holds."""
+    consumers = [Consumer(engine, *request) for request in requests]
+    tasks = [asyncio.create_task(one.run()) for one in consumers]
+
+    async def has_come():
+        assert not all(task.done() for task in tasks), "all was over before the moment came"
+        return moment(consumers)
+
+    restarts = engine._supervisor.num_restarts
+    await eventually(has_come)
+    strike(engine)
+    await asyncio.gather(*tasks)
+    assert engine._supervisor.num_restarts == restarts + 1
+    await eventually(lambda: is_empty(engine))
+    return consumers
+
+
+def check(engine, requests, moment, strike=kill):
+    async def run():
+        expected = await undisturbed(engine, requests)
+        for one, other in zip(await disturbed(engine, requests, moment, strike), expected, strict=True):
+            assert_same(one, other)
+
+    asyncio.run(run())
+
+
+def of_every_kind(max_tokens):
+    kinds = RequestOutputKind
+    return [
+        (PROMPT, greedy(max_tokens, ignore_eos=True)),
+        (PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=3)),
+        (PROMPT, sampled(max_tokens, output_kind=kinds.DELTA, logprobs=0)),
+        ("Rivers and", sampled(max_tokens, presence_penalty=0.7, frequency_penalty=0.2, repetition_penalty=1.1)),
+        ("Stones", sampled(max_tokens, min_p=0.02, top_k=40, top_p=0.9, logit_bias={500: 2.0}, bad_words=["the"])),
+    ]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_requests_of_every_kind_go_on_where_they_were(engine, signum):
+    check(
+        engine,
+        of_every_kind(24),
+        lambda consumers: all(one.num_tokens() >= 6 for one in consumers[1:]),
+        lambda engine: kill(engine, signum),
+    )
+
+
+def test_several_answers_to_a_prompt_go_on_each_where_it_was(engine):
+    requests = [(PROMPT, sampled(20, n=4, logprobs=1)), (PROMPT, sampled(20, n=2, output_kind=RequestOutputKind.DELTA))]
+    check(engine, requests, lambda consumers: consumers[0].num_tokens() >= 5)
+
+
+def test_requests_that_wait_keep_their_turn(engine):
+    requests = [(f"Number {i} is", sampled(12, seed=i)) for i in range(16)]
+    check(engine, requests, lambda consumers: consumers[0].num_tokens() >= 3 and consumers[15].num_tokens() == 0)
+
+
+def test_a_prompt_that_is_being_read_is_read_again(engine):
+    requests = [(LONG_PROMPT, greedy(4, ignore_eos=True, prompt_logprobs=1)), (PROMPT, sampled(60))]
+
+    def in_the_middle(consumers):
+        streams = [stream for stream, _ in engine._requests.live() if len(stream.prompt_token_ids) == len(LONG_PROMPT)]
+        known = streams[0]._prompt_logprobs if streams else None
+        return known is not None and 100 < len(known) < 400
+
+    check(engine, requests, in_the_middle)
+
+
+def test_a_stop_string_that_is_half_matched_is_found_by_the_rest(engine):
+    text = asyncio.run(answer(engine, PROMPT, greedy(40, ignore_eos=True))).outputs[0].text
+    stop = text[40:90]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop])
+    half = []
+
+    def half_matched(consumers):
+        shown = consumers[0].seen.get(0, ("",))[0]
+        tokens = [answer for _, answer in engine._requests.live()]
+        half[:] = [shown]
+        return len(shown) == 40 and tokens and len(tokens[0].token_ids) > 12
+
+    check(engine, [(PROMPT, params)], half_matched)
+    assert half == [text[:40]]
+
+
+def test_half_a_character_is_completed_by_the_next_core(engine):
+    pieces = engine.get_tokenizer().encode("\N{GRINNING FACE}\N{HOT BEVERAGE}", add_special_tokens=False)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=60, ignore_eos=True, allowed_token_ids=pieces)
+    tokenizer = engine.get_tokenizer()
+
+    def half_a_character(consumers):
+        live = engine._requests.live()
+        return live and len(live[0][1].token_ids) > 5 and tokenizer.decode(live[0][1].token_ids).endswith("\ufffd")
+
+    check(engine, [(PROMPT, params)], half_a_character)
+
+
+def test_a_vector_is_computed_again(engine):
+    async def vector(prompt):
+        (output,) = [output async for output in engine.encode(prompt, PoolingParams())]
+        return output.outputs.data
+
+    async def run():
+        expected = await vector(LONG_PROMPT)
+        await engine.reset_prefix_cache()
+        task = asyncio.create_task(vector(LONG_PROMPT))
+
+        async def has_begun():
+            return bool(engine._supervisor.status().step_requests)
+
+        await eventually(has_begun)
+        kill(engine)
+        assert await task == pytest.approx(expected, abs=1e-5)
+
+    asyncio.run(run())
+
+
+def test_what_is_aborted_as_the_core_dies_stays_aborted_and_the_rest_goes_on(engine):
+    async def run():
+        expected = (await answer(engine, PROMPT, greedy(30, ignore_eos=True))).outputs[0].token_ids
+        aborted = Consumer(engine, PROMPT, sampled(500))
+        task = asyncio.create_task(aborted.run())
+        other = asyncio.create_task(answer(engine, PROMPT, greedy(30, ignore_eos=True)))
+
+        async def begun():
+            return aborted.num_tokens() > 3
+
+        await eventually(begun)
+        (request_id,) = (s.request_id for s, _ in engine._requests.live() if s.params.max_tokens == 500)
+        await engine.abort(request_id)
+        kill(engine)
+        await task
+        assert aborted.ends[0][0] == "abort"
+        assert (await other).outputs[0].token_ids == expected
+        await eventually(lambda: is_empty(engine))
+        await engine.wait_for_requests_to_drain(10)
+
+    asyncio.run(run())
+
+
+def test_a_death_between_requests_is_nobodys_business(engine):
+    before = asyncio.run(answer(engine, PROMPT, greedy(5))).outputs[0].token_ids
+    kill(engine)
+    assert asyncio.run(answer(engine, PROMPT, greedy(5))).outputs[0].token_ids == before
+    kill(engine)
+    assert asyncio.run(engine.core_status())["num_running"] == 0
+
+
+def test_a_loop_that_is_blocked_delays_no_restart_and_loses_nothing(engine):
+    def block(engine):
+        restarts = engine._supervisor.num_restarts
+        kill(engine)
+        deadline = time.monotonic() + 30
+        while engine._supervisor.num_restarts == restarts:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # holds up the loop, which is what is tried
+
+    check(engine, of_every_kind(16)[1:], lambda consumers: consumers[0].num_tokens() >= 4, block)
+
+
+def test_calls_that_the_core_leaves_unanswered_are_answered_by_the_next(engine):
+    async def run():
+        await engine.check_health()
+        kill(engine, signal.SIGSTOP)
+        calls = [
+            asyncio.create_task(call)
+            for call in (engine.core_status(), engine.reset_prefix_cache(), engine.check_health())
+        ]
+
+        async def sent():
+            return len(engine._link._calls) == len(calls)
+
+        await eventually(sent)
+        old = engine._supervisor.core.process.pid
+        kill(engine)
+        status, *_ = await asyncio.gather(*calls)
+        assert status["pid"] != old
+        assert status["restarts"] == engine._supervisor.num_restarts
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_outlives_the_core(engine, mode):
+    async def run():
+        expected = (await answer(engine, PROMPT, greedy(30, ignore_eos=True))).outputs[0].token_ids
+        early = Consumer(engine, PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        tasks = [asyncio.create_task(early.run())]
+
+        async def begun():
+            return early.num_tokens() > 3
+
+        await eventually(begun)
+        pause = asyncio.create_task(engine.pause_generation(mode))
+        if mode != "wait":
+            await pause
+        late = Consumer(engine, PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        tasks.append(asyncio.create_task(late.run()))
+
+        async def both_sent():
+            return await engine.get_num_unfinished_requests() == (2 if mode != "abort" else 1)
+
+        await eventually(both_sent)
+        kill(engine)
+        await pause
+        assert await engine.is_paused()
+        status = await engine.core_status()
+        assert status["num_waiting"] == (2 if mode == "keep" else 1)
+        assert late.num_tokens() == 0
+        if mode == "wait":
+            assert early.ends[0][0] == "length"
+        await engine.resume_generation()
+        await asyncio.gather(*tasks)
+        assert late.seen[0][1] == expected
+        if mode == "abort":
+            assert early.ends[0][0] == "abort"
+        else:
+            assert early.seen[0][1] == expected
+
+    asyncio.run(run())
+
+
+def test_a_core_that_dies_while_it_loads_is_replaced_too(engine):
+    async def run():
+        task = asyncio.create_task(answer(engine, PROMPT, greedy(20, ignore_eos=True)))
+        restarts, source = engine._supervisor.num_restarts, engine._supervisor._source
+
+        async def in_the_step():
+            return bool(engine._supervisor.status().step_requests)
+
+        await eventually(in_the_step)
+        kill(engine)
+
+        async def loading():
+            return source._process is not None
+
+        await eventually(loading)
+        os.kill(source._process.pid, signal.SIGKILL)
+        assert len((await task).outputs[0].token_ids) == 20
+        assert engine._supervisor.num_restarts == restarts + 1
+        assert (await engine.core_status())["incarnation"] == source._num_started
+
+    asyncio.run(run())
+
+
+def test_a_core_that_stands_still_is_replaced_while_it_serves_and_while_it_loads(make_engine):
+    engine = make_engine(engine_iteration_timeout_s=1.0)
+
+    async def run():
+        expected = (await answer(engine, PROMPT, greedy(40, ignore_eos=True))).outputs[0].token_ids
+        task = asyncio.create_task(answer(engine, PROMPT, greedy(40, ignore_eos=True)))
+
+        async def in_the_step():
+            return bool(engine._supervisor.status().step_requests)
+
+        await eventually(in_the_step)
+        kill(engine, signal.SIGSTOP)
+        source = engine._supervisor._source
+
+        async def loading():
+            return source._process is not None
+
+        await eventually(loading)
+        os.kill(source._process.pid, signal.SIGSTOP)
+        assert (await task).outputs[0].token_ids == expected
+        assert (await engine.core_status())["incarnation"] >= 3
+
+    asyncio.run(run())
+
+
+def test_an_idle_core_that_stands_still_is_replaced_when_there_is_work(make_engine):
+    engine = make_engine(engine_iteration_timeout_s=0.5)
+    kill(engine, signal.SIGSTOP)
+    assert len(asyncio.run(answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
+    assert engine._supervisor.num_restarts == 1
+
+
+def test_past_the_limit_every_stream_and_call_learns_the_cause(make_engine):
+    engine = make_engine(max_core_restarts=1)
+
+    async def run():
+        stream = engine.generate(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
+        await anext(stream)
+        kill(engine, signal.SIGSEGV)
+
+        async def back():
+            return (await engine.core_status())["restarts"] == 1
+
+        await eventually(back)
+        kill(engine, signal.SIGABRT)
+        with pytest.raises(EngineDeadError, match="max_core_restarts=1") as caught:
+            async for _ in stream:
+                pass
+        assert "SIGABRT" in str(caught.value)
+        assert "log lines" in str(caught.value)
+        for later in (answer(engine, PROMPT, greedy(3)), engine.check_health(), engine.core_status()):
+            with pytest.raises(EngineDeadError, match="SIGABRT"):
+                await later
+        assert engine.errored
+        assert "SIGABRT" in str(engine.dead_error)
+
+    asyncio.run(run())
+
+
+def test_a_standby_takes_over_and_another_one_is_made_ready(make_engine):
+    engine = make_engine(warm_standby=True)
+    source = engine._supervisor._source
+
+    async def ready():
+        return source._standby is not None
+
+    async def run():
+        for _ in range(2):
+            await eventually(ready)
+            standby = source._standby.pid
+            task = asyncio.create_task(answer(engine, PROMPT, greedy(30, ignore_eos=True)))
+
+            async def in_the_step():
+                return bool(engine._supervisor.status().step_requests)
+
+            await eventually(in_the_step)
+            kill(engine)
+            assert len((await task).outputs[0].token_ids) == 30
+            assert (await engine.core_status())["pid"] == standby
+        await eventually(ready)
+        os.kill(source._standby.pid, signal.SIGKILL)
+        kill(engine)
+        assert len((await answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
+
+    asyncio.run(run())
+
+
+def test_a_first_core_that_dies_while_it_loads_is_an_error_at_once(default_model, monkeypatch):
+    from vllm_mp.client.core_source import LaunchedCores
+
+    begin = LaunchedCores.begin
+
+    def begin_and_kill(self):
+        begin(self)
+        os.kill(self._process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(LaunchedCores, "begin", begin_and_kill)
+    with pytest.raises(EngineStartError, match="SIGKILL"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), **ENGINE))
