@@ -160,6 +160,8 @@ def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenT
     ranks = np.frombuffer(message.ranks, "<u4")
     ids = np.frombuffer(message.token_ids, "<i4").reshape(len(ranks), -1)
     values = np.frombuffer(message.values, "<f4").reshape(ids.shape)
+    if len(ranks) and (not ids.size or ids.min() < 0):
+        raise ValueError(f"log-probabilities of position {message.position} came without their token")
     if message.position > len(known):
         raise ValueError(f"log-probabilities of position {message.position} came where {len(known)} were awaited")
     for i in range(len(known) - message.position, len(ranks)):

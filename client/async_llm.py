@@ -317,11 +317,12 @@ class AsyncLLM:
             raise EngineError(f"the core has not answered for {_PING_TIMEOUT_S:g} s: {status}") from error
 
     async def core_status(self) -> dict[str, Any]:
-        """What the core holds: incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age."""
+        """The core's incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age, standby."""
         status: dict[str, Any] = await self._ask("status")
         page = self._supervisor.status()
         status["incarnation"] = self._link.incarnation
         status["restarts"] = self._supervisor.num_restarts
+        status["standby_pid"] = self._supervisor.standby_pid
         status["heartbeat_age"] = page.heartbeat_age if page else None
         return status
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,8 @@ class Core(NamedTuple):
     """None for a core that others run."""
 
 
+_RETRY_S = 0.2
+
 Check = Callable[[], None]
 """Called now and then while a core comes up; raises when nobody waits for it any more."""
 
@@ -48,6 +51,11 @@ class LaunchedCores:
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
+
+    @property
+    def standby_pid(self) -> int | None:
+        """The process that would be the next core; None while there is none."""
+        return self._standby.pid if self._standby is not None else None
 
     def begin(self) -> None:
         """Start a core, which `finish` waits for."""
@@ -125,6 +133,7 @@ class RemoteCore:
         """`timeout`: seconds to wait for the core to answer."""
         self.address = address
         self.timeout = timeout
+        self.standby_pid: int | None = None
         self._key_file = key_file
         self._model: object = None
 
@@ -132,20 +141,32 @@ class RemoteCore:
         """Nothing: whoever runs the core starts it."""
 
     def finish(self, check: Check) -> Core:
-        """Wait until there is a core that serves; raises EngineStartError after `timeout` seconds, and as `check`."""
-        connection = CoreConnection(self.address, self._key_file)
-        try:
-            welcome, config = connection.greet(self.timeout, check)
-            model = (config.model_config.hf_config, config.model_config.dtype)
-            if self._model is not None and model != self._model:
-                raise EngineStartError(
-                    f"the core that now serves {self.address} has another model or dtype "
-                    f"({config.model_config.model} in {config.model_config.dtype}); connect to it anew"
-                )
-            self._model = model
-        except BaseException:
+        """Wait until there is a core that serves; raises EngineStartError after `timeout` seconds, and as `check`.
+
+        At once when the first one refuses, or a later one has another model.
+        """
+        deadline = time.monotonic() + self.timeout
+        while True:
+            connection = CoreConnection(self.address, self._key_file)
+            try:
+                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
+                break
+            except EngineStartError:
+                connection.close()
+                if self._model is None or time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_S)  # it could not load, and is about to end: perhaps another one can
+            except BaseException:
+                connection.close()
+                raise
+        model = (config.model_config.hf_config, config.model_config.dtype)
+        if self._model not in (None, model):
             connection.close()
-            raise
+            raise EngineStartError(
+                f"the core that now serves {self.address} has another model or dtype "
+                f"({config.model_config.model} in {config.model_config.dtype}); connect to it anew"
+            )
+        self._model = model
         page = None
         if self.address.startswith("ipc://"):
             page = StatusPage.open(Path(self.address.removeprefix("ipc://") + ".status"))

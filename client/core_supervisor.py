@@ -69,9 +69,11 @@ class CoreSupervisor:
         self._limits = core.config.liveness_config
         self._restarts = restarts
         self._news: deque[News] = deque()
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
         self.news_fd = self._reader
-        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_reader, self._wake_writer = os.pipe()
         self._owner = os.getpid()
         self._stops = threading.Event()
         self._is_closed = False
@@ -102,6 +104,11 @@ class CoreSupervisor:
     def status(self) -> CoreStatus | None:
         """What the status page of the latest core says; None where it cannot be seen."""
         return self.core.page.read() if self.core.page else None
+
+    @property
+    def standby_pid(self) -> int | None:
+        """The process that would be the next core; None while there is none."""
+        return self._source.standby_pid
 
     def stop(self, timeout: float | None = None) -> None:
         """End the thread, every connection, and what the source has started, by force after `timeout` seconds.

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import hmac
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from vllm_mp.wire import MAX_MESSAGE_BYTES
 
 _MAX_UNREAD = 32
 """Messages of one client that the core holds before it has read them."""
+_MANY_DESCRIPTORS = 2**16
 
 
 class Listener:
@@ -30,6 +32,7 @@ class Listener:
         self._lock: int | None = None
         self._path: Path | None = None
         self._authenticator: ThreadAuthenticator | None = None
+        _raise_descriptor_limit()
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         # Sending to a client that has gone raises instead of being dropped in silence, and no queue has a limit at
@@ -129,6 +132,15 @@ class _OneKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return hmac.compare_digest(key, self._public)
+
+
+def _raise_descriptor_limit() -> None:
+    """Let this process have all the descriptors that it may: libzmq ends it when a connection finds none left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
+    if soft not in (wanted, resource.RLIM_INFINITY):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _lock_file(path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import random
 import socket
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import psutil
 import zmq
 from harness import answer, eventually, greedy
 from hostile_frames import ClientFrames, raw_connections
+from hostile_report import Report
 from random_models import CONFIGS, save_random_model
 
 from vllm_mp import AsyncLLM, wire
@@ -35,13 +34,16 @@ _MARGIN = 1e-3
 """In log-probability: how far the best token of a calm answer is above the second, so that rounding changes none."""
 _BURST = 400
 _ANSWER_TIMEOUT_S = 60.0
-_MEMORY_MARGIN = 48 * 2**20
+MEMORY_MARGIN = 48 * 2**20
 _CALM_ANSWERS = 12
 
 
 @contextlib.contextmanager
-def tormented_core(folder: Path, *options: str, model: str | None = None) -> Iterator[str]:
-    """The address of a stand-alone core, of a small model of random weights unless one is named."""
+def tormented_core(folder: Path, *options: str, model: str | None = None, before: str = ":") -> Iterator[str]:
+    """The address of a stand-alone core, of a small model of random weights unless one is named.
+
+    `before` is a line of shell that is run first, in the core's own process.
+    """
     if model is None:
         model = str(folder / "model")
         save_random_model(CONFIGS["llama"], folder / "model")
@@ -50,7 +52,7 @@ def tormented_core(folder: Path, *options: str, model: str | None = None) -> Ite
     command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", model]
     # A file, because a core whose log nobody reads from a pipe would stand still.
     with (folder / "core.log").open("wb") as log:
-        process = subprocess.Popen([*command, *OPTIONS, *options], stderr=log)
+        process = subprocess.Popen(["sh", "-c", f'{before}; exec "$@"', "sh", *command, *OPTIONS, *options], stderr=log)
     try:
         yield address
     finally:
@@ -60,66 +62,6 @@ def tormented_core(folder: Path, *options: str, model: str | None = None) -> Ite
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-@dataclasses.dataclass
-class Resources:
-    """What a core holds."""
-
-    memory: int
-    """Bytes, resident."""
-    descriptors: int
-    free_blocks: int
-    total_blocks: int
-    clients: int
-    live: int
-    dropped: int
-
-    @classmethod
-    async def of(cls, engine: AsyncLLM) -> "Resources":
-        status = await engine.core_status()
-        process = psutil.Process(status["pid"])
-        return cls(
-            process.memory_info().rss,
-            process.num_fds(),
-            status["free_blocks"],
-            status["total_blocks"],
-            status["num_clients"],
-            status["num_running"] + status["num_waiting"],
-            status["num_dropped_messages"],
-        )
-
-
-@dataclasses.dataclass
-class Report:
-    """What a campaign has sent and seen."""
-
-    sent: Counter[str] = dataclasses.field(default_factory=Counter)
-    answers: Counter[str] = dataclasses.field(default_factory=Counter)
-    breaches: list[str] = dataclasses.field(default_factory=list)
-    before: Resources | None = None
-    after: Resources | None = None
-    calm_answers: int = 0
-    seconds: float = 0.0
-
-    @property
-    def num_sent(self) -> int:
-        return self.sent.total()
-
-    def lines(self) -> Iterator[str]:
-        """A table, for people."""
-        for title, counts in (("sent", self.sent), ("answered", self.answers)):
-            for name, count in counts.most_common():
-                yield f"{title:>9}  {name:<44} {count:>10,}"
-        if self.before and self.after:
-            for field in dataclasses.fields(Resources):
-                before, after = getattr(self.before, field.name), getattr(self.after, field.name)
-                yield f"{'core':>9}  {field.name:<44} {before:>14,} -> {after:,}"
-        rate = self.num_sent / max(self.seconds, 1e-9)
-        yield f"{self.num_sent:,} messages in {self.seconds:.0f} s ({rate:,.0f}/s), {self.calm_answers:,} calm answers"
-        for breach in self.breaches[:20]:
-            yield f"BREACH: {breach}"
-        yield "passed" if not self.breaches else f"FAILED: {len(self.breaches)} breaches"
 
 
 class Attacker:
@@ -305,6 +247,21 @@ class Attacker:
         return greedy(1, seed=1)
 
 
+async def holdings(engine: AsyncLLM) -> dict[str, int]:
+    """What the core of `engine` holds."""
+    status = await engine.core_status()
+    process = psutil.Process(status["pid"])
+    return {
+        "bytes of memory": process.memory_info().rss,
+        "descriptors": process.num_fds(),
+        "blocks": status["total_blocks"],
+        "free blocks": status["free_blocks"],
+        "clients": status["num_clients"],
+        "live requests": status["num_running"] + status["num_waiting"],
+        "messages dropped": status["num_dropped_messages"],
+    }
+
+
 async def calm_answers(
     engine: AsyncLLM, vocab_size: int, count: int = _CALM_ANSWERS
 ) -> dict[tuple[int, ...], list[int]]:
@@ -357,7 +314,7 @@ async def attack_core(address: str, num_messages: int, seed: int, say: Any = lam
     calm = [asyncio.create_task(stream(i)) for i in range(NUM_STREAMS)]
     # What a core grows to once, its caches and its allocator, is no leak.
     warm = await attack(num_messages // 10)
-    report.before = await Resources.of(engine) if warm else None
+    report.before = await holdings(engine) if warm else {}
     began, sent = time.monotonic(), report.num_sent
     while warm and report.num_sent < num_messages:
         if not await attack(min(100_000, num_messages - report.num_sent)):
@@ -379,17 +336,17 @@ async def _hold_to_account(engine: AsyncLLM, address: str, report: Report) -> No
     async def is_released() -> bool:
         # A hello makes the core look who is still there.
         AsyncLLM.connect(address).shutdown()
-        report.after = now = await Resources.of(engine)
+        report.after = now = await holdings(engine)
         return (
-            now.live == 0
-            and now.free_blocks == now.total_blocks
-            and now.clients <= 2
-            and (before is None or now.descriptors <= before.descriptors)
+            now["live requests"] == 0
+            and now["free blocks"] == now["blocks"]
+            and now["clients"] <= 2
+            and now["descriptors"] <= before.get("descriptors", 0)
         )
 
     try:
         await eventually(is_released, _ANSWER_TIMEOUT_S)
     except (AssertionError, EngineError) as error:
         report.breaches.append(f"the core holds on to {report.after}: {error!r}")
-    if before and report.after and report.after.memory > before.memory + _MEMORY_MARGIN:
-        report.breaches.append(f"the core grew from {before.memory:,} to {report.after.memory:,} bytes")
+    if report.after.get("bytes of memory", 0) > before.get("bytes of memory", 0) + MEMORY_MARGIN:
+        report.breaches.append("the core grew")

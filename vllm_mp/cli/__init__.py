@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 
 from vllm_mp import __version__
-from vllm_mp.cli import bench_startup, chat, engine, env, generate, pull
+from vllm_mp.cli import bench_recovery, bench_startup, chat, engine, env, generate, pull
 from vllm_mp.errors import EngineError
 
 _FAILED, _BAD_ARGUMENTS, _INTERRUPTED = 1, 2, 130
 
 _COMMANDS = {"pull": pull, "generate": generate, "chat": chat, "engine": engine, "env": env}
-_BENCHMARKS = {"startup": bench_startup}
+_BENCHMARKS = {"startup": bench_startup, "recovery": bench_recovery}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

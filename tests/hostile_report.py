@@ -1,0 +1,37 @@
+"""What a campaign has sent and seen."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass
+class Report:
+    """What was sent, what came back, and what promises were broken."""
+
+    sent: Counter[str] = dataclasses.field(default_factory=Counter)
+    answers: Counter[str] = dataclasses.field(default_factory=Counter)
+    breaches: list[str] = dataclasses.field(default_factory=list)
+    before: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What the attacked side held when it had warmed up."""
+    after: dict[str, int] = dataclasses.field(default_factory=dict)
+    calm_answers: int = 0
+    """Of the well-behaved."""
+    seconds: float = 0.0
+
+    @property
+    def num_sent(self) -> int:
+        return self.sent.total()
+
+    def lines(self) -> Iterator[str]:
+        """A table, for people."""
+        for title, counts in (("sent", self.sent), ("answered", self.answers)):
+            for name, count in counts.most_common():
+                yield f"{title:>9}  {name:<44} {count:>14,}"
+        for name, before in self.before.items():
+            yield f"{'held':>9}  {name:<44} {before:>14,} -> {self.after.get(name, 0):,}"
+        rate = self.num_sent / max(self.seconds, 1e-9)
+        yield f"{self.num_sent:,} messages in {self.seconds:.0f} s ({rate:,.0f}/s), {self.calm_answers:,} calm answers"
+        for breach in self.breaches[:20]:
+            yield f"BREACH: {breach:.1000}"
+        yield "passed" if not self.breaches else f"FAILED: {len(self.breaches)} breaches"

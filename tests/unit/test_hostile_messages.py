@@ -1,0 +1,137 @@
+"""Whatever bytes arrive, a peer reads a message, or refuses it with an error that it has promised."""
+
+import itertools
+import random
+
+import msgspec
+import pytest
+from hostile_frames import ClientFrames, CoreFrames, slots_named
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_mp import wire
+from vllm_mp.client.answer import Answer
+from vllm_mp.client.request_book import RequestBook
+from vllm_mp.client.request_stream import RequestStream
+from vllm_mp.core.request_memory import MAX_BYTES, RequestMemory
+from vllm_mp.sampling_params import SamplingParams
+
+VOCAB_SIZE = 97
+SEEDS = st.integers(0, 2**32)
+
+
+@settings(deadline=None)
+@given(SEEDS)
+def test_a_core_reads_a_message_or_refuses_it_with_a_documented_error(seed):
+    for hostile in itertools.islice(ClientFrames(seed, 1, VOCAB_SIZE), 50):
+        for frame in hostile.frames:
+            try:
+                message = wire.decode_client_message(frame)
+            except (ValueError, RecursionError):
+                continue
+            assert isinstance(message, wire.ClientMessage)
+
+
+def stream_of(book, request_id, **params):
+    answers = [Answer(0, SamplingParams(**params), token_text=chr)]
+    stream = RequestStream(request_id, None, [1, 2, 3], answers, 0.0)
+    book.reserve(request_id)
+    book.enter(stream)
+    return stream
+
+
+@settings(deadline=None)
+@given(SEEDS)
+def test_no_message_about_some_requests_touches_the_others(seed):
+    book, frames = RequestBook(), CoreFrames(seed, 1, VOCAB_SIZE)
+    wanting = ({}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0})
+    calm = [stream_of(book, f"calm {i}", **wanting[i]) for i in range(4)]
+    spared = {stream.answers[0].slot for stream in calm}
+    victims = {}
+    names = itertools.count()
+    for _ in range(60):
+        while len(victims) < 6:
+            stream = stream_of(book, f"victim {next(names)}", **random.Random(seed).choice(wanting))
+            victims[stream.answers[0].slot] = 0
+        for frame in frames.draw(victims, spared).frames:
+            try:
+                message = wire.decode_core_message(frame)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(message, wire.StepOutput) and not slots_named(message) & spared:
+                try:
+                    unwanted = book.take_in(message)
+                except ValueError as error:
+                    assert "disagree" in str(error)  # noqa: PT017
+                    unwanted = []
+                assert not {*unwanted} & spared
+        victims = {slot: count for slot, count in victims.items() if slot in book._by_slot}
+    assert all(not stream.is_over and stream.answers[0].token_ids == [] for stream in calm)
+    assert spared <= book._by_slot.keys()
+
+
+@pytest.mark.parametrize("field", ["guided_decoding", "structured_outputs", "extra_args"])
+def test_what_may_have_any_shape_is_refused_before_it_is_decoded_where_it_is_large(field):
+    empty_lists = b"\xdd" + (2**20).to_bytes(4, "big") + b"\x90" * 2**20
+    shape = empty_lists if field != "extra_args" else b"\x81\xa1x" + empty_lists
+    frame = b"\x96\x02\x01\x00\xa1x\xc4\x04\x01\x00\x00\x00\x81" + msgspec.msgpack.encode(field) + shape
+    with pytest.raises(msgspec.ValidationError, match=rf"Expected `null`.*{field}"):
+        wire.decode_client_message(frame)
+
+
+def test_every_field_of_any_shape_is_among_those():
+    of_any_shape = {field.name for field in msgspec.structs.fields(SamplingParams) if "Any" in str(field.type)}
+    assert of_any_shape == {"guided_decoding", "structured_outputs", "extra_args"}
+
+
+def test_a_large_request_arrives_as_it_was():
+    params = SamplingParams(seed=1, logit_bias=dict.fromkeys(range(2**16), 0.5), stop=["x"])
+    sent = wire.AddRequest(1, 2, "id", wire.pack_ids([5] * 2**16), params, suspect=True)
+    arrived = wire.decode_client_message(wire.encode(sent))
+    assert isinstance(arrived, wire.AddRequest)
+    assert msgspec.to_builtins(arrived) == msgspec.to_builtins(sent)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        wire.encode(wire.AbortRequests(1, [0] * (wire.MAX_LIVE_REQUESTS + 1))),
+        wire.encode(wire.Call(1, 1, "ping", [0] * 17)),
+        msgspec.msgpack.encode([2, 1, 0, "x", b"", {"stop": [""] * 65}]),
+        msgspec.msgpack.encode([2, 1, 0, "x", b"", {"stop_token_ids": [0] * 1025}]),
+        msgspec.msgpack.encode([2, 1, 0, "x", b"", {"allowed_token_ids": [0] * (2**18 + 1)}]),
+        msgspec.msgpack.encode([2, 1, 0, "x", b"", {"logit_bias": dict.fromkeys(range(2**18 + 1), 0)}]),
+        msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[]] * 2049]),
+        msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[0] * 1025]]),
+    ],
+    ids=["slots", "args", "stop", "stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words", "a bad word"],
+)
+def test_lists_are_bounded_before_they_are_decoded(frame):
+    with pytest.raises(msgspec.ValidationError, match=r"of length <= \d+"):
+        wire.decode_client_message(frame)
+
+
+def fits(memory, client, num_bytes):
+    try:
+        memory.check(client, num_bytes)
+    except ValueError:
+        return False
+    return True
+
+
+def fill(memory, client, num_bytes=2**20):
+    """How often `client` gets so many bytes, when it takes all it may."""
+    count = 0
+    while fits(memory, client, num_bytes):
+        memory.take(client, num_bytes)
+        count += 1
+    return count
+
+
+def test_however_much_clients_take_there_is_room_for_the_next():
+    memory = RequestMemory()
+    shares = [fill(memory, client) for client in range(6)]
+    assert shares == [MAX_BYTES // 2**21 // 2**i for i in range(6)]
+    for _ in range(shares[0]):
+        memory.give_back(0, 2**20)
+    assert fill(memory, 0) > shares[1]

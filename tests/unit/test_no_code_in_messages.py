@@ -1,0 +1,79 @@
+"""Nothing that arrives becomes code: no pickle, no eval, no import of a name that a message brings."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BARRED_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "code", "runpy"}
+BARRED_CALLS = {
+    *("eval", "exec", "compile", "__import__", "import_module"),
+    *("recv_pyobj", "send_pyobj", "run_path", "run_module", "exec_module"),
+}
+ALLOWED = {
+    ("vllm_mp/__init__.py", "import_module"): "the names are this package's own, from a table in the same file",
+}
+"""Uses that no message reaches, by file and name."""
+
+
+def uses(tree):
+    """The barred names that a module imports or calls; methods of these names count, `model.eval()` apart."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from {alias.name.partition(".")[0] for alias in node.names} & BARRED_MODULES
+        elif isinstance(node, ast.ImportFrom):
+            yield from {(node.module or "").partition(".")[0]} & BARRED_MODULES
+            yield from {alias.name for alias in node.names} & BARRED_CALLS
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                yield from {node.func.id} & BARRED_CALLS
+            elif isinstance(node.func, ast.Attribute):
+                is_mode_of_module = node.func.attr == "eval" and not node.args and not node.keywords
+                is_pattern = node.func.attr == "compile" and ast.unparse(node.func.value) == "re"
+                if not is_mode_of_module and not is_pattern:
+                    yield from {node.func.attr} & BARRED_CALLS
+            if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+                yield "allow_pickle"
+
+
+def found_in(text):
+    return set(uses(ast.parse(text)))
+
+
+def test_no_module_makes_code_of_data():
+    found = {}
+    for folder in ("vllm_mp", "client", "core", "kernels"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            name = file.relative_to(ROOT).as_posix()
+            if not name.startswith(("vllm_mp/core/", "vllm_mp/client/", "vllm_mp/kernels/")):
+                found |= {(name, use): file for use in found_in(file.read_text())}
+    assert found.keys() == ALLOWED.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "import pickle as p",
+        "from pickle import loads",
+        "import marshal, os",
+        "from importlib import import_module",
+        "import importlib\nimportlib.import_module(name)",
+        "eval(x)",
+        "exec(x)",
+        "compile(x, '', 'exec')",
+        "__import__(x)",
+        "socket.recv_pyobj()",
+        "spec.loader.exec_module(module)",
+        "builtins.eval(x)",
+        "numpy.load(x, allow_pickle=True)",
+    ],
+)
+def test_the_scan_finds(text):
+    assert found_in(text)
+
+
+@pytest.mark.parametrize("text", ["model.eval()", "re.compile('x')", "import importlib.metadata"])
+def test_the_scan_leaves_alone(text):
+    assert not found_in(text)
