@@ -50,7 +50,7 @@ def mixed_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
             continue
         kind, params = _KINDS[i % 10]
         own = {**params, "seed": 1000 * seed + i, "max_tokens": max_tokens, "ignore_eos": True}
-        cases.append(Case(prompt, own, kind, priority=0, abort_after=None, delay=0.0))
+        cases.append(Case(prompt, own, kind, priority=0, abort_after=None, after=0))
     return cases
 
 
