@@ -257,7 +257,7 @@ async def in_company(engine: AsyncLLM, cases: list[Case]) -> list[Outcome]:
         nonlocal num_ended
         async with an_end:
             await an_end.wait_for(lambda: num_ended >= case.after)
-        outcome = await _consume(engine, case)
+        outcome = await consume(engine, case)
         async with an_end:
             num_ended += 1
             an_end.notify_all()
@@ -316,7 +316,8 @@ def _answered(completion: Any, output: RequestOutput) -> Answered:
     )
 
 
-async def _consume(engine: AsyncLLM, case: Case) -> Outcome:
+async def consume(engine: AsyncLLM, case: Case) -> Outcome:
+    """What the engine answers; raises AssertionError where outputs of one stream contradict each other."""
     request_id = f"case-{id(case)}"
     outputs: list[RequestOutput] = []
     try:
