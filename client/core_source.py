@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,8 @@ class Core(NamedTuple):
     process: CoreProcess | None
     """None for a core that others run."""
 
+
+_RETRY_S = 0.2
 
 Check = Callable[[], None]
 """Called now and then while a core comes up; raises when nobody waits for it any more."""
@@ -138,20 +141,32 @@ class RemoteCore:
         """Nothing: whoever runs the core starts it."""
 
     def finish(self, check: Check) -> Core:
-        """Wait until there is a core that serves; raises EngineStartError after `timeout` seconds, and as `check`."""
-        connection = CoreConnection(self.address, self._key_file)
-        try:
-            welcome, config = connection.greet(self.timeout, check)
-            model = (config.model_config.hf_config, config.model_config.dtype)
-            if self._model is not None and model != self._model:
-                raise EngineStartError(
-                    f"the core that now serves {self.address} has another model or dtype "
-                    f"({config.model_config.model} in {config.model_config.dtype}); connect to it anew"
-                )
-            self._model = model
-        except BaseException:
+        """Wait until there is a core that serves; raises EngineStartError after `timeout` seconds, and as `check`.
+
+        At once when the first one refuses, or a later one has another model.
+        """
+        deadline = time.monotonic() + self.timeout
+        while True:
+            connection = CoreConnection(self.address, self._key_file)
+            try:
+                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
+                break
+            except EngineStartError:
+                connection.close()
+                if self._model is None or time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_S)  # it could not load, and is about to end: perhaps another one can
+            except BaseException:
+                connection.close()
+                raise
+        model = (config.model_config.hf_config, config.model_config.dtype)
+        if self._model not in (None, model):
             connection.close()
-            raise
+            raise EngineStartError(
+                f"the core that now serves {self.address} has another model or dtype "
+                f"({config.model_config.model} in {config.model_config.dtype}); connect to it anew"
+            )
+        self._model = model
         page = None
         if self.address.startswith("ipc://"):
             page = StatusPage.open(Path(self.address.removeprefix("ipc://") + ".status"))

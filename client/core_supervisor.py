@@ -69,9 +69,11 @@ class CoreSupervisor:
         self._limits = core.config.liveness_config
         self._restarts = restarts
         self._news: deque[News] = deque()
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
         self.news_fd = self._reader
-        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_reader, self._wake_writer = os.pipe()
         self._owner = os.getpid()
         self._stops = threading.Event()
         self._is_closed = False

@@ -1,6 +1,7 @@
 """The life of a core process: start, signals, the parent's death, a clean end."""
 
 import contextlib
+import gc
 import logging
 import os
 import select
@@ -17,6 +18,7 @@ from vllm_mp.config import CoreLaunch
 from vllm_mp.core.listener import Listener
 from vllm_mp.core.lossy_output import make_output_lossy
 from vllm_mp.core.server import Server
+from vllm_mp.core.standby import wait_for_launch
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.status_page import CoreState, StatusPage
 
@@ -34,10 +36,14 @@ _FAILED_LINGER_MS = 200
 def main() -> int:
     """Run a core as the launch line on standard input says; returns the exit code.
 
+    With `--standby` it is imported first, and ends with 0 if there is no such line.
     A stand-alone core that is told to stop ends with 0. One that belongs to a parent and is stopped by a signal from
     elsewhere dies by that signal, so that the parent learns the cause.
     """
     make_output_lossy()
+    gc.disable()
+    if "--standby" in sys.argv[1:] and not wait_for_launch():
+        return 0
     launch = _read_launch()
     logging.basicConfig(
         level=os.environ.get("VLLM_MP_LOG_LEVEL", "INFO").upper(),
@@ -107,6 +113,9 @@ def _load(
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.model_runner import ModelRunner
 
+    # What has been imported stays: looking through it for garbage would take 0.1 s, now or within a step.
+    gc.freeze()
+    gc.enable()
     config = launch.config
     device = choose_device(config)
     dtype = choose_dtype(config, device)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from harness import answer
+from harness import answer, eventually
 from prompts import PROMPTS
 from random_models import save_random_model
 from transformers import LlamaConfig, PreTrainedTokenizerBase
@@ -32,7 +32,11 @@ from vllm_mp.errors import EngineError
 
 TIE = 1e-4
 """In logits, and in probability: how near to another choice one has to be to be excused."""
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 320
+CROWD, CROWD_LEN = 12, 40
+"""So many requests write so many tokens each that the cache of `company`, with room for 336, cannot hold them."""
+BUDGET = 96
+"""Tokens a step, in company."""
 ALONE: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
     "enable_prefix_caching": False,
@@ -83,11 +87,12 @@ _BASES = tuple(
 Logits = npt.NDArray[np.float64]
 
 
-def company(bytes_per_token: int, num_blocks: int = 140, block_size: int = 4) -> dict[str, Any]:
+def company(bytes_per_token: int) -> dict[str, Any]:
     """Engine options under which requests share a cache that is too small for them, and read prompts in chunks."""
+    block_size, num_blocks = 4, 84
     return {
         "max_model_len": MAX_MODEL_LEN,
-        "max_num_batched_tokens": 96,
+        "max_num_batched_tokens": BUDGET,
         "max_num_seqs": 16,
         "max_num_partial_prefills": 3,
         "block_size": block_size,
@@ -109,8 +114,8 @@ class Case:
     priority: int
     abort_after: int | None
     """Outputs after which the consumer aborts; None: never."""
-    delay: float
-    """Seconds until it is sent."""
+    after: int
+    """Other cases that have ended before it is sent; 0: it is there from the start."""
 
     def __str__(self) -> str:
         shown = self.prompt if isinstance(self.prompt, dict) else {"prompt": self.prompt}
@@ -128,6 +133,8 @@ class Answered(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: Any
+    num_cached: int
+    """Tokens of the prompt that were found in the cache."""
 
 
 Outcome = list[Answered] | str
@@ -142,8 +149,8 @@ class Difference(NamedTuple):
     what: str
 
 
-def random_case(chance: random.Random, tokenizer: PreTrainedTokenizerBase) -> Case:
-    """A request of any kind that is served."""
+def random_case(chance: random.Random, tokenizer: PreTrainedTokenizerBase, num_before: int) -> Case:
+    """A request of any kind that is served, sent after at most `num_before` others have ended."""
     params: dict[str, Any] = {}
 
     def maybe(share: float, name: str, value: Any) -> None:
@@ -157,7 +164,7 @@ def random_case(chance: random.Random, tokenizer: PreTrainedTokenizerBase) -> Ca
     params["temperature"] = 0.0 if chance.random() < 0.4 else chance.choice((0.05, 0.3, 0.7, 1.0, 1.5))
     params["seed"] = chance.choice((chance.randrange(100), chance.randrange(-(2**63), -1), chance.randrange(2**63)))
     params["max_tokens"] = chance.choice(
-        (chance.randint(1, 2), *[chance.randint(3, longest) for longest in (12, 24, 48)])
+        (chance.randint(1, 2), chance.randint(3, 12), chance.randint(8, 48), chance.randint(32, 64))
     )
     maybe(0.3, "min_tokens", lambda: chance.randint(0, params["max_tokens"]))
     maybe(0.35, "top_k", lambda: chance.choice((-1, 1, 2, 5, 40, 1000, 10**6)))
@@ -198,7 +205,7 @@ def random_case(chance: random.Random, tokenizer: PreTrainedTokenizerBase) -> Ca
         kind,
         chance.choice((0, 0, 0, -1, 1)),
         chance.randint(1, 6) if aborts else None,
-        chance.choice((0.0, 0.0, chance.uniform(0, 1))),
+        chance.choice((0, 0, chance.randint(0, num_before))),
     )
 
 
@@ -209,26 +216,64 @@ def _random_prompt(chance: random.Random, tokenizer: PreTrainedTokenizerBase) ->
         return chance.choice(PROMPTS), False
     if kind < 0.6:
         base = chance.choice(_BASES)
-        return base[: chance.choice((50, 200, 400))] + chance.choice(PROMPTS)[: chance.randint(0, 20)], False
+        return base[: chance.choice((50, 100, 400))] + chance.choice(PROMPTS)[: chance.randint(0, 20)], False
     text = "".join(chance.sample(PROMPTS, 6)) * 4
     token_ids: list[int] = tokenizer(text).input_ids
     if kind < 0.65:
         return (token_ids * MAX_MODEL_LEN)[: MAX_MODEL_LEN - chance.randint(1, 12)], True
     start = chance.randrange(len(token_ids) - 1)
     if kind < 0.9:
-        return token_ids[start : start + chance.randint(1, 300)], False
+        return token_ids[start : start + chance.randint(1, chance.choice((20, 60, 300)))], False
     return [chance.randrange(49152) for _ in range(chance.randint(1, 40))], False
 
 
 def random_cases(seed: int, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Case]:
-    """`count` cases that `seed` decides."""
+    """`count` cases that `seed` decides; none waits for more ends than there are cases before it.
+
+    The first are a crowd: they are all there from the start, short and the most urgent, so the cache takes them all
+    in, but cannot hold their answers, so some are preempted. One of them is aborted early in a long answer.
+    """
     chance = random.Random(seed)
-    return [random_case(chance, tokenizer) for _ in range(count)]
+    cases = [random_case(chance, tokenizer, index) for index in range(count)]
+    for case in cases[:CROWD]:
+        case.prompt = [chance.randrange(49152) for _ in range(chance.randint(1, 8))]
+        case.params |= {"max_tokens": CROWD_LEN, "min_tokens": CROWD_LEN}
+        case.priority, case.after, case.abort_after = -2, 0, None
+    for case in cases[:1]:
+        case.params |= {"max_tokens": None, "min_tokens": 250}
+        case.kind, case.abort_after = RequestOutputKind.DELTA, 1
+    return cases
 
 
 async def in_company(engine: AsyncLLM, cases: list[Case]) -> list[Outcome]:
-    """What the engine answers to all cases at once."""
-    return await asyncio.gather(*(_consume(engine, case) for case in cases))
+    """What the engine answers to all cases together.
+
+    Those that wait for no other come to an engine that is paused, which goes on when it has them all: how many meet
+    does not depend on how fast the machine is.
+    """
+    num_ended, an_end = 0, asyncio.Condition()
+
+    async def play_one(case: Case) -> Outcome:
+        nonlocal num_ended
+        async with an_end:
+            await an_end.wait_for(lambda: num_ended >= case.after)
+        outcome = await consume(engine, case)
+        async with an_end:
+            num_ended += 1
+            an_end.notify_all()
+        return outcome
+
+    await engine.pause_generation("keep", clear_cache=False)
+    tasks = {asyncio.create_task(play_one(case)): case for case in cases}
+
+    async def has_all() -> bool:
+        due = [case for task, case in tasks.items() if case.after <= num_ended and not task.done()]
+        waiting: int = (await engine.core_status())["num_waiting"]
+        return waiting == sum(case.params.get("n", 1) for case in due)
+
+    await eventually(has_all)
+    await engine.resume_generation()
+    return await asyncio.gather(*tasks)
 
 
 async def alone(engine: AsyncLLM, case: Case) -> Outcome:
@@ -267,11 +312,12 @@ def _answered(completion: Any, output: RequestOutput) -> Answered:
         completion.finish_reason,
         completion.stop_reason,
         output.prompt_logprobs if completion.index == 0 else None,
+        output.num_cached_tokens or 0,
     )
 
 
-async def _consume(engine: AsyncLLM, case: Case) -> Outcome:
-    await asyncio.sleep(case.delay)  # to be admitted at different times, which must not matter
+async def consume(engine: AsyncLLM, case: Case) -> Outcome:
+    """What the engine answers; raises AssertionError where outputs of one stream contradict each other."""
     request_id = f"case-{id(case)}"
     outputs: list[RequestOutput] = []
     try:
@@ -309,6 +355,7 @@ def _assemble(kind: RequestOutputKind, index: int, outputs: list[RequestOutput])
         last.finish_reason,
         last.stop_reason,
         prompt_logprobs[0] if index == 0 else None,
+        output.num_cached_tokens or 0,
     )
 
 
@@ -333,6 +380,9 @@ class Judge:
             if _kind_of_error(together) != _kind_of_error(lone):
                 self._note(case, 0, f"{_short(together)} in company, {_short(lone)} alone")
             return
+        first = together[0]
+        self.counts["prompts found in the cache"] += first.num_cached > 0
+        self.counts["prompts read in chunks"] += len(first.prompt_token_ids) - first.num_cached > BUDGET
         for index, (one, other) in enumerate(zip(together, lone, strict=True)):
             self.counts["answers"] += 1
             if one.prompt_token_ids != other.prompt_token_ids:

@@ -1,6 +1,7 @@
 """What a fault may not have changed: the answers, and what the engine holds when they are given."""
 
 import contextlib
+import gc
 import math
 import os
 import tempfile
@@ -75,13 +76,13 @@ def _is_same(one: Answered, other: Answered) -> bool:
         return (
             one.token_ids == other.token_ids[:count]
             and other.text.startswith(one.text.rstrip("\ufffd"))
-            and are_same_logprobs(one.logprobs, other.logprobs and other.logprobs[:count])
+            and _are_same_logprobs(one.logprobs, other.logprobs and other.logprobs[:count])
         )
     return (
         one[:3] == other[:3]
         and (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
-        and are_same_logprobs(one.logprobs, other.logprobs)
-        and are_same_logprobs(one.prompt_logprobs, other.prompt_logprobs)
+        and _are_same_logprobs(one.logprobs, other.logprobs)
+        and _are_same_logprobs(one.prompt_logprobs, other.prompt_logprobs)
         and (one.cumulative_logprob is None) == (other.cumulative_logprob is None)
         and math.isclose(
             one.cumulative_logprob or 0, other.cumulative_logprob or 0, abs_tol=ROUNDING * (1 + len(one.token_ids))
@@ -89,8 +90,7 @@ def _is_same(one: Answered, other: Answered) -> bool:
     )
 
 
-def are_same_logprobs(one: Any, other: Any) -> bool:
-    """Whether the log-probabilities of a prompt or an answer agree but for rounding."""
+def _are_same_logprobs(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return one is other
     return len(one) == len(other) and all(
@@ -140,6 +140,7 @@ class Holdings(NamedTuple):
 
     @classmethod
     def now(cls) -> "Holdings":
+        gc.collect()  # errors that were raised hold what was in use at that time
         return cls(
             len(os.listdir("/proc/self/fd")),
             {child.pid for child in psutil.Process().children(recursive=True)},

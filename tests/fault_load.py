@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 import numpy as np
-from differential import Case, Outcome, in_company
+from differential import Case, Outcome, consume
 from prompts import PROMPTS
 
 from vllm_mp import AsyncLLM, PoolingParams, RequestOutputKind
@@ -50,7 +50,7 @@ def mixed_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
             continue
         kind, params = _KINDS[i % 10]
         own = {**params, "seed": 1000 * seed + i, "max_tokens": max_tokens, "ignore_eos": True}
-        cases.append(Case(prompt, own, kind, priority=0, abort_after=None, delay=0.0))
+        cases.append(Case(prompt, own, kind, priority=0, abort_after=None, after=0))
     return cases
 
 
@@ -101,8 +101,7 @@ class Watched:
 async def outcome_of(engine: AsyncLLM | Watched, case: AnyCase) -> AnyOutcome:
     """What the engine answers; raises AssertionError where outputs of one stream contradict each other."""
     if isinstance(case, Case):
-        (outcome,) = await in_company(engine, [case])
-        return outcome
+        return await consume(engine, case)
     try:
         async for output in engine.encode(case.prompt, PoolingParams(**case.params)):
             vector: Vector = output.outputs.data

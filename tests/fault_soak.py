@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from differential import Case
 from fault_judge import Comparison, nothing_left_behind, resident_mib, what_is_held
-from fault_load import AnyCase, PauseWatch, Watched, outcome_of
+from fault_load import PauseWatch, Watched, outcome_of
 from fault_scenarios import PATIENCE_S, Arena, core_address, core_page, has_other_child, other_children
 from harness import eventually
 
@@ -47,6 +47,8 @@ class SoakRecord:
     """How a soak went. Times in seconds."""
 
     kills: int = 0
+    """Of cores that served."""
+    kills_while_loading: int = 0
     restarts: int = 0
     answers: int = 0
     aborted: int = 0
@@ -91,7 +93,7 @@ class Soak:
         self._watched = Watched(engine, self._watch)
         self._chance = random.Random(seed)
         self._is_random = is_random
-        self._comparison = Comparison()
+        self.comparison = Comparison()
         self._ends = False
         self._folder = Path(core_address(engine).removeprefix("ipc://")).parent
 
@@ -108,7 +110,8 @@ class Soak:
             await asyncio.wait_for(asyncio.gather(*workers), PATIENCE_S)
             self.record.broken += await what_is_held(self._engine)
             self.record.restarts = (await self._engine.core_status())["restarts"]
-            if self.record.restarts != self.record.kills:
+            # A core that is killed while it loads is no restart, unless it had just begun to serve.
+            if not 0 <= self.record.restarts - self.record.kills <= self.record.kills_while_loading:
                 self.record.broken.append(f"{self.record.restarts} restarts after {self.record.kills} kills")
         except Exception as error:  # whatever it is, the promise is broken
             self.record.broken.append(f"{type(error).__name__}: {error}")
@@ -117,18 +120,6 @@ class Soak:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    def settle(self) -> SoakRecord:
-        """The record, when all is over."""
-        record, comparison = self.record, self._comparison
-        record.broken += comparison.settle(self._arena.folder, self._arena.eos_token_ids)
-        record.answers, record.tokens, record.excused = (
-            comparison.num_answers,
-            comparison.num_tokens,
-            comparison.num_excused,
-        )
-        record.note_growth()
-        return record
-
     async def _stream(self, number: int) -> None:
         """One request after the other, until the soak ends."""
         chance = random.Random(f"{number} {self._chance.random()}")
@@ -136,18 +127,20 @@ class Soak:
             if self._ends:
                 return
             index = (number + turn * 7) % len(self._arena.cases)
-            case: AnyCase = self._arena.cases[index]
+            case = self._arena.cases[index]
+            if isinstance(case, Case):
+                case = dataclasses.replace(case)  # the identity of a case makes the id of its request
             if self._is_random:
                 await asyncio.sleep(chance.expovariate(2.0))
                 aborts = isinstance(case, Case) and case.kind != RequestOutputKind.FINAL_ONLY and chance.random() < 0.2
                 if aborts:
                     case = dataclasses.replace(case, abort_after=chance.randint(1, 12))
                     self.record.aborted += 1
-            self._comparison.compare(case, await outcome_of(self._watched, case), self._arena.expected[index])
+            self.comparison.compare(case, await outcome_of(self._watched, case), self._arena.expected[index])
 
     async def _kill_once(self) -> None:
         """Kill the core at some moment, and wait for the streams to go on."""
-        outputs = self._chance.randint(0, 6 * len(self._arena.cases))
+        outputs = self._chance.randint(0, 8 * len(self._arena.cases))
         await eventually(self._has_come(self._watch.num_outputs + outputs), PATIENCE_S)
         page = core_page(self._engine)
         assert page is not None
@@ -175,7 +168,7 @@ class Soak:
         for child in other_children(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-                self.record.kills += 1
+                self.record.kills_while_loading += 1
 
     def _has_come(self, num_outputs: int) -> Callable[[], Awaitable[bool]]:
         async def condition() -> bool:
@@ -213,10 +206,20 @@ def soak(
     limits = {"max_core_restarts": 10**6, "engine_iteration_timeout_s": 5.0 if is_random else 60.0}
     began = time.monotonic()
     problems: list[str] = []
-    with nothing_left_behind(problems), arena.engine(**{**limits, **options}) as engine:
-        run = Soak(arena, engine, seed, is_random)
-        asyncio.run(run.run(kills, seconds, show))
-    record = run.settle()
-    record.broken += problems
+
+    def run() -> Soak:
+        with arena.engine(**{**limits, **options}) as engine:
+            one = Soak(arena, engine, seed, is_random)
+            asyncio.run(one.run(kills, seconds, show))
+        return one
+
+    with nothing_left_behind(problems):
+        done = run()
+        record, comparison = done.record, done.comparison
+        del done  # which holds the engine
+    record.broken += comparison.settle(arena.folder, arena.eos_token_ids) + problems
+    record.answers, record.tokens = comparison.num_answers, comparison.num_tokens
+    record.excused = comparison.num_excused
+    record.note_growth()
     record.seconds = time.monotonic() - began
     return record

@@ -130,12 +130,14 @@ class StatusPage:
         return page if page._header[_Field.MAGIC] == _MAGIC else None
 
     def enter(self, state: CoreState, load_progress: float = 0.0) -> None:
-        """Note that the core has entered `state`, and beat."""
+        """Note that the core has entered `state`, and beat.
+
+        The requests of a step that has not ended stay on the page: it may be what ends the core.
+        """
         header = self._header
         header[_Field.SEQUENCE] += 1
         header[_Field.STATE] = state
         header[_Field.LOAD_PERMILLE] = int(load_progress * 1000)
-        header[_Field.NUM_STEP_REQUESTS] = 0
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
         header[_Field.SEQUENCE] += 1
 

@@ -10,10 +10,11 @@ import time
 from typing import NamedTuple
 
 import msgspec
+import psutil
 import pytest
 from random_models import CONFIGS, save_random_model
 
-from vllm_mp import AsyncEngineArgs, SamplingParams, wire
+from vllm_mp import AsyncEngineArgs, EngineStartError, SamplingParams, wire
 from vllm_mp.client.core_connection import CoreConnection
 from vllm_mp.config import CoreLaunch
 from vllm_mp.status_page import CoreState, StatusPage
@@ -76,6 +77,18 @@ class Core(NamedTuple):
         return self.process.wait(30)
 
 
+@contextlib.contextmanager
+def core_process(output, before="", wrapper=(), arguments=()):
+    """A core that has not got its launch line, killed at the end of the block."""
+    command = [*wrapper, sys.executable, "-c", before + START, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
@@ -88,7 +101,7 @@ def start(folder, tmp_path):
     """Starts cores, which are killed after the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(before="", output=None, wrapper=()):
+        def start(before="", output=None, wrapper=(), arguments=()):
             options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "check_invariants": True}
             args = AsyncEngineArgs(str(folder), dtype="float32", kv_cache_memory_bytes=2**22, **options)
             launch = CoreLaunch(
@@ -101,16 +114,14 @@ def start(folder, tmp_path):
             )
             (tmp_path / "run").mkdir(exist_ok=True)
             output = output or stack.enter_context((tmp_path / "log").open("wb"))
-            command = [*wrapper, sys.executable, "-c", before + START]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
+            process = stack.enter_context(core_process(output, before, wrapper, arguments))
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
             process.stdin.flush()
             client = stack.enter_context(contextlib.closing(CoreConnection(launch.address)))
 
             def check():
-                assert process.poll() is None, (tmp_path / "log").read_text()
+                if process.poll() is not None:
+                    raise EngineStartError((tmp_path / "log").read_text())
 
             welcome, _ = client.greet(60, check)
             return Core(process, client, welcome, StatusPage.open(tmp_path / "page"))
@@ -186,6 +197,34 @@ def test_suspects_go_on_where_their_answers_were(start):
         core.add(slot, max_tokens=12, output=wire.pack_ids(whole[: 3 * slot - 3]), suspect=slot != 3)
     answers = core.answers(4)
     assert answers == {slot: whole[3 * slot - 3 :] for slot in range(1, 5)}
+
+
+def test_a_standby_waits_without_a_stir_and_ends_in_silence(tmp_path):
+    with (tmp_path / "log").open("wb") as log, core_process(log, arguments=["--standby"]) as process:
+        standby = psutil.Process(process.pid)
+        used, deadline = -1.0, time.monotonic() + 100
+        while used < sum(standby.cpu_times()[:2]):
+            assert time.monotonic() < deadline, "it does not come to rest"
+            used = sum(standby.cpu_times()[:2])
+            time.sleep(1)
+        assert any("torch" in one.path for one in standby.memory_maps()), "it has imported what takes long"
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert (tmp_path / "log").read_bytes() == b""
+
+
+def test_a_standby_goes_on_as_any_core(start):
+    core = start(arguments=["--standby"])
+    core.add(0)
+    assert len(core.answers(1)[0]) == 8
+    assert core.end() == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["--standby"]], ids=["cold", "standby"])
+def test_what_cannot_be_imported_is_told_at_the_launch(start, tmp_path, arguments):
+    with pytest.raises(EngineStartError, match="import of torch halted"):
+        start("import sys\nsys.modules['torch'] = None\n", arguments=arguments)
+    assert "import of torch halted" in (tmp_path / "log").read_text()
 
 
 def beats(page):

@@ -81,9 +81,13 @@ def test_the_requests_of_a_step_are_on_the_page_while_it_runs_and_at_no_other_ti
         assert reader.read().step_requests == [(9, slot) for slot in slots]
         writer.end_step(0, 0, 1, 1)
         assert reader.read().step_requests == []
-    writer.begin_step(4, ids(1), ids(1))
+
+
+def test_the_requests_of_a_step_that_ends_the_core_stay_on_the_page(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    writer.begin_step(4, ids(1), ids(7))
     writer.enter(CoreState.STOPPED)
-    assert reader.read().step_requests == []
+    assert StatusPage.open(tmp_path / "page").read().step_requests == [(1, 7)]
 
 
 def test_a_step_larger_than_the_page_shows_what_fits(tmp_path):

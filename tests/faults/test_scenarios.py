@@ -1,0 +1,57 @@
+"""Every scenario of tools/faults, on a small model; and short soaks."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+from differential import save_small_model
+from fault_scenarios import SCENARIOS, Arena, play
+from fault_soak import soak
+
+_TRIED_ELSEWHERE = {"segv", "abort", "term", "stop", "spin", "exit-in-step", "no-recovery", "culprit-in-mid-answer"}
+"""In other tests of faults, or by a scenario that differs in little."""
+_TRIED_HERE = [one for name, one in SCENARIOS.items() if name not in _TRIED_ELSEWHERE]
+_TOGETHER = [one for one in _TRIED_HERE if not one.options and not one.stands_alone]
+_ON_THEIR_OWN = [one for one in _TRIED_HERE if one not in _TOGETHER]
+
+
+@pytest.fixture(scope="module")
+def arena(default_model):
+    """Requests on a small model, whose steps are slowed down so that faults find them under way."""
+    # What is left in a folder that nobody else uses has been left by an engine.
+    before, tempfile.tempdir = tempfile.tempdir, tempfile.mkdtemp(prefix="faults-", dir="/tmp")
+    model = os.path.join(tempfile.tempdir, "model")
+    save_small_model(model, default_model)
+    yield Arena(model, {"num_threads": 1}, streams=12, max_tokens=64, step=8, block_s=1.5, pace_s=0.005)
+    shutil.rmtree(tempfile.tempdir)
+    tempfile.tempdir = before
+
+
+@pytest.fixture(scope="module")
+def shared_engine(arena):
+    with arena.share_engine() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("scenario", _TOGETHER, ids=lambda one: one.name)
+def test_the_promise_is_kept(arena, shared_engine, scenario):
+    assert play(scenario, arena).broken == []
+
+
+@pytest.mark.parametrize("scenario", _ON_THEIR_OWN, ids=lambda one: one.name)
+def test_the_promise_is_kept_by_an_engine_of_its_own(arena, scenario):
+    assert play(scenario, arena).broken == []
+
+
+def test_nothing_is_lost_or_left_over_many_kills(arena):
+    record = soak(arena, kills=8, fault_injection=arena.pace)
+    assert record.broken == []
+    assert record.kills == record.restarts == 8
+    assert len(record.next_token_s) == 8
+
+
+def test_nothing_is_lost_or_left_while_requests_come_and_go_and_cores_die_in_every_way(arena):
+    record = soak(arena, seconds=15, seed=1, is_random=True, fault_injection=arena.pace)
+    assert record.broken == []
+    assert record.kills > 1
