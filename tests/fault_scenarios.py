@@ -368,20 +368,23 @@ async def exit_while_loading(scene: Scene) -> None:
 
 @_scenario("as kill, after another attempt")
 async def kill_while_loading(scene: Scene) -> None:
-    first = scene.page().pid
+    known = children()
     scene.signal(signal.SIGKILL)
-    await eventually(has_other_child(first), PATIENCE_S)
-    os.kill(other_children(first)[0], signal.SIGKILL)
+    await eventually(there_is_another(known), PATIENCE_S)
+    for child in children() - known:
+        os.kill(child, signal.SIGKILL)
 
 
-def other_children(but: int) -> list[int]:
-    """The living child processes of this one."""
-    return [one.pid for one in psutil.Process().children() if one.pid != but and one.status() != psutil.STATUS_ZOMBIE]
+def children() -> set[int]:
+    """The child processes of this one that live."""
+    return {one.pid for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE}
 
 
-def has_other_child(but: int) -> Callable[[], Awaitable[bool]]:
+def there_is_another(known: set[int]) -> Callable[[], Awaitable[bool]]:
+    """Whether there is a child process that is not among the `known` ones."""
+
     async def condition() -> bool:
-        return bool(other_children(but))
+        return bool(children() - known)
 
     return condition
 

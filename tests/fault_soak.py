@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from differential import Case
 from fault_judge import Comparison, nothing_left_behind, resident_mib, what_is_held
 from fault_load import PauseWatch, Watched, outcome_of
-from fault_scenarios import PATIENCE_S, Arena, core_address, core_page, has_other_child, other_children
+from fault_scenarios import PATIENCE_S, Arena, children, core_address, core_page, there_is_another
 from harness import eventually
 
 from vllm_mp import AsyncLLM, RequestOutputKind
@@ -145,11 +145,12 @@ class Soak:
         page = core_page(self._engine)
         assert page is not None
         signum = self._chance.choice(_SIGNALS) if self._is_random else signal.SIGKILL
+        known = children()
         self._watch.strike()
         os.kill(page.pid, signum)
         self.record.kills += 1
         if self._is_random and self._chance.random() < 0.1:
-            await self._kill_what_loads(page.pid)
+            await self._kill_what_loads(known)
         incarnation = page.incarnation
 
         async def is_replaced() -> bool:
@@ -162,10 +163,10 @@ class Soak:
             self.record.next_token_s.append(self._watch.next_token_s)
         self.record.samples.append(self._sample())
 
-    async def _kill_what_loads(self, pid: int) -> None:
-        """Kill the core that takes the place of `pid` before it serves."""
-        await eventually(has_other_child(pid), PATIENCE_S)
-        for child in other_children(pid):
+    async def _kill_what_loads(self, known: set[int]) -> None:
+        """Kill the core that comes next, whose process is not among the `known`, before it serves."""
+        await eventually(there_is_another(known), PATIENCE_S)
+        for child in children() - known:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
                 self.record.kills_while_loading += 1
