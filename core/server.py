@@ -50,7 +50,8 @@ class Server:
         self._identities: dict[bytes, int] = {}
         self._clients: dict[int, bytes] = {}
         self._next_client = 0
-        self._is_probe_due = False
+        self._probe_below = 0
+        """Clients of lower numbers were here before the latest hello, and may have left since they were heard of."""
         self._last_probe = -_PROBE_INTERVAL_S
         self._scheduler: Scheduler | None = None
         self._calls: dict[str, Callable[..., Any]] = {}
@@ -162,7 +163,7 @@ class Server:
                 ),
             )
             return
-        self._is_probe_due = True
+        self._probe_below = self._next_client
         client = self._identities.get(identity)
         if client is None and len(self._clients) >= _MAX_CLIENTS:
             self._send(identity, wire.Refused(f"the core has {_MAX_CLIENTS} clients, which is the most; close some"))
@@ -176,12 +177,12 @@ class Server:
         self._send_to(client, wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, client, os.getpid(), config))
 
     def _probe(self) -> None:
-        """Find out who has left without a word, by writing to everybody: some time after others have come."""
-        if not self._is_probe_due or time.monotonic() < self._last_probe + _PROBE_INTERVAL_S:
+        """Find out who has left without a word, by writing to all who were here when another came."""
+        if not self._probe_below or time.monotonic() < self._last_probe + _PROBE_INTERVAL_S:
             return
-        self._is_probe_due, self._last_probe = False, time.monotonic()
-        for client in list(self._clients):
+        for client in [client for client in self._clients if client < self._probe_below]:
             self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b""))
+        self._probe_below, self._last_probe = 0, time.monotonic()
 
     def _add(self, client: int, message: wire.AddRequest | wire.AddPooling, num_bytes: int) -> None:
         scheduler = self._running_scheduler()
