@@ -35,7 +35,6 @@ def test_more_connections_than_a_process_may_have_by_default_do_not_end_the_core
         stack.callback(first.shutdown)
         for _ in range(200):
             connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-            connection.settimeout(30)
             connection.connect(address.removeprefix("ipc://"))
         second = AsyncLLM.connect(address)
         stack.callback(second.shutdown)
