@@ -146,7 +146,7 @@ class CoreLink:
         message = answer.message
         assert message is not None
         message.incarnation, message.slot = self.incarnation, answer.slot
-        message.suspect = self._suspicion.is_suspect(answer)
+        message.suspect = self._suspicion.suspect_until(answer)
         if isinstance(message, wire.AddRequest):
             message.output = wire.pack_ids(answer.token_ids)
         if self._recovers_from is None:

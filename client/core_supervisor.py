@@ -32,8 +32,8 @@ class Death(NamedTuple):
     """The core has ended; another is under way."""
 
     cause: str
-    slots: frozenset[int]
-    """Those of this client's requests that were in the step that was executing."""
+    in_step: dict[int, int]
+    """By the slot of each of this client's requests that were in the step that was executing: the tokens it had."""
     num_in_step: int
     """Requests in that step, of all clients."""
     is_from_outside: bool
@@ -203,7 +203,7 @@ class CoreSupervisor:
         if was_killed and self._oom_kills > kills:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed = False
-        own = frozenset(slot for client, slot in in_step if client == core.client)
+        own = {slot: num_output for client, slot, num_output in in_step if client == core.client}
         return Death(cause, own, len(in_step), was_killed or core.process is None)
 
     def _replace(self, core: Core, death: Death) -> Core | None:

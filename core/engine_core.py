@@ -105,7 +105,9 @@ class EngineCore:
         if step is None:
             return
         self._step += 1
-        self._page.begin_step(self._step, self._batch.client[step.rows], self._batch.slot[step.rows])
+        batch, rows = self._batch, step.rows
+        num_output = batch.num_tokens[rows] - batch.num_prompt[rows]
+        self._page.begin_step(self._step, batch.client[rows], batch.slot[rows], num_output)
         computed = self._runner.execute(step, self._batch, self._sampler)
         result = self._scheduler.update(step, computed.tokens, computed.vectors)
         self._note_state()

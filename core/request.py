@@ -47,8 +47,8 @@ class Request:
     """Positions of the prompt that need none any more; the first token has none."""
     pooling: PoolingParams | None = None
     """Make a vector of the prompt, and nothing else; without None in `pooling_type` and `normalize`."""
-    suspect: bool = False
-    """It was in the step that an earlier core died of, and has not got a token from this one yet."""
+    suspect: int = 0
+    """Where not 0: an earlier core died with it in the step, and it runs alone until its answer has so many tokens."""
     row: int = field(default=NO_ROW)
     aborted: bool = False
 

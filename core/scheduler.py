@@ -10,7 +10,8 @@ common beginning once, also when they come together. What makes this right is an
 writes the keys and values of all rows of a step before it attends for any of them.
 
 Suspects, requests that an earlier core may have died of, go before all others, one at a time and each in steps of its
-own until it has a token or its vector. So one that kills the core dies alone, and the status page says which it was.
+own until it has got beyond what that core died of. So one that kills the core dies alone, and the status page says
+which it was.
 """
 
 import heapq
@@ -212,9 +213,6 @@ class Scheduler:
         """
         batch = self.batch
         batch.num_computed[step.rows] += step.counts
-        if self._suspect is not None and (step.samples.any() or step.pools.any()):
-            self._suspect.suspect = False
-            self._suspect = None
         rows = step.rows[step.samples]
         finished = self._fail(rows[tokens < 0])
         if finished:
@@ -222,6 +220,11 @@ class Scheduler:
         before = batch.num_tokens[rows]
         batch.token_ids[rows, before] = tokens
         batch.num_tokens[rows] = before + 1
+        suspect = self._suspect
+        if suspect is not None and (
+            step.pools.any() or batch.num_tokens[suspect.row] - suspect.num_prompt >= suspect.suspect
+        ):
+            suspect.suspect, self._suspect = 0, None
         slots, clients = batch.slot[rows], batch.client[rows]
         positions = before - batch.num_prompt[rows]
         cached = []
@@ -265,6 +268,8 @@ class Scheduler:
     def _schedule_suspect(self) -> Step | None:
         """A step of the suspect whose turn it is, for which others give up their places; None if there is none."""
         batch = self.batch
+        if self._suspect is not None:
+            self._give_blocks_to_growing_rows()  # for which it may lose its own, if it is the last
         if self._suspect is None:
             request = self._first_in_line()
             if request is None or not request.suspect:

@@ -235,7 +235,7 @@ class Attacker:
         """Many requests at once, of many priorities, all of them suspects or none; then none is wanted any more."""
         dealer = self._sockets[2]
         self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
-        suspect = self._chance.random() < 0.5
+        suspect = self._chance.choice((0, 1, 2**40))
         for slot in range(1000, 3000):
             message = wire.AddRequest(self._incarnation, slot, "id", b"\1\0\0\0", self._one_token(), suspect=suspect)
             self._send("flood", dealer, message)

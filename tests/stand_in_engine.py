@@ -51,7 +51,7 @@ class Engine:
         reads_cache=True,
         pooled=False,
         output=(),
-        suspect=False,
+        suspect=0,
         **params,
     ):
         """`salt` None: a request that shares nothing. `pooled`: one for a vector, which has no answer.
@@ -105,7 +105,7 @@ class Engine:
 
     def check_suspects(self, step):
         """A suspect is alone in its step, and while one may run nothing else does."""
-        in_step = [self.batch.request(row).suspect for row in step.rows.tolist()]
+        in_step = [self.batch.request(row).suspect > 0 for row in step.rows.tolist()]
         in_line = any(request.suspect for _, request in self.scheduler._waiting if not request.aborted)
         assert in_step == [True] or not (in_line or any(in_step))
 

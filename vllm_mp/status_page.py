@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_MAGIC = 0x564D_5053_0001
+_MAGIC = 0x564D_5053_0002
 _HEADER_BYTES = 4096
 MAX_STEP_REQUESTS = 65_536
 """Most requests of one step that the page can name."""
 _WRITE_TIMEOUT_S = 0.1
 """A write takes microseconds, but its writer may lose the processor in the middle of it."""
-_SIZE = _HEADER_BYTES + 8 * MAX_STEP_REQUESTS
+_SIZE = _HEADER_BYTES + 12 * MAX_STEP_REQUESTS
 
 
 class CoreState(enum.IntEnum):
@@ -70,8 +70,8 @@ class CoreStatus(NamedTuple):
     num_waiting: int
     free_blocks: int
     total_blocks: int
-    step_requests: list[tuple[int, int]]
-    """(client index, slot) of each request in the step that is executing; empty between steps."""
+    step_requests: list[tuple[int, int, int]]
+    """(client index, slot, tokens of the answer) of each request in the step that is executing; empty between steps."""
 
 
 class StatusPage:
@@ -80,7 +80,7 @@ class StatusPage:
     def __init__(self, memory: mmap.mmap) -> None:
         self._header: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, count=_HEADER_BYTES // 8)
         self._step_requests: npt.NDArray[np.uint32] = np.frombuffer(memory, np.uint32, offset=_HEADER_BYTES).reshape(
-            -1, 2
+            -1, 3
         )
 
     @classmethod
@@ -145,12 +145,19 @@ class StatusPage:
         """Note that the core is alive."""
         self._header[_Field.HEARTBEAT_NS] = time.monotonic_ns()
 
-    def begin_step(self, step: int, clients: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> None:
-        """Put the requests of the step about to execute on the page."""
+    def begin_step(
+        self,
+        step: int,
+        clients: npt.NDArray[np.uint32],
+        slots: npt.NDArray[np.uint32],
+        num_output: npt.NDArray[np.integer],
+    ) -> None:
+        """Put the requests of the step about to execute on the page, with the tokens that their answers have."""
         header, count = self._header, min(len(slots), MAX_STEP_REQUESTS)
         header[_Field.SEQUENCE] += 1
         self._step_requests[:count, 0] = clients[:count]
         self._step_requests[:count, 1] = slots[:count]
+        self._step_requests[:count, 2] = num_output[:count]
         header[_Field.NUM_STEP_REQUESTS] = count
         header[_Field.STATE] = CoreState.STEPPING
         header[_Field.STEP] = step
@@ -203,5 +210,5 @@ class StatusPage:
             num_waiting=fields[_Field.NUM_WAITING],
             free_blocks=fields[_Field.FREE_BLOCKS],
             total_blocks=fields[_Field.TOTAL_BLOCKS],
-            step_requests=[(client, slot) for client, slot in requests],
+            step_requests=[(client, slot, num_output) for client, slot, num_output in requests],
         )

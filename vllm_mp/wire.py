@@ -51,8 +51,8 @@ class AddRequest(_Message, tag=2):
     an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set, and `params.n`
     has no meaning: each answer is a request. Only requests of one `cache_salt` share cached prefixes; those of one
     `group`, where it is not empty, share their prompts' blocks also where nothing else is shared. `bad_words` are
-    `params.bad_words` as token ids. A `suspect` was in the step that an earlier core died of: it runs in steps of its
-    own until one of them has given it a token, so that if it is what kills cores, it dies alone.
+    `params.bad_words` as token ids. Where `suspect` is not 0 the request was in the step that an earlier core died of:
+    it runs in steps of its own until its answer has that many tokens, so that if it is what kills cores, it dies alone.
     """
 
     incarnation: int
@@ -68,7 +68,7 @@ class AddRequest(_Message, tag=2):
         list[Annotated[list[int], msgspec.Meta(max_length=MAX_BAD_WORD_TOKENS)]],
         msgspec.Meta(max_length=MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORDS),
     ] = []
-    suspect: bool = False
+    suspect: int = 0
 
 
 class AddPooling(_Message, tag=6):
@@ -81,7 +81,7 @@ class AddPooling(_Message, tag=6):
     params: PoolingParams
     priority: int = 0
     cache_salt: str = ""
-    suspect: bool = False
+    suspect: int = 0
 
 
 class AbortRequests(_Message, tag=3):

@@ -183,7 +183,7 @@ def test_the_status_page_outlives_the_core_and_names_the_step(make_engine):
         assert status.pid == engine._supervisor.core.process.pid
         assert status.incarnation == 1
         assert status.step > 1
-        assert {slot for _, slot in status.step_requests} <= {0, 1, 2}
+        assert {slot for _, slot, _ in status.step_requests} <= {0, 1, 2}
         assert len(streams) == 3, "held until here, as streams that are dropped are aborted"
 
     asyncio.run(run())

@@ -150,7 +150,7 @@ def test_an_exception_in_a_step_ends_the_core_and_leaves_on_the_page_what_was_in
     assert words in log
     status = core.page.read()
     assert status.state == CoreState.STEPPING
-    assert status.step_requests == [(core.welcome.client, 3)]
+    assert status.step_requests == [(core.welcome.client, 3, 0)]
 
 
 @pytest.mark.parametrize("kind", ["full", "closed", "broken"])
@@ -194,7 +194,7 @@ def test_suspects_go_on_where_their_answers_were(start):
     core.add(0, max_tokens=12)
     (whole,) = core.answers(1).values()
     for slot in range(1, 5):
-        core.add(slot, max_tokens=12, output=wire.pack_ids(whole[: 3 * slot - 3]), suspect=slot != 3)
+        core.add(slot, max_tokens=12, output=wire.pack_ids(whole[: 3 * slot - 3]), suspect=0 if slot == 3 else 3 * slot)
     answers = core.answers(4)
     assert answers == {slot: whole[3 * slot - 3 :] for slot in range(1, 5)}
 

@@ -35,7 +35,7 @@ def look(watch, page, clock, seconds, has_work=True):
 @pytest.fixture
 def page():
     page = StatusPage.create(None, 1)
-    page.begin_step(1, NOBODY, NOBODY)
+    page.begin_step(1, NOBODY, NOBODY, NOBODY)
     return page
 
 

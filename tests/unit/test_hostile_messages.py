@@ -86,7 +86,7 @@ def test_every_field_of_any_shape_is_among_those():
 
 def test_a_large_request_arrives_as_it_was():
     params = SamplingParams(seed=1, logit_bias=dict.fromkeys(range(2**16), 0.5), stop=["x"])
-    sent = wire.AddRequest(1, 2, "id", wire.pack_ids([5] * 2**16), params, suspect=True)
+    sent = wire.AddRequest(1, 2, "id", wire.pack_ids([5] * 2**16), params, suspect=1)
     arrived = wire.decode_client_message(wire.encode(sent))
     assert isinstance(arrived, wire.AddRequest)
     assert msgspec.to_builtins(arrived) == msgspec.to_builtins(sent)

@@ -31,7 +31,7 @@ def test_any_interleaving_of_events_keeps_every_request_row_and_block_accounted_
         action = data.draw(st.sampled_from(ACTIONS))
         if action == "add":
             prompt, limit = data.draw(PROMPTS), data.draw(st.integers(1, 40))
-            pooled = data.draw(st.sampled_from([False, False, True]))
+            pooled = data.draw(st.sampled_from([0, 0, 1, 3]))
             length = 0 if pooled else min(limit, LENGTH - len(prompt))
             output = data.draw(st.lists(st.integers(7, 8), max_size=max(0, length - 1)))
             engine.add(
@@ -143,7 +143,7 @@ def hold_back_without_a_pause(engine):
 
 
 def forget_whose_turn_it_is(engine):
-    engine.batch.request(1).suspect = True
+    engine.batch.request(1).suspect = 1
 
 
 def compute_more_than_is_known(engine):

@@ -59,10 +59,10 @@ def test_what_is_written_here_is_read_in_another_process(tmp_path):
         page.enter(CoreState.LOADING, 0.25)
         status = read_there()
         assert (status["state"], status["load_progress"]) == (CoreState.LOADING, 0.25)
-        page.begin_step(41, ids(0, 1), ids(5, 65_536))
+        page.begin_step(41, ids(0, 1), ids(5, 65_536), ids(0, 70_000))
         status = read_there()
         assert (status["state"], status["step"]) == (CoreState.STEPPING, 41)
-        assert status["step_requests"] == [[0, 5], [1, 65_536]]
+        assert status["step_requests"] == [[0, 5, 0], [1, 65_536, 70_000]]
         page.end_step(num_running=3, num_waiting=4, free_blocks=50, total_blocks=60)
         status = read_there()
         assert (status["state"], status["step"], status["step_requests"]) == (CoreState.IDLE, 41, [])
@@ -77,25 +77,25 @@ def test_the_requests_of_a_step_are_on_the_page_while_it_runs_and_at_no_other_ti
     reader = StatusPage.open(tmp_path / "page")
     assert reader.read().step_requests == []
     for step, slots in enumerate([[1, 2, 3], [4], []], 1):
-        writer.begin_step(step, ids(*[9] * len(slots)), ids(*slots))
-        assert reader.read().step_requests == [(9, slot) for slot in slots]
+        writer.begin_step(step, ids(*[9] * len(slots)), ids(*slots), ids(*slots))
+        assert reader.read().step_requests == [(9, slot, slot) for slot in slots]
         writer.end_step(0, 0, 1, 1)
         assert reader.read().step_requests == []
 
 
 def test_the_requests_of_a_step_that_ends_the_core_stay_on_the_page(tmp_path):
     writer = StatusPage.create(str(tmp_path / "page"), 1)
-    writer.begin_step(4, ids(1), ids(7))
+    writer.begin_step(4, ids(1), ids(7), ids(2))
     writer.enter(CoreState.STOPPED)
-    assert StatusPage.open(tmp_path / "page").read().step_requests == [(1, 7)]
+    assert StatusPage.open(tmp_path / "page").read().step_requests == [(1, 7, 2)]
 
 
 def test_a_step_larger_than_the_page_shows_what_fits(tmp_path):
     writer = StatusPage.create(str(tmp_path / "page"), 1)
     slots = np.arange(MAX_STEP_REQUESTS + 5, dtype=np.uint32)
-    writer.begin_step(1, np.zeros_like(slots), slots)
+    writer.begin_step(1, np.zeros_like(slots), slots, slots)
     requests = StatusPage.open(tmp_path / "page").read().step_requests
-    assert requests == [(0, slot) for slot in range(MAX_STEP_REQUESTS)]
+    assert requests == [(0, slot, slot) for slot in range(MAX_STEP_REQUESTS)]
 
 
 def test_ages_are_measured_from_the_last_beat_and_from_the_change_of_state(tmp_path, monkeypatch):
@@ -103,7 +103,7 @@ def test_ages_are_measured_from_the_last_beat_and_from_the_change_of_state(tmp_p
     monkeypatch.setattr("time.monotonic_ns", lambda: now)
     writer = StatusPage.create(str(tmp_path / "page"), 1)
     reader = StatusPage.open(tmp_path / "page")
-    writer.begin_step(1, ids(0), ids(0))
+    writer.begin_step(1, ids(0), ids(0), ids(0))
     now += 2_000_000_000
     assert (reader.read().heartbeat_age, reader.read().state_age) == (2.0, 2.0)
     writer.beat()
@@ -117,7 +117,7 @@ import numpy as np
 from vllm_mp.status_page import StatusPage
 page = StatusPage.create(sys.argv[1], 3)
 page.end_step(num_running=2, num_waiting=1, free_blocks=4, total_blocks=9)
-page.begin_step(17, np.array([0, 0, 2], np.uint32), np.array([8, 9, 1], np.uint32))
+page.begin_step(17, np.array([0, 0, 2], np.uint32), np.array([8, 9, 1], np.uint32), np.array([3, 4, 5]))
 print("in the step", flush=True)
 sys.stdin.read()
 """
@@ -133,7 +133,7 @@ def test_the_page_outlives_a_killed_writer_and_names_the_step_it_was_in(tmp_path
         assert writer.wait() == -signal.SIGKILL
         status = (page or StatusPage.open(path)).read()
     assert (status.incarnation, status.pid, status.state, status.step) == (3, writer.pid, CoreState.STEPPING, 17)
-    assert status.step_requests == [(0, 8), (0, 9), (2, 1)]
+    assert status.step_requests == [(0, 8, 3), (0, 9, 4), (2, 1, 5)]
     assert (status.num_running, status.num_waiting, status.free_blocks, status.total_blocks) == (2, 1, 4, 9)
 
 
@@ -163,7 +163,7 @@ def test_only_the_owner_may_read_the_page(tmp_path):
 def test_a_new_incarnation_begins_with_an_empty_page(tmp_path):
     old = StatusPage.create(str(tmp_path / "page"), 1)
     old.end_step(5, 6, 7, 8)
-    old.begin_step(9, ids(1), ids(1))
+    old.begin_step(9, ids(1), ids(1), ids(1))
     StatusPage.create(str(tmp_path / "page"), 2)
     status = StatusPage.open(tmp_path / "page").read()
     assert (status.incarnation, status.step, status.num_running, status.step_requests) == (2, 0, 0, [])
@@ -171,8 +171,8 @@ def test_a_new_incarnation_begins_with_an_empty_page(tmp_path):
 
 def test_a_page_without_a_path_can_be_written():
     page = StatusPage.create(None, 1)
-    page.begin_step(1, ids(2), ids(3))
-    assert page.read().step_requests == [(2, 3)]
+    page.begin_step(1, ids(2), ids(3), ids(4))
+    assert page.read().step_requests == [(2, 3, 4)]
 
 
 class SlowSlots:
@@ -193,9 +193,11 @@ class SlowSlots:
 def test_a_reader_waits_for_a_writer_that_is_interrupted_in_a_write(tmp_path):
     writer = StatusPage.create(str(tmp_path / "page"), 1)
     reader = StatusPage.open(tmp_path / "page")
-    writer.begin_step(1, ids(1, 1), ids(1, 1))
+    writer.begin_step(1, ids(1, 1), ids(1, 1), ids(1, 1))
     begun, go_on = threading.Event(), threading.Event()
-    write = threading.Thread(target=writer.begin_step, args=(2, ids(2, 2), SlowSlots(ids(2, 2), begun, go_on)))
+    write = threading.Thread(
+        target=writer.begin_step, args=(2, ids(2, 2), SlowSlots(ids(2, 2), begun, go_on), ids(2, 2))
+    )
     write.start()
     assert begun.wait(30)
     # Longer than a processor is taken away for on a busy machine.
@@ -205,7 +207,7 @@ def test_a_reader_waits_for_a_writer_that_is_interrupted_in_a_write(tmp_path):
     finally:
         go_on.set()
         write.join()
-    assert (status.step, status.step_requests) == (2, [(2, 2), (2, 2)])
+    assert (status.step, status.step_requests) == (2, [(2, 2, 2), (2, 2, 2)])
 
 
 WRITE_WITHOUT_END = """
@@ -224,7 +226,7 @@ print("writing", flush=True)
 while True:
     step += 1
     same = np.full(step % 7 * 40, step, np.uint32)
-    page.begin_step(step, same, same)
+    page.begin_step(step, same, same, same)
     pause()
     page.end_step(step, step, step, step)
     pause()
@@ -240,7 +242,7 @@ def test_a_reader_that_races_the_writer_sees_no_page_that_is_half_of_each(tmp_pa
             status = page.read()
             assert status.num_running == status.num_waiting == status.free_blocks == status.total_blocks
             if status.state == CoreState.STEPPING:
-                assert status.step_requests == [(status.step, status.step)] * (status.step % 7 * 40)
+                assert status.step_requests == [(status.step,) * 3] * (status.step % 7 * 40)
                 assert status.num_running == status.step - 1
             else:
                 assert status.step_requests == []

@@ -36,7 +36,7 @@ def test_every_suspect_completes_and_leaves_nothing_behind():
 def test_the_order_among_suspects_is_that_of_their_priorities():
     engine = Engine(policy="priority")
     for slot, priority in enumerate((3, 1, 2)):
-        engine.add(slot, priority=priority, suspect=True)
+        engine.add(slot, priority=priority, suspect=1)
     assert [slots_of(engine, engine.step()) for _ in range(3)] == [[1], [2], [0]]
 
 
@@ -44,7 +44,7 @@ def test_what_runs_already_waits_for_a_suspect_and_keeps_what_it_has():
     engine = Engine()
     engine.add(0, max_tokens=20)
     engine.step()
-    engine.add(1, suspect=True)
+    engine.add(1, suspect=1)
     engine.step()
     assert [len(engine.outputs[slot]) for slot in range(2)] == [1, 1]
     engine.step()
@@ -55,7 +55,7 @@ def test_what_runs_already_waits_for_a_suspect_and_keeps_what_it_has():
 def test_a_long_suspect_is_alone_in_each_of_its_steps():
     engine = Engine(budget=8)
     engine.add(0, num_prompt=4)
-    engine.add(1, num_prompt=20, suspect=True)
+    engine.add(1, num_prompt=20, suspect=1)
     counts = []
     for _ in range(3):
         step = engine.step()
@@ -67,7 +67,7 @@ def test_a_long_suspect_is_alone_in_each_of_its_steps():
 
 def test_the_last_token_of_an_answer_is_computed_by_a_decode_step():
     engine = Engine(budget=8)
-    engine.add(0, num_prompt=8, output=[7, 7, 7], max_tokens=9, suspect=True)
+    engine.add(0, num_prompt=8, output=[7, 7, 7], max_tokens=9, suspect=4)
     steps = [engine.step() for _ in range(3)]
     assert [(step.counts.tolist(), step.num_decodes, step.samples.tolist()) for step in steps] == [
         ([8], 0, [False]),
@@ -80,7 +80,7 @@ def test_the_last_token_of_an_answer_is_computed_by_a_decode_step():
 
 def test_a_suspect_without_an_answer_is_read_whole():
     engine = Engine()
-    engine.add(0, num_prompt=8, suspect=True)
+    engine.add(0, num_prompt=8, suspect=1)
     assert engine.step().counts.tolist() == [8]
 
 
@@ -88,8 +88,8 @@ def test_suspects_share_what_the_cache_holds():
     engine = Engine()
     prompt = list(range(100, 116))
     for slot in range(2):
-        engine.add(slot, prompt=[*prompt, slot], output=[7], suspect=True)
-    engine.add(2, prompt=prompt, suspect=True, reads_cache=False)
+        engine.add(slot, prompt=[*prompt, slot], output=[7], suspect=2)
+    engine.add(2, prompt=prompt, suspect=1, reads_cache=False)
     assert [engine.step().counts.tolist() for _ in range(4)] == [[17], [1], [1], [1]]
     assert engine.step().counts.tolist() == [16]
 
@@ -101,7 +101,7 @@ def test_others_give_up_row_and_blocks_for_a_suspect(config):
         engine.add(slot, num_prompt=12, max_tokens=20)
     engine.step()
     assert engine.scheduler.num_running == 2
-    suspect = engine.add(2, num_prompt=40, max_tokens=4, suspect=True)
+    suspect = engine.add(2, num_prompt=40, max_tokens=4, suspect=1)
     assert slots_of(engine, engine.step()) == [2]
     engine.step()
     assert not suspect.suspect
@@ -114,7 +114,7 @@ def test_others_give_up_row_and_blocks_for_a_suspect(config):
 def test_a_suspect_that_fails_gives_way_to_the_next():
     engine = Engine()
     for slot in range(2):
-        engine.add(slot, suspect=True)
+        engine.add(slot, suspect=1)
     engine.step(failing=[0])
     assert engine.ends == {0: "error"}
     assert slots_of(engine, engine.step()) == [1]
@@ -123,7 +123,7 @@ def test_a_suspect_that_fails_gives_way_to_the_next():
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_a_suspect_can_be_aborted_wherever_it_is(num_steps):
     engine = Engine(budget=8)
-    suspect = engine.add(0, num_prompt=20, suspect=True)
+    suspect = engine.add(0, num_prompt=20, suspect=1)
     engine.add(1)
     for _ in range(num_steps):
         engine.step()
@@ -136,10 +136,10 @@ def test_a_suspect_can_be_aborted_wherever_it_is(num_steps):
 
 def test_a_pause_holds_for_suspects_too():
     engine = Engine(budget=8)
-    engine.add(0, num_prompt=20, suspect=True)
+    engine.add(0, num_prompt=20, suspect=1)
     engine.step()
     engine.pause_for("keep", clears_cache=True)
-    engine.add(1, suspect=True)
+    engine.add(1, suspect=1)
     assert engine.step() is None
     engine.pause.resume()
     assert [slots_of(engine, engine.step()) for _ in range(4)] == [[0], [0], [0], [1]]
@@ -150,7 +150,7 @@ def test_a_suspect_that_is_held_back_holds_nobody_else_back():
     engine.add(0)
     engine.step()
     engine.pause_for("wait", clears_cache=False)
-    engine.add(1, suspect=True)
+    engine.add(1, suspect=1)
     engine.run()
     assert engine.ends == {0: "length"}
     engine.pause.resume()
@@ -159,10 +159,22 @@ def test_a_suspect_that_is_held_back_holds_nobody_else_back():
 
 def test_a_suspect_whose_cache_is_forgotten_goes_on():
     engine = Engine(budget=8)
-    engine.add(0, num_prompt=20, suspect=True)
+    engine.add(0, num_prompt=20, suspect=1)
     engine.step()
     engine.scheduler.forget_prefixes()
     engine.run()
     later = engine.add(1, prompt=list(range(100, 120)))
     engine.step()
     assert later.num_cached == 0
+
+
+def test_a_suspect_stays_alone_until_it_has_got_beyond_where_it_was():
+    engine = Engine(num_blocks=6, max_num_seqs=2)
+    engine.add(0, num_prompt=6, max_tokens=10)
+    engine.step()
+    engine.add(1, num_prompt=6, max_tokens=14, suspect=12)
+    while len(engine.outputs.get(1, [])) < 12:
+        assert slots_of(engine, engine.step()) == [1], "also where it grows into the blocks of others"
+    assert engine.scheduler.num_preemptions > 0
+    engine.run()
+    assert engine.ends == {0: "length", 1: "length"}
