@@ -246,7 +246,7 @@ def test_an_abort_ends_the_requests_of_every_client(default_model, tmp_path):
 def test_a_core_that_is_told_to_stop_waits_for_nothing_that_a_pause_holds_back(default_model, tmp_path, mode, sent):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone(default_model, address) as process:
-        client = AsyncLLM.connect(address)
+        client = AsyncLLM.connect(address, reconnect_timeout=0)
 
         async def run():
             stream = streaming(client, 100)

@@ -1,4 +1,4 @@
-"""A core that is killed on the GPU: its streams end with the cause, and the device's memory comes back."""
+"""A core that is killed on the GPU: the device's memory comes back, and its streams go on or end with the cause."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import psutil
 import pytest
 from gpu_device import DEVICE, ON_DEVICE
 from greedy_parity import generate_all
-from harness import eventually, running_engine
+from harness import answer, eventually, greedy, running_engine
 from random_models import random_prompts, save_config
 from transformers import LlamaConfig
 
@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
 
 def test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back(folder):
     before = device_memory_in_use()
-    with running_engine(folder, **OPTIONS) as engine:
+    with running_engine(folder, **OPTIONS, recovery=False) as engine:
         answers = [output.outputs[0].token_ids for output in generate_all(engine, random_prompts((16, 5)), 8)]
         assert device_memory_in_use() > before + SLACK, "the core holds nothing that could come back"
 
@@ -96,4 +96,29 @@ def test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back(fol
         with running_engine(folder, **OPTIONS) as successor:
             again = [output.outputs[0].token_ids for output in generate_all(successor, random_prompts((16, 5)), 8)]
     assert again == answers
+    asyncio.run(eventually(lambda: memory_is_back(before), timeout=60))
+
+
+def test_streams_go_on_with_the_next_core_as_if_nothing_had_been(folder):
+    before = device_memory_in_use()
+    prompts = random_prompts((16,) * NUM_STREAMS)
+    with running_engine(folder, **OPTIONS) as engine:
+        expected = [output.outputs[0].token_ids for output in generate_all(engine, prompts, 60)]
+        held = device_memory_in_use()
+
+        async def run():
+            answers = asyncio.gather(*(answer(engine, prompt, greedy(60, ignore_eos=True)) for prompt in prompts))
+
+            async def all_under_way():
+                live = [answer for _, answer in engine._requests.live()]
+                return len(live) == NUM_STREAMS and all(len(answer.token_ids) > 3 for answer in live)
+
+            await eventually(all_under_way)
+            os.kill((await engine.core_status())["pid"], signal.SIGKILL)
+            found = [output.outputs[0].token_ids for output in await answers]
+            assert (await engine.core_status())["restarts"] == 1
+            await eventually(lambda: memory_is_back(held), timeout=60)
+            return found
+
+        assert asyncio.run(run()) == expected
     asyncio.run(eventually(lambda: memory_is_back(before), timeout=60))
