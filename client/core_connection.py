@@ -83,13 +83,26 @@ class CoreConnection:
                 except (ValueError, RecursionError) as error:
                     raise EngineStartError(f"what answers at {self.address} is not a core: {error}") from error
                 if isinstance(message, wire.Welcome):
-                    self.incarnation = message.incarnation
-                    return message, msgspec.json.decode(message.config, type=VllmConfig)
+                    return message, self._accept(message)
                 if isinstance(message, wire.Refused):
                     raise EngineStartError(message.reason)
             check()
             if time.monotonic() > deadline:
                 raise EngineStartError(f"the core at {self.address} did not answer within {timeout:g} s")
+
+    def _accept(self, welcome: wire.Welcome) -> VllmConfig:
+        if welcome.version != wire.PROTOCOL_VERSION:
+            raise EngineStartError(
+                f"the core at {self.address} speaks version {welcome.version} of the protocol, this client version "
+                f"{wire.PROTOCOL_VERSION}; install the same vllm-mp on both sides"
+            )
+        self.incarnation = welcome.incarnation
+        try:
+            return msgspec.json.decode(welcome.config, type=VllmConfig)
+        except (ValueError, RecursionError) as error:
+            raise EngineStartError(
+                f"the configuration of the core at {self.address} cannot be read: {error}"
+            ) from error
 
     def is_broken(self) -> bool:
         """Whether the connection has broken since the last call."""
@@ -146,9 +159,9 @@ class CoreConnection:
                 try:
                     if message is not None:
                         on_message(message)
-                except Exception:
+                except Exception as error:
                     # Whatever is wrong with one message, those behind it are somebody's answer.
-                    logger.exception("a message from the core could not be handled")
+                    self._drop("it could not be handled", error)
 
         self._loop = loop
         self._receive = receive
@@ -188,13 +201,23 @@ class CoreConnection:
         try:
             message = wire.decode_core_message(frame)
         except (ValueError, RecursionError) as error:
-            self.num_dropped += 1
-            logger.warning("dropped a message from the core that is not of the protocol: %s", error)
+            self._drop(str(error))
             return None
         if not isinstance(message, wire.Refused) and message.incarnation != self.incarnation:
             self.num_dropped += 1
             return None
         return message
+
+    def _drop(self, why: str, cause: Exception | None = None) -> None:
+        self.num_dropped += 1
+        # Powers of two, so that a flood of garbage does not flood the log.
+        if self.num_dropped & (self.num_dropped - 1) == 0:
+            logger.warning(
+                "dropped a message from the core that is not of the protocol (%d so far): %.500s",
+                self.num_dropped,
+                why,
+                exc_info=cause,
+            )
 
 
 def run_on(loop: asyncio.AbstractEventLoop, call: Callable[..., Any], *args: Any) -> None:
