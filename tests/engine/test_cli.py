@@ -25,7 +25,7 @@ from vllm_mp import AsyncLLM, __version__
 
 PROGRAM = [sys.executable, "-m", "vllm_mp.cli"]
 LIGHT = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--num-threads", "1"]
-COMMANDS = ["pull", "generate", "chat", "engine", "env", "bench startup"]
+COMMANDS = ["pull", "generate", "chat", "engine", "env", "bench startup", "bench recovery"]
 LONG_STORY = "Write a long story about a dragon and a knight."
 CAPITAL = "What is the capital of France?"
 
@@ -330,8 +330,21 @@ def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(
     assert not list(temporary.iterdir())
 
 
-def test_the_death_of_the_core_ends_generate_with_1_and_its_cause(options, temporary):
-    with running("generate", "Once upon a time", "--ignore-eos", *options) as process:
+def test_an_answer_goes_on_when_the_core_is_killed(options, temporary):
+    arguments = ("generate", "Once upon a time", "--ignore-eos", "--max-tokens", "60", "--temperature", "0", *options)
+    undisturbed = run(*arguments)
+    with running(*arguments) as process:
+        begun = process.stdout.read(1)
+        core_of(process).kill()
+        rest, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert (begun + rest).decode() == undisturbed.stdout
+        assert b"SIGKILL" in stderr
+    assert not list(temporary.iterdir())
+
+
+def test_without_recovery_the_death_of_the_core_ends_generate_with_1_and_its_cause(options, temporary):
+    with running("generate", "Once upon a time", "--ignore-eos", "--no-recovery", *options) as process:
         assert process.stdout.read(1)
         core_of(process).kill()
         _, stderr = process.communicate(timeout=60)
@@ -434,8 +447,27 @@ def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
         assert "Traceback" not in screen
 
 
-def test_the_death_of_the_core_ends_the_chat_with_1_and_its_cause(options):
-    with Terminal("chat", *options) as terminal:
+def test_a_chat_goes_on_when_the_core_is_killed(options):
+    with Terminal("chat", "--temperature", "0", "--max-tokens", "60", *options) as terminal:
+        terminal.until_prompt()
+        terminal.ask(LONG_STORY)
+        undisturbed = terminal.until_prompt()
+        terminal.ask("/clear")
+        terminal.until_prompt()
+        (child,) = psutil.Process(terminal.process.pid).children()
+        terminal.ask(LONG_STORY)
+        begun = terminal.until(r"\w+")
+        child.kill()
+        screen = begun + terminal.until_prompt()
+        report = re.search(r"WARNING [^\n]*SIGKILL[^\n]*\n", screen)
+        assert report, screen
+        assert screen.replace(report[0], "") == undisturbed
+        terminal.type(Terminal.CTRL_D)
+        assert terminal.end()[0] == 0
+
+
+def test_without_recovery_the_death_of_the_core_ends_the_chat_with_1_and_its_cause(options):
+    with Terminal("chat", "--no-recovery", *options) as terminal:
         terminal.until_prompt()
         (child,) = psutil.Process(terminal.process.pid).children()
         terminal.ask(LONG_STORY)
@@ -461,3 +493,14 @@ def test_bench_startup_prints_and_writes_its_figures(default_model, options, tmp
     assert 0 < import_s < ready_s < first_token_s
     assert 10 < client_mb < 500
     assert re.search(r"torch loaded by the client +False", done.stdout)
+
+
+def test_bench_recovery_prints_and_writes_its_figures(options, tmp_path):
+    file = tmp_path / "figures.json"
+    done = run("bench", "recovery", "--kills", "1", "--streams", "2", "--json", str(file), *options)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(file.read_text())
+    assert (figures["kills"], figures["warm_standby"]) == (1, False)
+    for name in ("first stream", "every stream"):
+        assert 0 < figures[name]["median"] <= figures[name]["max"]
+        assert re.search(rf"^{name} +{figures[name]['median']:.3f} ", done.stdout, re.MULTILINE)
