@@ -10,7 +10,8 @@ from prompts import PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NUM_TOKENS = 64
-NUM_TOKENS_ALONE = 16
+FEW_TOKENS = 16
+"""Where it is the reading of the prompts that is tried."""
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +34,19 @@ def test_all_prompts_together(llm, reference):
         assert_greedy(reference, output)
 
 
-def test_each_prompt_alone(llm, reference):
-    for output in generate_all(llm, PROMPTS, NUM_TOKENS_ALONE, concurrent=False):
+def test_prompts_alone(llm, reference):
+    for output in generate_all(llm, PROMPTS[::2], FEW_TOKENS, concurrent=False):
         assert_greedy(reference, output)
 
 
 def test_with_prompts_read_in_small_chunks(make_engine, reference):
     engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, max_num_partial_prefills=3)
-    for output in generate_all(engine, PROMPTS, NUM_TOKENS):
+    for output in generate_all(engine, PROMPTS, FEW_TOKENS):
         assert_greedy(reference, output)
 
 
 def test_without_chunked_prefill(make_engine, reference):
-    for output in generate_all(make_engine(enable_chunked_prefill=False), PROMPTS, NUM_TOKENS):
+    for output in generate_all(make_engine(enable_chunked_prefill=False), PROMPTS, FEW_TOKENS):
         assert_greedy(reference, output)
 
 
