@@ -65,7 +65,9 @@ def main() -> int:
             judge.counts["differences"] = len(judge.differences)
             totals.update(judge.counts)
             num_differences += len(judge.differences)
-            print(f"seed {seed}: {len(judge.differences)} differences, {time.monotonic() - began:.0f} s", flush=True)
+            compared = ", ".join(f"{judge.counts[name]:,} {name}" for name in ("requests", "answers", "tokens"))
+            took = f"{time.monotonic() - began:.0f} s"
+            print(f"seed {seed}: {compared}, {len(judge.differences)} differences, {took}", flush=True)
             for difference in judge.differences:
                 print(f"  answer {difference.index}: {difference.what}\n    {difference.case}", flush=True)
     for name, count in sorted(totals.items()):
