@@ -26,6 +26,7 @@ _EXIT_GRACE_S = 1.0
 _BYE_LINGER_MS = 500
 _STANDBY_DELAY_S = 2.0
 """After a core has come up, while the requests of its predecessor are computed anew."""
+_STANDBY_RETRY_S = 30.0
 
 
 class Death(NamedTuple):
@@ -185,7 +186,11 @@ class CoreSupervisor:
             if core.page is not None and hang.is_hung(core.page, self._has_work()):
                 return self._end_hung(core)
             if time.monotonic() > standby_at:
-                self._source.prepare_standby()
+                try:
+                    self._source.prepare_standby()
+                except OSError as error:  # no memory for another process, say: nothing that the core needs
+                    logger.warning("there is no standby: %s", error)
+                    standby_at = time.monotonic() + _STANDBY_RETRY_S
 
     def _end_hung(self, core: Core) -> Death:
         assert core.process is not None

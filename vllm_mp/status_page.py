@@ -73,6 +73,13 @@ class CoreStatus(NamedTuple):
     step_requests: list[tuple[int, int, int]]
     """(client index, slot, tokens of the answer) of each request in the step that is executing; empty between steps."""
 
+    def __str__(self) -> str:
+        return (
+            f"{self.state.name} for {self.state_age:.1f} s in step {self.step} with {len(self.step_requests)} requests, "
+            f"last sign of life {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
+            f"{self.free_blocks} of {self.total_blocks} KV blocks free"
+        )
+
 
 class StatusPage:
     """The page in memory; made by `create` in the core, by `open` in whoever watches it."""

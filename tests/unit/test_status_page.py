@@ -251,3 +251,12 @@ def test_a_reader_that_races_the_writer_sees_no_page_that_is_half_of_each(tmp_pa
             changes += status.step != last
             last = status.step
         assert writer.poll() is None
+
+
+def test_a_status_in_words_is_short_however_many_requests_are_in_the_step():
+    page = StatusPage.create(None, 1)
+    many = np.arange(5000, dtype=np.uint32)
+    page.begin_step(17, many, many, many)
+    assert "STEPPING" in str(page.read())
+    assert "step 17 with 5000 requests" in str(page.read())
+    assert len(str(page.read())) < 300
