@@ -75,8 +75,8 @@ class CoreStatus(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.state.name} for {self.state_age:.1f} s in step {self.step} with {len(self.step_requests)} requests, "
-            f"last sign of life {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
+            f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, last "
+            f"sign of life {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
             f"{self.free_blocks} of {self.total_blocks} KV blocks free"
         )
 
@@ -186,7 +186,7 @@ class StatusPage:
 
     @property
     def state(self) -> CoreState:
-        return CoreState(int(self._header[_Field.STATE]))
+        return _state(int(self._header[_Field.STATE]))
 
     def progress(self) -> tuple[int, int]:
         """What changes whenever the core gets on: its step and its last beat."""
@@ -208,7 +208,7 @@ class StatusPage:
         return CoreStatus(
             incarnation=fields[_Field.INCARNATION],
             pid=fields[_Field.PID],
-            state=CoreState(fields[_Field.STATE]),
+            state=_state(fields[_Field.STATE]),
             step=fields[_Field.STEP],
             heartbeat_age=max(0.0, (now - fields[_Field.HEARTBEAT_NS]) / 1e9),
             state_age=max(0.0, (now - fields[_Field.STATE_SINCE_NS]) / 1e9),
@@ -219,3 +219,8 @@ class StatusPage:
             total_blocks=fields[_Field.TOTAL_BLOCKS],
             step_requests=[(client, slot, num_output) for client, slot, num_output in requests],
         )
+
+
+def _state(value: int) -> CoreState:
+    """The state; STOPPED for what a core whose memory went wild may have left on the page."""
+    return CoreState(value) if value in set(CoreState) else CoreState.STOPPED

@@ -260,3 +260,13 @@ def test_a_status_in_words_is_short_however_many_requests_are_in_the_step():
     assert "STEPPING" in str(page.read())
     assert "step 17 with 5000 requests" in str(page.read())
     assert len(str(page.read())) < 300
+
+
+def test_a_page_that_was_written_over_can_still_be_read():
+    page = StatusPage.create(None, 1)
+    page._header[3:] = -77
+    page._step_requests[:] = 2**32 - 1
+    status = page.read()
+    assert status.state == page.state == CoreState.STOPPED
+    page._header[3:] = 2**62
+    assert page.read().state == CoreState.STOPPED
