@@ -75,8 +75,8 @@ class CoreStatus(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, last "
-            f"sign of life {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
+            f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, "
+            f"last beat {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
             f"{self.free_blocks} of {self.total_blocks} KV blocks free"
         )
 
