@@ -219,7 +219,7 @@ class CoreSupervisor:
         if self._restarts is None:
             self._tell(End(cause))
             return None
-        self._tell(death)
+        is_told = False
         while True:
             delay = self._restarts.delay_after(time.monotonic(), has_served)
             if delay is None:
@@ -231,6 +231,9 @@ class CoreSupervisor:
                     )
                 )
                 return None
+            if not is_told:  # after the last death nothing is to be said about single requests
+                self._tell(death)
+                is_told = True
             if self._stops.wait(delay):
                 return None
             try:
