@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.config import ModelConfig
-from vllm_mp.core.models import CausalLM, build_model
+from vllm_mp.core.models import CausalLM, NativeModel, build_model
 from vllm_mp.core.models.loading import CheckpointMismatchError
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -34,7 +34,9 @@ def load_model(
     if isinstance(arch, NativeArchitecture):
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.seed, progress)
-        return cast("CausalLM", model)
+        native = cast("NativeModel", model)
+        native.pack()
+        return native
     # Imported here, because native models come up without the seconds that transformers takes.
     from vllm_mp.core.models import transformers_backend
 

@@ -39,7 +39,7 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary: [n, hidden_size] to [n, vocab_size] in the model's dtype."""
+        """Scores over the vocabulary: [n, hidden_size] to [n, vocab_size], in the model's dtype or float32."""
         ...
 
 
@@ -51,6 +51,10 @@ class NativeModel(CausalLM, Protocol):
 
         Raises CheckpointMismatchError (a ValueError) that lists what is missing, unexpected or misshapen.
         """
+        ...
+
+    def pack(self) -> None:
+        """Put the weights, which are there, into the form in which the device computes best, and keep no other."""
         ...
 
 

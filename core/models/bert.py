@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.gpt2 import LayerNorm
-from vllm_mp.core.models.linear import Linear
+from vllm_mp.core.models.linear import Linear, pack_projections
 from vllm_mp.core.models.loading import fill
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
@@ -107,6 +107,9 @@ class BertModel(nn.Module):
             ignored=lambda name: name.startswith(HEADS) or name.endswith(".position_ids"),
             tied=None,
         )
+
+    def pack(self) -> None:
+        pack_projections(self)
 
     def _destinations(self, family: str) -> dict[str, Tensor]:
         """Checkpoint names (without the family's prefix) and the parameters, or rows of fused ones, that they fill."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.architecture import NativeArchitecture
-from vllm_mp.core.models.linear import Linear
+from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
 from vllm_mp.core.models.loading import fill
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
@@ -65,9 +65,10 @@ class GPT2LMHeadModel(nn.Module):
         self.wpe = nn.Parameter(torch.empty(arch.max_position, arch.hidden_size, **at))
         self.h = nn.ModuleList(Block(arch, i, dtype, device) for i in range(arch.num_layers))
         self.ln_f = LayerNorm(arch.hidden_size, arch.norm_eps, dtype, device)
-        self.lm_head = self.wte
+        head = self.wte
         if not arch.tie_word_embeddings:
-            self.lm_head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+            head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self.lm_head = VocabularyHead(head)
 
     def forward(
         self,
@@ -83,7 +84,11 @@ class GPT2LMHeadModel(nn.Module):
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.lm_head)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def pack(self) -> None:
+        pack_projections(self)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         fill(
@@ -99,7 +104,7 @@ class GPT2LMHeadModel(nn.Module):
         """Checkpoint names (without `transformer.`) and the parameters that they fill."""
         places: dict[str, Tensor] = {"wte.weight": self.wte, "wpe.weight": self.wpe}
         if not self.arch.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head
+            places["lm_head.weight"] = self.lm_head.weight
         named: dict[str, LayerNorm | Linear] = {"ln_f": self.ln_f}
         for i, block in enumerate(self.h):
             assert isinstance(block, Block)

@@ -1,8 +1,10 @@
-"""The projection that every model here is made of."""
+"""The projections that every model here is made of."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from vllm_mp.kernels.ops import PackedLinear, pack_linear
 
 
 class Linear(nn.Module):
@@ -15,6 +17,39 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype, device=device)) if bias else None
+        self._packed: PackedLinear | None = None
+
+    def pack(self) -> None:
+        """Keep the weights, which are there, in the order in which the device's product reads them, and so only."""
+        self._packed = pack_linear(self.weight, self.bias)
+        if self._packed is not None:
+            del self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias) if self._packed is None else self._packed(x)
+
+
+class VocabularyHead(nn.Module):
+    """Scores over the vocabulary; `weight` [vocab_size, hidden_size] may be that of the embedding."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self._packed: PackedLinear | None = None
+
+    def pack(self) -> None:
+        """As `Linear.pack`; an embedding keeps its weights."""
+        self._packed = pack_linear(self.weight, None)
+        if self._packed is not None:
+            del self.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] to [n, vocab_size], in the model's dtype or, where that costs nothing, in float32."""
+        return F.linear(hidden, self.weight) if self._packed is None else self._packed(hidden, torch.float32)
+
+
+def pack_projections(model: nn.Module) -> None:
+    """Pack every projection in `model`."""
+    for module in model.modules():
+        if isinstance(module, Linear | VocabularyHead):
+            module.pack()

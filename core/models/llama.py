@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.architecture import NativeArchitecture
-from vllm_mp.core.models.linear import Linear
+from vllm_mp.core.models.linear import Linear, VocabularyHead
 from vllm_mp.core.models.loading import fill
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
@@ -106,6 +106,32 @@ class DecoderLayer(nn.Module):
         x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
         return self.mlp(x), residual
 
+    def packed(self) -> nn.Module:
+        """This layer as the device computes it best, once the weights are there."""
+        attention, mlp = self.attention, self.mlp
+        projections = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        fused = None
+        if mlp.activation is None:
+            fused = ops.fuse_decoder_layer(
+                ops.LayerWeights(
+                    self.input_norm,
+                    self.post_attention_norm,
+                    attention.q_norm if attention.qk_norm else None,
+                    attention.k_norm if attention.qk_norm else None,
+                    *((projection.weight, projection.bias) for projection in projections),
+                    *attention.heads[:2],
+                    attention.head_dim,
+                    self.eps,
+                    attention.scale,
+                    attention.window,
+                )
+            )
+        if fused is not None:
+            return fused
+        for projection in projections:
+            projection.pack()
+        return self
+
 
 class LlamaForCausalLM(nn.Module):
     """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
@@ -119,9 +145,10 @@ class LlamaForCausalLM(nn.Module):
         self.embed_tokens = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
         self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
         self.norm = nn.Parameter(torch.empty(arch.hidden_size, **at))
-        self.lm_head = self.embed_tokens
+        head = self.embed_tokens
         if not arch.tie_word_embeddings:
-            self.lm_head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+            head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self.lm_head = VocabularyHead(head)
         table = cos_sin_cache(arch.rope, arch.head_dim, arch.max_position, dtype, device)
         self.cos_sin: Tensor
         self.register_buffer("cos_sin", table, persistent=False)
@@ -142,7 +169,14 @@ class LlamaForCausalLM(nn.Module):
         return ops.add_rms_norm(x, residual, self.norm, self.arch.norm_eps)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.lm_head)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def pack(self) -> None:
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            self.layers[i] = layer.packed()
+        self.lm_head.pack()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
@@ -159,7 +193,7 @@ class LlamaForCausalLM(nn.Module):
         arch = self.arch
         places: dict[str, Tensor] = {"embed_tokens.weight": self.embed_tokens, "norm.weight": self.norm}
         if not arch.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head
+            places["lm_head.weight"] = self.lm_head.weight
         kv_size = arch.num_kv_heads * arch.head_dim
         qkv_sizes = [arch.num_heads * arch.head_dim, kv_size, kv_size]
         for i, layer in enumerate(self.layers):

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from vllm_mp.architecture import ACTIVATIONS as SUPPORTED_ACTIVATIONS
-from vllm_mp.kernels import ops
+from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.ops import AttentionMetadata
 
 # (query tokens, context) of each row, single-token rows first.
@@ -124,8 +124,8 @@ def test_a_token_that_is_not_finite_is_kept_from_those_before_it(
 
 
 def test_paged_attention_splits_what_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "MAX_GATHERED_TOKENS", 40)
-    monkeypatch.setattr(ops, "MAX_MASK_ELEMENTS", 100)
+    monkeypatch.setattr(reference, "MAX_GATHERED_TOKENS", 40)
+    monkeypatch.setattr(reference, "MAX_MASK_ELEMENTS", 100)
     batch = PagedBatch([*DECODES_RAGGED, *PREFILLS], 4, 2, 16, 8)
     got = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
     torch.testing.assert_close(got, batch.expected(0.25, None, None), atol=2e-5, rtol=1e-4)
@@ -133,7 +133,7 @@ def test_paged_attention_splits_what_would_not_fit(monkeypatch: pytest.MonkeyPat
 
 def test_gathered_context_of_uneven_decodes_stays_near_its_real_size() -> None:
     lens = [20_000, *[10] * 200, 30_000, *[12] * 200]
-    groups = list(ops._decode_groups(lens, None))
+    groups = list(reference._decode_groups(lens, None))
     padded = sum((last - first) * max(lens[first:last]) for first, last in groups)
     assert [row for first, last in groups for row in range(first, last)] == list(range(len(lens)))
     assert padded <= 2 * sum(lens)

@@ -1,0 +1,70 @@
+"""Paged attention by the C++ kernels."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from vllm_mp.kernels.cpu.library import DTYPES, CHeads, CStep, Library
+from vllm_mp.kernels.reference import AttentionMetadata
+
+
+def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether the kernels take these: on the CPU, of one of their types, and with an even size of a head."""
+    return (
+        q.device.type == "cpu"
+        and q.dtype in DTYPES
+        and q.dtype == k_cache.dtype == v_cache.dtype
+        and q.shape[-1] % 2 == 0
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+    )
+
+
+def attend(
+    library: Library,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> Tensor:
+    """What `reference.paged_attention` defines, of what `can_attend` allows.
+
+    The sums of a query run over the keys in the same order whatever the chunk or the batch that it is in.
+    """
+    if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+        q = q.contiguous()
+    out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype)
+    heads = CHeads(
+        q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], sliding_window or 0, scale, soft_cap or 0.0
+    )
+    step = c_step(metadata, k_cache.shape[1])
+    library.function("attention", q.dtype)(
+        ctypes.byref(step),
+        ctypes.byref(heads),
+        q.data_ptr(),
+        q.stride(0),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def c_step(metadata: AttentionMetadata, block_size: int) -> CStep:
+    """`metadata` for the kernels; valid as long as its tensors are."""
+    return CStep(
+        metadata.slot_mapping.shape[0],
+        metadata.seq_lens.shape[0],
+        metadata.query_start.data_ptr(),
+        metadata.seq_lens.data_ptr(),
+        metadata.block_table.data_ptr(),
+        metadata.block_table.stride(0),
+        block_size,
+        metadata.slot_mapping.data_ptr(),
+        metadata.isolates,
+    )

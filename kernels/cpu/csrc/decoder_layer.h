@@ -1,0 +1,125 @@
+// A whole decoder layer of the Llama family in one parallel region.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+
+namespace vmp {
+
+template <class T>
+struct DecoderLayer {
+    const T* input_norm;
+    const T* post_attention_norm;
+    const T* q_norm;  // or null
+    const T* k_norm;
+    Linear<T> qkv;
+    Linear<T> o;
+    Linear<T> gate_up;  // panels of W columns of gate beside the same columns of up
+    Linear<T> down;
+    Heads heads;
+    int64_t inner;
+    float eps;
+};
+
+// Memory that the steps of a layer share; it grows to what the largest step needs.
+template <class T>
+struct Buffers {
+    std::vector<T> normed, qkv, attended, inner;
+    std::vector<float> partials;
+};
+
+// `x` [num_tokens, hidden] is what the layer before has yet to add to `residual`, or null; both are overwritten with
+// the same of this layer. `positions` [num_tokens]; `cos_sin` [max_position, head_dim].
+template <class T>
+void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T* residual, const int64_t* positions,
+         const T* cos_sin, T* k_cache, T* v_cache, int threads) {
+    static Buffers<T> b;
+    const Heads& heads = layer.heads;
+    const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
+    const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
+    b.normed.resize(tokens * hidden);
+    b.qkv.resize(tokens * qkv_size);
+    b.attended.resize(tokens * attended_size);
+    b.inner.resize(tokens * layer.inner);
+    const Attention attention = plan(step, heads);
+    b.partials.resize(attention.partials * heads.queries * heads.partial_size());
+    const int64_t num_tiles = int64_t(attention.tiles.size()) * heads.keys;
+    const int64_t num_merges = int64_t(attention.merges.size()) * heads.queries;
+
+#pragma omp parallel num_threads(threads)
+    {
+        thread_local Scratch<T> scratch;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < tokens; ++i) {
+            T *row = residual + i * hidden, *delta = x + i * hidden;
+            if (is_first)
+                std::memcpy(row, delta, sizeof(T) * hidden);
+            else
+                add(row, delta, hidden);
+            rms_norm(row, layer.input_norm, hidden, layer.eps, b.normed.data() + i * hidden);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < layer.qkv.panels(); ++i)
+            apply(layer.qkv, i, tokens, b.normed.data(), hidden, [&](int64_t row, int64_t column, vf sums, int count) {
+                store_some(b.qkv.data() + row * qkv_size + column, sums, count);
+            });
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < tokens * all_heads; ++i) {
+            const int64_t token = i / all_heads, head = i % all_heads, slot = step.slot_mapping[token];
+            T* at = b.qkv.data() + token * qkv_size + head * head_dim;
+            if (head < heads.queries + heads.keys) {
+                const T* norm = head < heads.queries ? layer.q_norm : layer.k_norm;
+                if (norm) rms_norm(at, norm, head_dim, layer.eps, at);
+                rotate(at, cos_sin + positions[token] * head_dim, head_dim);
+            }
+            if (head >= heads.queries) {
+                const bool is_key = head < heads.queries + heads.keys;
+                const int64_t kv_head = (head - heads.queries) % heads.keys;
+                std::memcpy((is_key ? k_cache : v_cache) + (slot * heads.keys + kv_head) * head_dim, at,
+                            sizeof(T) * head_dim);
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_tiles; ++i)
+            attend(step, heads, i % heads.keys, attention.tiles[i / heads.keys], b.qkv.data(), qkv_size, k_cache,
+                   v_cache, b.attended.data(), attended_size, b.partials.data(), scratch);
+        if (num_merges)
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < num_merges; ++i)
+                merge_parts(heads, i % heads.queries, attention.merges[i / heads.queries], b.partials.data(),
+                            b.attended.data(), attended_size, scratch);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < layer.o.panels(); ++i)
+            apply(layer.o, i, tokens, b.attended.data(), attended_size,
+                  [&](int64_t row, int64_t column, vf sums, int count) {
+                      T* out = residual + row * hidden + column;
+                      store_some(out, load_some(out, count) + rounded<T>(sums), count);
+                  });
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < tokens; ++i)
+            rms_norm(residual + i * hidden, layer.post_attention_norm, hidden, layer.eps, b.normed.data() + i * hidden);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < layer.gate_up.panels(); ++i) {
+            const int64_t column = i * W;
+            const int count = int(std::min<int64_t>(W, layer.inner - column));
+            vf gate_bias = {}, up_bias = {};
+            if (layer.gate_up.bias) {
+                gate_bias = load(layer.gate_up.bias + i * NR);
+                up_bias = load(layer.gate_up.bias + i * NR + W);
+            }
+            multiply_panel(tokens, b.normed.data(), hidden, layer.gate_up.panel(i), hidden,
+                           [&](int64_t row, vf gate, vf up) {
+                               vf product = rounded<T>(silu(rounded<T>(gate + gate_bias))) * rounded<T>(up + up_bias);
+                               store_some(b.inner.data() + row * layer.inner + column, product, count);
+                           });
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < layer.down.panels(); ++i)
+            apply(layer.down, i, tokens, b.inner.data(), layer.inner,
+                  [&](int64_t row, int64_t column, vf sums, int count) {
+                      store_some(x + row * hidden + column, sums, count);
+                  });
+    }
+}
+
+}  // namespace vmp

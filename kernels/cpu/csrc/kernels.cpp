@@ -1,0 +1,93 @@
+// The plain C interface, which kernels/cpu/library.py mirrors. Sizes are in elements, memory is contiguous.
+
+#include <omp.h>
+
+#include "decoder_layer.h"
+
+namespace vmp {
+namespace {
+
+template <class T>
+void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, T* packed, int threads) {
+    const int64_t half = outputs / 2, panels = ((is_pair ? 2 * half : outputs) + NR - 1) / NR;
+    const int64_t count = is_pair ? (half + W - 1) / W : panels;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < count; ++i) {
+        const T* columns[NR];
+        for (int n = 0; n < NR; ++n) {
+            int64_t row = i * NR + n;
+            bool is_there = row < outputs;
+            if (is_pair) {
+                const int64_t column = i * W + n % W;
+                row = n < W ? column : half + column;
+                is_there = column < half;
+            }
+            columns[n] = is_there ? weight + row * inputs : nullptr;
+        }
+        pack_panel(columns, inputs, packed + i * NR * inputs);
+    }
+}
+
+template <class T, class Out>
+void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < w.panels(); ++i)
+        apply(w, i, rows, x, w.inputs, [&](int64_t row, int64_t column, vf sums, int count) {
+            store_some(out + row * w.outputs + column, sums, count);
+        });
+}
+
+template <class T>
+void attention(const Step& step, const Heads& heads, const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
+               T* out, int threads) {
+    const Attention todo = plan(step, heads);
+    std::vector<float> partials(todo.partials * heads.queries * heads.partial_size());
+    const int64_t out_stride = heads.queries * heads.value_dim;
+    const int64_t num_tiles = int64_t(todo.tiles.size()) * heads.keys;
+    const int64_t num_merges = int64_t(todo.merges.size()) * heads.queries;
+#pragma omp parallel num_threads(threads)
+    {
+        thread_local Scratch<T> scratch;
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_tiles; ++i)
+            attend(step, heads, i % heads.keys, todo.tiles[i / heads.keys], q, q_stride, k_cache, v_cache, out,
+                   out_stride, partials.data(), scratch);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < num_merges; ++i)
+            merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials.data(), out, out_stride,
+                        scratch);
+    }
+}
+
+}  // namespace
+}  // namespace vmp
+
+using namespace vmp;
+
+extern "C" {
+
+int64_t vmp_panel_columns() { return NR; }
+
+#define FOR_TYPE(NAME, T)                                                                                             \
+    void vmp_pack_##NAME(const T* weight, int64_t outputs, int64_t inputs, int is_pair, T* packed, int threads) {      \
+        pack(weight, outputs, inputs, is_pair, packed, threads);                                                      \
+    }                                                                                                                 \
+    void vmp_linear_##NAME(const Linear<T>* w, const T* x, int64_t rows, T* out, int threads) {                        \
+        linear(*w, x, rows, out, threads);                                                                            \
+    }                                                                                                                 \
+    void vmp_logits_##NAME(const Linear<T>* w, const T* x, int64_t rows, float* out, int threads) {                    \
+        linear(*w, x, rows, out, threads);                                                                            \
+    }                                                                                                                 \
+    void vmp_attention_##NAME(const Step* step, const Heads* heads, const T* q, int64_t q_stride, const T* k_cache,    \
+                              const T* v_cache, T* out, int threads) {                                                \
+        attention(*step, *heads, q, q_stride, k_cache, v_cache, out, threads);                                        \
+    }                                                                                                                 \
+    void vmp_decoder_layer_##NAME(const DecoderLayer<T>* layer, const Step* step, int is_first, T* x, T* residual,     \
+                                  const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, int threads) {  \
+        run(*layer, *step, is_first, x, residual, positions, cos_sin, k_cache, v_cache, threads);                     \
+    }
+
+FOR_TYPE(float32, float)
+FOR_TYPE(bfloat16, bf16)
+
+}  // extern "C"

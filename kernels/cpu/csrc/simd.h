@@ -1,0 +1,147 @@
+// Vectors of floats as wide as the processor's registers, and the types of tensors that are computed with them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace vmp {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline vf splat(float x) { return x - vf{}; }
+
+template <class V, class P>
+inline V read(const P* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V, class P>
+inline void write(P* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+inline vf select(vi condition, vf yes, vf no) { return (vf)(((vi)yes & condition) | ((vi)no & ~condition)); }
+
+inline vf max(vf a, vf b) { return select(a > b, a, b); }
+
+inline vf load(const float* p) { return read<vf>(p); }
+inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
+
+inline void store(float* p, vf x) { write(p, x); }
+
+// To the nearest, ties to even; NaN stays NaN.
+inline void store(bf16* p, vf x) {
+#if defined(__AVX512BF16__)
+    write(p, _mm512_cvtneps_pbh((__m512)x));
+#else
+    vu bits = (vu)x;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vu kept = (vu)((vi)rounded & (vi)(x == x)) | ((vu)(x != x) & 0x7fc0);
+    write(p, __builtin_convertvector(kept, vh));
+#endif
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+template <class T>
+inline T from_float(float x) {
+    if constexpr (std::is_same_v<T, float>) {
+        return x;
+    } else {
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        if (x != x) return {0x7fc0};
+        return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+    }
+}
+
+// As a value comes back after it was stored as a T.
+template <class T>
+inline vf rounded(vf x) {
+    if constexpr (std::is_same_v<T, float>) {
+        return x;
+    } else {
+        bf16 kept[W];
+        store(kept, x);
+        return load(kept);
+    }
+}
+
+// The first `count` of W values, and `rest` for the others, whose memory is not touched.
+template <class T>
+inline vf load_some(const T* p, int count, float rest = 0) {
+    if (count >= W) return load(p);
+    float some[W];
+    for (int i = 0; i < W; ++i) some[i] = i < count ? to_float(p[i]) : rest;
+    return load(some);
+}
+
+template <class T>
+inline void store_some(T* p, vf x, int count) {
+    if (count >= W) return store(p, x);
+    T some[W];
+    store(some, x);
+    std::memcpy(p, some, sizeof(T) * count);
+}
+
+inline float sum(vf x) {
+    float total = 0;
+    for (int i = 0; i < W; ++i) total += x[i];
+    return total;
+}
+
+inline float highest(vf x) {
+    float most = x[0];
+    for (int i = 1; i < W; ++i) most = x[i] > most || x[i] != x[i] ? x[i] : most;
+    return most;
+}
+
+// The exponential function to 2 units in the last place: 2^n times a polynomial of the rest (Cephes). 0 below -87.
+inline vf exp(vf x) {
+    const vf lowest = splat(-87.0f), most = splat(88.0f);
+    vi tiny = x < lowest;
+    vi nan = x != x;
+    vf bounded = select(tiny | nan, lowest, select(x > most, most, x));
+    vi n = __builtin_convertvector(bounded * 1.44269504f + select(bounded < vf{}, splat(-0.5f), splat(0.5f)), vi);
+    vf whole = __builtin_convertvector(n, vf);
+    vf r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vf y = p * (vf)((n + 127) << 23);
+    return select(nan, x, select(tiny, vf{}, y));
+}
+
+}  // namespace vmp

@@ -1,0 +1,156 @@
+"""The C++ kernels, in the build that suits this processor, behind their plain C interface (csrc/kernels.cpp)."""
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import os
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+VARIABLE: Final = "VLLM_MP_CPU_KERNELS"
+"""Chooses a build by name, or `none` for the torch definitions."""
+_NEEDS: Final = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "portable": set[str](),
+}
+"""The builds, the fastest first, and what each asks of the processor."""
+DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class CLinear(ctypes.Structure):
+    """csrc/linear.h, Linear."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+
+
+class CStep(ctypes.Structure):
+    """csrc/attention.h, Step."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_rows", c_int64),
+        ("query_start", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("block_table_stride", c_int64),
+        ("block_size", c_int64),
+        ("slot_mapping", c_void_p),
+        ("isolates", c_int64),
+    )
+
+
+class CHeads(ctypes.Structure):
+    """csrc/attention.h, Heads."""
+
+    _fields_ = (
+        ("queries", c_int64),
+        ("keys", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+    )
+
+
+class CDecoderLayer(ctypes.Structure):
+    """csrc/decoder_layer.h, DecoderLayer."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("post_attention_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv", CLinear),
+        ("o", CLinear),
+        ("gate_up", CLinear),
+        ("down", CLinear),
+        ("heads", CHeads),
+        ("inner", c_int64),
+        ("eps", c_float),
+    )
+
+
+_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+    "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_int),
+    "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
+    "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
+    "attention": (
+        POINTER(CStep),
+        POINTER(CHeads),
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int,
+    ),
+    "decoder_layer": (
+        POINTER(CDecoderLayer),
+        POINTER(CStep),
+        c_int,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int,
+    ),
+}
+
+
+class Library:
+    """One build of the kernels."""
+
+    def __init__(self, path: Path) -> None:
+        self._functions = ctypes.CDLL(str(path))
+        self._functions.vmp_panel_columns.restype = c_int64
+        self.panel_columns: int = self._functions.vmp_panel_columns()
+        """Columns of a panel of packed weights; the panels of a pair of matrices have half as many of each."""
+
+    @functools.cache  # noqa: B019, as there is one library a process
+    def function(self, name: str, dtype: torch.dtype) -> Any:
+        """The C function of that name for tensors of `dtype`."""
+        found = self._functions[f"vmp_{name}_{DTYPES[dtype]}"]
+        found.argtypes = _SIGNATURES[name]
+        found.restype = None
+        return found
+
+
+@functools.cache
+def library() -> Library | None:
+    """The fastest build that this processor runs, or the one that the environment chooses; None for torch's own."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen == "none":
+        return None
+    if chosen is not None and chosen not in _NEEDS:
+        raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(_NEEDS)}, none")
+    flags = _processor_flags()
+    for name, needs in _NEEDS.items():
+        if chosen == name or (chosen is None and needs <= flags):
+            spec = importlib.util.find_spec(f"{__package__}._{name}")
+            if spec is not None and spec.origin is not None:
+                return Library(Path(spec.origin))
+            if chosen is not None:
+                raise ValueError(f"{VARIABLE}={chosen!r}: that build of the kernels is not installed; {_REMEDY}")
+    logger.warning("the C++ kernels are not installed, so torch's own serve, several times slower; %s", _REMEDY)
+    return None
+
+
+_REMEDY = "install a C++ compiler and then this package again"
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())

@@ -1,0 +1,27 @@
+"""Builds the C++ kernels; everything else about the package is in pyproject.toml."""
+
+import glob
+import platform
+
+from setuptools import Extension, setup
+
+SOURCES = "kernels/cpu/csrc"
+FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+BUILDS = {"portable": []}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    BUILDS["avx2"] = ["-march=x86-64-v3"]
+    BUILDS["avx512"] = ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"]
+
+setup(
+    ext_modules=[
+        Extension(
+            f"vllm_mp.kernels.cpu._{name}",
+            [f"{SOURCES}/kernels.cpp"],
+            depends=glob.glob(f"{SOURCES}/*.h"),
+            extra_compile_args=[*FLAGS, *flags],
+            extra_link_args=["-fopenmp"],
+            optional=True,  # without a compiler the torch definitions serve
+        )
+        for name, flags in BUILDS.items()
+    ]
+)
