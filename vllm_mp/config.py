@@ -163,12 +163,12 @@ def core_environment() -> dict[str, str]:
     """The environment of a core process: this one's, where OpenMP's threads spin briefly before they sleep.
 
     By default they spin for milliseconds, and whatever else runs on the same cores, the client for one, then makes a
-    step take many times as long. Long enough to bridge the gap between two operations costs next to nothing on a quiet
-    machine. Set OMP_WAIT_POLICY=passive where cores are shared, and GOMP_SPINCOUNT to choose yourself.
+    step take many times as long. Just long enough to bridge the gap between two layers costs next to nothing on a quiet
+    machine, where less makes a thread sleep, and be woken, in each layer. Set OMP_WAIT_POLICY=passive where cores are shared, and GOMP_SPINCOUNT to choose yourself.
     """
     if "OMP_WAIT_POLICY" in os.environ:
         return dict(os.environ)
-    return {"GOMP_SPINCOUNT": "5000", **os.environ}
+    return {"GOMP_SPINCOUNT": "50000", **os.environ}
 
 
 class CoreLaunch(msgspec.Struct, kw_only=True):

@@ -218,10 +218,13 @@ void attend_part(const Step& step, const Heads& heads, int64_t head, const Query
             const int64_t slot = is_there ? slot_of(start + i) : 0;
             keys[i] = is_there ? k_cache + (slot * heads.keys + head) * heads.key_dim : nullptr;
             values[i] = is_there ? v_cache + (slot * heads.keys + head) * heads.value_dim : nullptr;
-            if (start + KEYS + i < end) {
-                const int64_t next = slot_of(start + KEYS + i);
-                prefetch(k_cache + (next * heads.keys + head) * heads.key_dim, heads.key_dim);
-                prefetch(v_cache + (next * heads.keys + head) * heads.value_dim, heads.value_dim);
+            // What is needed next: the next keys of this head, or the first of the next head.
+            const bool goes_on = start + KEYS < end;
+            const int64_t next = goes_on ? start + KEYS + i : begin + i, of = head + !goes_on;
+            if (next < end && of < heads.keys) {
+                const int64_t slot = slot_of(next);
+                prefetch(k_cache + (slot * heads.keys + of) * heads.key_dim, heads.key_dim);
+                prefetch(v_cache + (slot * heads.keys + of) * heads.value_dim, heads.value_dim);
             }
         }
         pack_keys(keys, count, heads.key_dim, s.k.data());

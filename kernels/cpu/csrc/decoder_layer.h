@@ -45,6 +45,8 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
     b.partials.resize(attention.partials * heads.queries * heads.partial_size());
     const int64_t num_tiles = int64_t(attention.tiles.size()) * heads.keys;
     const int64_t num_merges = int64_t(attention.merges.size()) * heads.queries;
+    // The heads of a tile lie side by side in the cache: where there is enough to do for all, they stay together.
+    const int64_t chunk = int64_t(attention.tiles.size()) >= 4 * threads ? heads.keys : 1;
 
 #pragma omp parallel num_threads(threads)
     {
@@ -58,7 +60,7 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
                 add(row, delta, hidden);
             rms_norm(row, layer.input_norm, hidden, layer.eps, b.normed.data() + i * hidden);
         }
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, PANELS)
         for (int64_t i = 0; i < layer.qkv.panels(); ++i)
             apply(layer.qkv, i, tokens, b.normed.data(), hidden, [&](int64_t row, int64_t column, vf sums, int count) {
                 store_some(b.qkv.data() + row * qkv_size + column, sums, count);
@@ -79,7 +81,7 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
                             sizeof(T) * head_dim);
             }
         }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, chunk)
         for (int64_t i = 0; i < num_tiles; ++i)
             attend(step, heads, i % heads.keys, attention.tiles[i / heads.keys], b.qkv.data(), qkv_size, k_cache,
                    v_cache, b.attended.data(), attended_size, b.partials.data(), scratch);
@@ -88,7 +90,7 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
             for (int64_t i = 0; i < num_merges; ++i)
                 merge_parts(heads, i % heads.queries, attention.merges[i / heads.queries], b.partials.data(),
                             b.attended.data(), attended_size, scratch);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, PANELS)
         for (int64_t i = 0; i < layer.o.panels(); ++i)
             apply(layer.o, i, tokens, b.attended.data(), attended_size,
                   [&](int64_t row, int64_t column, vf sums, int count) {
@@ -98,7 +100,7 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tokens; ++i)
             rms_norm(residual + i * hidden, layer.post_attention_norm, hidden, layer.eps, b.normed.data() + i * hidden);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, PANELS)
         for (int64_t i = 0; i < layer.gate_up.panels(); ++i) {
             const int64_t column = i * W;
             const int count = int(std::min<int64_t>(W, layer.inner - column));
@@ -113,7 +115,7 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
                                store_some(b.inner.data() + row * layer.inner + column, product, count);
                            });
         }
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, PANELS)
         for (int64_t i = 0; i < layer.down.panels(); ++i)
             apply(layer.down, i, tokens, b.inner.data(), layer.inner,
                   [&](int64_t row, int64_t column, vf sums, int count) {

@@ -30,7 +30,7 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, T* pac
 
 template <class T, class Out>
 void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, PANELS)
     for (int64_t i = 0; i < w.panels(); ++i)
         apply(w, i, rows, x, w.inputs, [&](int64_t row, int64_t column, vf sums, int count) {
             store_some(out + row * w.outputs + column, sums, count);

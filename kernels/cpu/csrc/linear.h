@@ -18,10 +18,10 @@ constexpr int MR = 12;
 constexpr int MR = 6;
 #endif
 
-// Weights are asked for so many before they are needed, where they are read once.
-#ifndef AHEAD
-#define AHEAD 2048
-#endif
+// Weights that are read once are asked for so many before they are needed.
+constexpr int64_t AHEAD = 2048;
+// Panels that a thread takes at a time: a thread that loses its processor for a while leaves the rest to the others.
+constexpr int PANELS = 2;
 
 // Inputs whose weights lie side by side.
 template <class T>
