@@ -131,21 +131,33 @@ def library() -> Library | None:
     chosen = os.environ.get(VARIABLE)
     if chosen == "none":
         return None
-    if chosen is not None and chosen not in _NEEDS:
+    if chosen is None:
+        found = next((build for name in runnable_builds() if (build := load(name)) is not None), None)
+        if found is None:
+            logger.warning("the C++ kernels are not there, so torch serves, several times slower; %s", _REMEDY)
+        return found
+    if chosen not in _NEEDS:
         raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(_NEEDS)}, none")
+    if chosen not in runnable_builds():
+        raise ValueError(f"{VARIABLE}={chosen!r}: this processor runs {', '.join(runnable_builds())}")
+    if (build := load(chosen)) is None:
+        raise ValueError(f"{VARIABLE}={chosen!r}: that build of the kernels is not there; {_REMEDY}")
+    return build
+
+
+def load(name: str) -> Library | None:
+    """The build of that name; None where it was not made."""
+    spec = importlib.util.find_spec(f"{__package__}._{name}")
+    return None if spec is None or spec.origin is None else Library(Path(spec.origin))
+
+
+def runnable_builds() -> list[str]:
+    """The names of the builds that this processor runs, the fastest first."""
     flags = _processor_flags()
-    for name, needs in _NEEDS.items():
-        if chosen == name or (chosen is None and needs <= flags):
-            spec = importlib.util.find_spec(f"{__package__}._{name}")
-            if spec is not None and spec.origin is not None:
-                return Library(Path(spec.origin))
-            if chosen is not None:
-                raise ValueError(f"{VARIABLE}={chosen!r}: that build of the kernels is not installed; {_REMEDY}")
-    logger.warning("the C++ kernels are not installed, so torch's own serve, several times slower; %s", _REMEDY)
-    return None
+    return [name for name, needs in _NEEDS.items() if needs <= flags]
 
 
-_REMEDY = "install a C++ compiler and then this package again"
+_REMEDY: Final = "install a C++ compiler, and then this package again"
 
 
 def _processor_flags() -> set[str]:

@@ -1,0 +1,191 @@
+"""Every build of the C++ kernels that this processor runs, against the torch definitions."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from vllm_mp.architecture import Architecture
+from vllm_mp.core.models import build_model
+from vllm_mp.core.weights import fill_with_dummy_weights
+from vllm_mp.kernels import ops, reference
+from vllm_mp.kernels.cpu.library import VARIABLE, library, load, runnable_builds
+from vllm_mp.kernels.cpu.packed import PackedLinear
+
+LONG = [(1, 1500), (1, 513), (1, 512), (300, 1200), (5, 600)]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+"""Of the largest value."""
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(params=runnable_builds())
+def build(request, monkeypatch):
+    found = load(request.param)
+    assert found is not None, "the kernels have not been compiled"
+    monkeypatch.setattr(ops, "library", lambda: found)
+    return found
+
+
+def assert_near(got, expected, dtype):
+    assert got.isfinite().all()
+    assert (got.float() - expected.float()).abs().max() <= TOLERANCE[dtype] * expected.float().abs().max()
+
+
+@DTYPES
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (576, 1536), (33, 2), (1, 10)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_those_of_torch(build, dtype, outputs, inputs, has_bias):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
+    product = PackedLinear(build, weight, bias)
+    for rows in (1, 2, 5, 12, 13, 40):
+        x = torch.randn(rows, inputs, generator=generator).to(dtype)
+        exact = torch.nn.functional.linear(x.double(), weight.double(), bias if bias is None else bias.double())
+        assert_near(product(x), exact, dtype)
+        scores = product(x, torch.float32)
+        assert scores.dtype == torch.float32
+        assert_near(scores, exact, torch.float32)
+
+
+@DTYPES
+def test_a_row_of_a_product_is_the_same_in_any_company(build, dtype):
+    x = torch.randn(64, 576).to(dtype)
+    product = PackedLinear(build, torch.randn(100, 576).to(dtype), None)
+    together = product(x)
+    for first, last in ((0, 1), (3, 8), (10, 27), (40, 64)):
+        assert torch.equal(product(x[first:last]), together[first:last])
+
+
+def attend(batch, dtype, *options):
+    return ops.paged_attention(batch.q.to(dtype), batch.k_cache.to(dtype), batch.v_cache.to(dtype), *options)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [DECODES_EVEN, DECODES_RAGGED, PREFILLS, MIXED, LONG], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "value_dim"),
+    [(9, 3, 64, 16, 64), (4, 4, 40, 4, 40), (8, 1, 128, 16, 128), (4, 2, 64, 8, 96), (2, 1, 256, 32, 256)],
+)
+@pytest.mark.parametrize("window", [None, 7, 600])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_attention_is_that_of_the_definition(
+    build, dtype, rows, heads, kv_heads, head_dim, block_size, value_dim, window, soft_cap
+):
+    batch = PagedBatch(rows, heads, kv_heads, head_dim, block_size, value_dim)
+    batch.round_to(dtype)
+    expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.11, window, soft_cap)
+    got = attend(batch, dtype, batch.metadata, 0.11, window, soft_cap)
+    assert got.dtype == dtype
+    assert_near(got, expected, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 90])
+def test_the_attention_of_a_token_is_the_same_in_any_chunk_and_company(build, dtype, window):
+    whole = PagedBatch([(700, 700), (30, 50)], 6, 2, 64, 16)
+    together = attend(whole, dtype, whole.metadata, 0.125, window)
+    for first, last in itertools.pairwise([0, 1, 2, 100, 163, 500, 699, 700]):
+        metadata = whole.metadata._replace(
+            query_start=torch.tensor([0, last - first], dtype=torch.int32),
+            seq_lens=torch.tensor([last], dtype=torch.int32),
+            block_table=whole.metadata.block_table[:1],
+            slot_mapping=whole.metadata.slot_mapping[first:last],
+            query_lens=[last - first],
+            host_seq_lens=[last],
+            num_decodes=int(last - first == 1),
+            max_seq_len=last,
+        )
+        caches = (whole.k_cache.to(dtype), whole.v_cache.to(dtype))
+        alone = ops.paged_attention(whole.q[first:last].to(dtype), *caches, metadata, 0.125, window)
+        assert torch.equal(alone, together[first:last])
+
+
+@DTYPES
+def test_what_is_not_finite_stays_with_the_tokens_that_see_it(build, dtype):
+    batch = PagedBatch([(1, 40), (60, 100), (3, 9)], 4, 2, 64, 16)
+    expected = attend(batch, dtype, batch.metadata, 0.125)
+    spoilt = batch.metadata.slot_mapping[1 + 20]
+    batch.v_cache.flatten(0, 1)[spoilt] = float("nan")
+    got = attend(batch, dtype, batch.metadata._replace(isolates=True), 0.125)
+    seeing = slice(1 + 20, 1 + 60)
+    assert got[seeing].isnan().all()
+    others = torch.ones(len(got), dtype=torch.bool)
+    others[seeing] = False
+    assert torch.equal(got[others], expected[others])
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "biases": LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True, "intermediate_size": 150}),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32),
+    "one-kv-head": LlamaConfig(**{**SIZES, "hidden_size": 90, "num_attention_heads": 5, "num_key_value_heads": 1}),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, name, monkeypatch):
+    config = CONFIGS[name]
+    architecture = type(config).__name__.replace("Config", "ForCausalLM")
+    arch = Architecture.from_hf_config({**config.to_dict(), "architectures": [architecture]})
+    modules, packed = (build_model(arch, dtype, "cpu") for _ in range(2))
+    fill_with_dummy_weights(modules, 0)
+    with torch.no_grad():
+        for parameter in modules.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+            else:
+                parameter.add_(torch.randn_like(parameter) / 10)
+    packed.load_state_dict(modules.state_dict())
+    packed.pack()
+    for rows in (MIXED, PREFILLS):
+        batch = PagedBatch(rows, arch.num_heads, arch.num_kv_heads, arch.head_dim, 16)
+        shape = batch.k_cache.shape
+        caches = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(arch.num_layers)]
+        positions = torch.cat([torch.arange(context - count, context) for count, context in rows])
+        ids = torch.arange(len(positions)) % 100
+        outputs = []
+        for model in (modules, packed):
+            own = [(k.clone(), v.clone()) for k, v in caches]
+            with torch.inference_mode(), monkeypatch.context() as patch:
+                if model is modules:
+                    patch.setattr(ops, "library", lambda: None)
+                hidden = model(ids, positions, own, batch.metadata)
+                outputs.append((hidden, model.compute_logits(hidden), own[-1][0]))
+        for got, expected in zip(outputs[1], outputs[0], strict=True):
+            assert_near(got, expected, dtype) if dtype == torch.float32 else torch.testing.assert_close(
+                got.float(), expected.float(), rtol=0.05, atol=0.05
+            )
+
+
+def test_a_build_is_chosen_by_the_environment_and_a_wrong_name_is_told_the_right_ones(monkeypatch):
+    try:
+        for name in runnable_builds():
+            monkeypatch.setenv(VARIABLE, name)
+            library.cache_clear()
+            assert library().panel_columns == load(name).panel_columns
+        monkeypatch.setenv(VARIABLE, "none")
+        library.cache_clear()
+        assert library() is None
+        assert ops.pack_linear(torch.zeros(4, 4), None) is None
+        monkeypatch.setenv(VARIABLE, "fastest")
+        library.cache_clear()
+        with pytest.raises(ValueError, match=f"{VARIABLE}='fastest': give one of avx512, avx2, portable, none"):
+            library()
+    finally:
+        monkeypatch.undo()
+        library.cache_clear()
