@@ -28,14 +28,14 @@ def load_model(
     """The model of `config` with its weights: a native one where there is one, or else transformers' own.
 
     `progress` is called with the fraction done. Raises ValueError naming what is wrong with the checkpoint, or
-    why its architecture cannot run.
+    why its architecture or its quantization cannot run.
     """
     arch = config.architecture
     if isinstance(arch, NativeArchitecture):
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.seed, progress)
         native = cast("NativeModel", model)
-        native.pack()
+        native.pack(config.quantization)
         return native
     # Imported here, because native models come up without the seconds that transformers takes.
     from vllm_mp.core.models import transformers_backend

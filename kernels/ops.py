@@ -60,13 +60,22 @@ def paged_attention(
     return reference.paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    """`x @ weight.T + bias` with a copy of the weights in the order in which it reads them; None where torch serves."""
+def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear | None:
+    """`x @ weight.T + bias` with a copy of the weights as the product reads them; None where torch serves.
+
+    With `quantization` "int8" the weights are of 8 bits and the rows of `x` are made so, where their size allows.
+    Raises ValueError where nothing computes that.
+    """
     kernels = library() if can_pack(weight) else None
-    return None if kernels is None else PackedLinear(kernels, weight, bias)
+    if kernels is None and quantization is not None:
+        raise ValueError(
+            f"quantization={quantization!r} is computed by the C++ kernels on CPUs, which are not there or do not take "
+            f"a matrix {list(weight.shape)} of {weight.dtype} on {weight.device}; leave it out"
+        )
+    return None if kernels is None else PackedLinear(kernels, weight, bias, quantization)
 
 
-def fuse_decoder_layer(weights: LayerWeights) -> nn.Module | None:
+def fuse_decoder_layer(weights: LayerWeights, quantization: str | None = None) -> nn.Module | None:
     """A layer in one piece, with a copy of the weights; None where its operations are called one by one."""
     kernels = library() if can_fuse(weights) else None
-    return None if kernels is None else FusedDecoderLayer(kernels, weights)
+    return None if kernels is None else FusedDecoderLayer(kernels, weights, quantization)

@@ -32,6 +32,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     load_format: str
     dtype: str
     """"auto" until the core has chosen for its device; then "float32", "float16" or "bfloat16"."""
+    quantization: str | None = None
+    """"int8", or None for weights of `dtype`."""
     seed: int
     max_model_len: int
     """Most tokens, prompt and answer together, that one request may have."""
@@ -163,8 +165,9 @@ def core_environment() -> dict[str, str]:
     """The environment of a core process: this one's, where OpenMP's threads spin briefly before they sleep.
 
     By default they spin for milliseconds, and whatever else runs on the same cores, the client for one, then makes a
-    step take many times as long. Just long enough to bridge the gap between two layers costs next to nothing on a quiet
-    machine, where less makes a thread sleep, and be woken, in each layer. Set OMP_WAIT_POLICY=passive where cores are shared, and GOMP_SPINCOUNT to choose yourself.
+    step take many times as long. Just long enough to bridge the gap between two layers costs next to nothing on a
+    quiet machine, where with less a thread sleeps, and is woken, in each layer. Set OMP_WAIT_POLICY=passive where
+    cores are shared, and GOMP_SPINCOUNT to choose yourself.
     """
     if "OMP_WAIT_POLICY" in os.environ:
         return dict(os.environ)

@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any
 
-from vllm_mp.architecture import Architecture
+from vllm_mp.architecture import Architecture, NativeArchitecture
 from vllm_mp.config import (
     CacheConfig,
     DecodingConfig,
@@ -126,7 +126,9 @@ class EngineArgs:
     enable_lora: bool = _option(False, "serve LoRA adapters", served=False)
     max_loras: int = _option(1, "most adapters in one step", low=1, served=False)
     max_lora_rank: int = _option(16, "highest rank of an adapter", low=1, served=False)
-    quantization: str | None = _option(None, "quantization of the weights", served=False)
+    quantization: str | None = _option(
+        None, "int8: weights of 8 bits with a scale for each output, made at load (on CPUs)", choices=("int8",)
+    )
     generation_config: str = _option(
         "auto", "where generation_config.json is: auto, the model's folder; vllm, ignore it; or a folder"
     )
@@ -227,6 +229,7 @@ class EngineArgs:
                 chat_template=self.chat_template,
                 load_format=self.load_format,
                 dtype=self.dtype,
+                quantization=self._check_quantization(architecture),
                 seed=self.seed,
                 max_model_len=max_model_len,
                 enforce_eager=self.enforce_eager,
@@ -263,6 +266,20 @@ class EngineArgs:
         return ObservabilityConfig(
             disable_log_stats=self.disable_log_stats, disable_log_requests=True, max_log_len=None
         )
+
+    def _check_quantization(self, architecture: Architecture) -> str | None:
+        if self.quantization is not None:
+            wanted = f"quantization={self.quantization!r}"
+            if self.device == "cuda":
+                raise ValueError(f"{wanted} is computed on CPUs only, and device='cuda'; leave out one of them")
+            if self.dtype in ("float16", "half"):
+                raise ValueError(f"{wanted} goes with dtype float32 or bfloat16, got {self.dtype!r}")
+            if not isinstance(architecture, NativeArchitecture):
+                raise ValueError(
+                    f"{wanted} is for architectures with a native model, and {architecture.name} runs as transformers' "
+                    "own; leave it out"
+                )
+        return self.quantization
 
     def _check_encoder_options(self) -> None:
         for name in ("enable_prefix_caching", "enable_chunked_prefill"):

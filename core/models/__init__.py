@@ -53,8 +53,11 @@ class NativeModel(CausalLM, Protocol):
         """
         ...
 
-    def pack(self) -> None:
-        """Put the weights, which are there, into the form in which the device computes best, and keep no other."""
+    def pack(self, quantization: str | None) -> None:
+        """Put the weights, which are there, into the form in which the device computes best, and keep no other.
+
+        `quantization` "int8" makes them of 8 bits, and raises ValueError where the device has no kernels for that.
+        """
         ...
 
 

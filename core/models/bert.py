@@ -108,8 +108,8 @@ class BertModel(nn.Module):
             tied=None,
         )
 
-    def pack(self) -> None:
-        pack_projections(self)
+    def pack(self, quantization: str | None) -> None:
+        pack_projections(self, quantization)
 
     def _destinations(self, family: str) -> dict[str, Tensor]:
         """Checkpoint names (without the family's prefix) and the parameters, or rows of fused ones, that they fill."""

@@ -87,8 +87,8 @@ class GPT2LMHeadModel(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def pack(self) -> None:
-        pack_projections(self)
+    def pack(self, quantization: str | None) -> None:
+        pack_projections(self, quantization)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         fill(

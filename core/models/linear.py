@@ -19,11 +19,16 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype, device=device)) if bias else None
         self._packed: PackedLinear | None = None
 
-    def pack(self) -> None:
-        """Keep the weights, which are there, in the order in which the device's product reads them, and so only."""
-        self._packed = pack_linear(self.weight, self.bias)
+    def pack(self, quantization: str | None) -> None:
+        """Keep the weights, which are there, only as the device's product reads them; see `NativeModel.pack`."""
+        self._packed = pack_linear(self.weight, self.bias, quantization)
         if self._packed is not None:
             del self.weight, self.bias
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias."""
+        return self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self._packed is None else self._packed(x)
@@ -37,9 +42,9 @@ class VocabularyHead(nn.Module):
         self.weight = weight
         self._packed: PackedLinear | None = None
 
-    def pack(self) -> None:
+    def pack(self, quantization: str | None) -> None:
         """As `Linear.pack`; an embedding keeps its weights."""
-        self._packed = pack_linear(self.weight, None)
+        self._packed = pack_linear(self.weight, None, quantization)
         if self._packed is not None:
             del self.weight
 
@@ -48,8 +53,8 @@ class VocabularyHead(nn.Module):
         return F.linear(hidden, self.weight) if self._packed is None else self._packed(hidden, torch.float32)
 
 
-def pack_projections(model: nn.Module) -> None:
+def pack_projections(model: nn.Module, quantization: str | None) -> None:
     """Pack every projection in `model`."""
     for module in model.modules():
         if isinstance(module, Linear | VocabularyHead):
-            module.pack()
+            module.pack(quantization)

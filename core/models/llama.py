@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.architecture import NativeArchitecture
-from vllm_mp.core.models.linear import Linear, VocabularyHead
+from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
 from vllm_mp.core.models.loading import fill
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
@@ -106,30 +106,33 @@ class DecoderLayer(nn.Module):
         x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
         return self.mlp(x), residual
 
-    def packed(self) -> nn.Module:
-        """This layer as the device computes it best, once the weights are there."""
+    def packed(self, quantization: str | None) -> nn.Module:
+        """This layer as the device computes it best, once the weights are there; see `NativeModel.pack`."""
         attention, mlp = self.attention, self.mlp
-        projections = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
         fused = None
         if mlp.activation is None:
             fused = ops.fuse_decoder_layer(
                 ops.LayerWeights(
-                    self.input_norm,
-                    self.post_attention_norm,
-                    attention.q_norm if attention.qk_norm else None,
-                    attention.k_norm if attention.qk_norm else None,
-                    *((projection.weight, projection.bias) for projection in projections),
-                    *attention.heads[:2],
-                    attention.head_dim,
-                    self.eps,
-                    attention.scale,
-                    attention.window,
-                )
+                    input_norm=self.input_norm,
+                    post_attention_norm=self.post_attention_norm,
+                    q_norm=attention.q_norm if attention.qk_norm else None,
+                    k_norm=attention.k_norm if attention.qk_norm else None,
+                    qkv_proj=attention.qkv_proj.parts,
+                    o_proj=attention.o_proj.parts,
+                    gate_up_proj=mlp.gate_up_proj.parts,
+                    down_proj=mlp.down_proj.parts,
+                    num_heads=attention.heads[0],
+                    num_kv_heads=attention.heads[1],
+                    head_dim=attention.head_dim,
+                    eps=self.eps,
+                    scale=attention.scale,
+                    window=attention.window,
+                ),
+                quantization,
             )
         if fused is not None:
             return fused
-        for projection in projections:
-            projection.pack()
+        pack_projections(self, quantization)
         return self
 
 
@@ -172,11 +175,11 @@ class LlamaForCausalLM(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def pack(self) -> None:
+    def pack(self, quantization: str | None) -> None:
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            self.layers[i] = layer.packed()
-        self.lm_head.pack()
+            self.layers[i] = layer.packed(quantization)
+        self.lm_head.pack(quantization)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None

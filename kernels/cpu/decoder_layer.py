@@ -34,14 +34,14 @@ class LayerWeights(NamedTuple):
 class FusedDecoderLayer(nn.Module):
     """Computes what the modules do of which the weights are; the interface is that of `llama.DecoderLayer`."""
 
-    def __init__(self, library: Library, weights: LayerWeights) -> None:
+    def __init__(self, library: Library, weights: LayerWeights, quantization: str | None) -> None:
         super().__init__()
         self._dtype = weights.qkv_proj[0].dtype
         self._run = library.function("decoder_layer", self._dtype)
-        qkv = PackedLinear(library, *weights.qkv_proj)
-        o = PackedLinear(library, *weights.o_proj)
-        gate_up = PackedLinear(library, *weights.gate_up_proj, is_pair=True)
-        down = PackedLinear(library, *weights.down_proj)
+        qkv = PackedLinear(library, *weights.qkv_proj, quantization)
+        o = PackedLinear(library, *weights.o_proj, quantization)
+        gate_up = PackedLinear(library, *weights.gate_up_proj, quantization, is_pair=True)
+        down = PackedLinear(library, *weights.down_proj, quantization)
         norms = [
             None if norm is None else norm.detach().clone()
             for norm in (weights.input_norm, weights.post_attention_norm, weights.q_norm, weights.k_norm)

@@ -27,7 +27,14 @@ DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 class CLinear(ctypes.Structure):
     """csrc/linear.h, Linear."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+    )
 
 
 class CStep(ctypes.Structure):
@@ -79,7 +86,7 @@ class CDecoderLayer(ctypes.Structure):
 
 
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
-    "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_int),
+    "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "attention": (

@@ -1,50 +1,76 @@
 """Weights packed for the C++ kernels, and the products with them."""
 
 import ctypes
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from vllm_mp.kernels.cpu.library import DTYPES, CLinear, Library
 
+MAX_INT8_INPUTS: Final = 65_536
+"""Above which a sum of products of 8 bits may not fit 32."""
+
 
 class PackedLinear:
     """`x @ weight.T + bias`; the weights are kept in the order in which a product reads them.
 
-    A row's result does not depend on the other rows.
+    A row's result does not depend on the other rows. Weights of 8 bits have a scale for each output, and the rows that
+    they are multiplied with are brought to 8 bits with a scale for each row.
     """
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, *, is_pair: bool = False) -> None:
+    def __init__(
+        self,
+        library: Library,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantization: str | None = None,
+        *,
+        is_pair: bool = False,
+    ) -> None:
         """`weight` [outputs, inputs] and `bias` [outputs] or None, as `can_pack` allows; both are copied.
 
-        `is_pair`: two matrices of the same size, one after the other, of which the kernels take the same columns
-        together; only `interface` is of use then.
+        `quantization` "int8" is for a number of inputs that four divides; other weights stay as they are. `is_pair`:
+        two matrices of the same size, one after the other, of which the kernels take the same columns together; only
+        `interface` is of use then.
         """
         outputs, inputs = weight.shape
-        width = library.panel_columns
-        if is_pair:
-            half = outputs // 2
-            columns = -(-half // (width // 2)) * width
-            if bias is not None:
-                padded = torch.zeros(2, columns // 2, dtype=bias.dtype)
-                padded[:, :half] = bias.view(2, half)
-                bias = padded.view(2, -1, width // 2).transpose(0, 1)
-            outputs = columns
-        else:
-            columns = -(-outputs // width) * width
+        parts = 2 if is_pair else 1
+        panel_part = library.panel_columns // parts
+        panels = -(-outputs // (parts * panel_part))
+        columns = panels * library.panel_columns
+        is_int8 = quantization == "int8" and inputs % 4 == 0 and inputs <= MAX_INT8_INPUTS
         self._library = library
         self._dtype = weight.dtype
-        self._weight = torch.empty(columns * inputs, dtype=weight.dtype)
-        self._bias = None if bias is None else bias.clone(memory_format=torch.contiguous_format)
+        self._weight = torch.empty(columns * inputs, dtype=torch.int8 if is_int8 else weight.dtype)
+        self._scales = torch.empty(columns, dtype=torch.float32) if is_int8 else None
+        self._sums = torch.empty(columns, dtype=torch.int32) if is_int8 else None
+        self._bias = None
+        if bias is not None:
+            padded = bias.new_zeros(parts, panels * panel_part)
+            padded[:, : outputs // parts] = bias.view(parts, -1)
+            self._bias = padded.view(parts, panels, panel_part).transpose(0, 1).contiguous()
         weight = weight.contiguous()
         library.function("pack", weight.dtype)(
-            weight.data_ptr(), weight.shape[0], inputs, is_pair, self._weight.data_ptr(), torch.get_num_threads()
+            weight.data_ptr(),
+            outputs,
+            inputs,
+            is_pair,
+            self._weight.data_ptr(),
+            _address(self._scales),
+            _address(self._sums),
+            torch.get_num_threads(),
         )
+        self._outputs = columns if is_pair else outputs
         self.interface = CLinear(
-            self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(), inputs, outputs
+            self._weight.data_ptr(),
+            _address(self._bias),
+            _address(self._scales),
+            _address(self._sums),
+            inputs,
+            self._outputs,
         )
         self._pointer = ctypes.byref(self.interface)
-        self._outputs = outputs
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[..., inputs] to [..., outputs], in the dtype of the weights or in float32."""
@@ -60,3 +86,7 @@ class PackedLinear:
 def can_pack(weight: Tensor) -> bool:
     """Whether the kernels take a matrix [outputs, inputs]: on the CPU, of their types, and with an even row."""
     return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % 2 == 0
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -60,6 +60,44 @@ def test_a_row_of_a_product_is_the_same_in_any_company(build, dtype):
         assert torch.equal(product(x[first:last]), together[first:last])
 
 
+def rounded_to_8_bits(weight):
+    """float32 [outputs, inputs], with one scale for each output."""
+    bound = weight.float().abs().amax(1, keepdim=True)
+    units = torch.full_like(bound, 127) / bound  # `127 / bound` would round twice
+    return (weight.float() * units).round() * (bound / 127)
+
+
+@DTYPES
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (33, 4)])
+def test_weights_of_8_bits_are_multiplied_as_they_were_rounded(build, dtype, outputs, inputs):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    rounded = rounded_to_8_bits(weight).double()
+    product = PackedLinear(build, weight, bias, "int8")
+    for rows in (1, 7, 30):
+        x = torch.randn(rows, inputs, generator=generator).to(dtype)
+        exact = torch.nn.functional.linear(x.double(), rounded, bias.double())
+        assert (product(x, torch.float32) - exact).abs().max() <= 3e-4 * exact.abs().max()
+        assert_near(product(x), exact, torch.bfloat16)
+
+
+@DTYPES
+def test_a_row_that_is_not_finite_spoils_no_other_in_8_bits(build, dtype):
+    x = torch.randn(5, 64).to(dtype)
+    product = PackedLinear(build, torch.randn(40, 64).to(dtype), None, "int8")
+    expected = product(x)
+    x[1, 3], x[3, 60] = float("nan"), float("inf")
+    got = product(x)
+    assert got[[1, 3]].isnan().all()
+    assert torch.equal(got[[0, 2, 4]], expected[[0, 2, 4]])
+
+
+def test_weights_of_a_size_that_bytes_cannot_have_stay_as_they_are(build):
+    weight, x = torch.randn(40, 6), torch.randn(3, 6)
+    assert torch.equal(PackedLinear(build, weight, None, "int8")(x), PackedLinear(build, weight, None)(x))
+
+
 def attend(batch, dtype, *options):
     return ops.paged_attention(batch.q.to(dtype), batch.k_cache.to(dtype), batch.v_cache.to(dtype), *options)
 
@@ -136,9 +174,11 @@ CONFIGS = {
 }
 
 
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8")], ids=str
+)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, name, monkeypatch):
+def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, quantization, name, monkeypatch):
     config = CONFIGS[name]
     architecture = type(config).__name__.replace("Config", "ForCausalLM")
     arch = Architecture.from_hf_config({**config.to_dict(), "architectures": [architecture]})
@@ -151,7 +191,13 @@ def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, name, monk
             else:
                 parameter.add_(torch.randn_like(parameter) / 10)
     packed.load_state_dict(modules.state_dict())
-    packed.pack()
+    packed.pack(quantization)
+    if quantization == "int8":
+        with torch.no_grad():
+            for parameter in modules.parameters():
+                if parameter.dim() == 2 and parameter is not modules.embed_tokens and parameter.shape[1] % 4 == 0:
+                    parameter.copy_(rounded_to_8_bits(parameter))
+        modules.lm_head.pack(quantization)
     for rows in (MIXED, PREFILLS):
         batch = PagedBatch(rows, arch.num_heads, arch.num_kv_heads, arch.head_dim, 16)
         shape = batch.k_cache.shape
@@ -166,10 +212,9 @@ def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, name, monk
                     patch.setattr(ops, "library", lambda: None)
                 hidden = model(ids, positions, own, batch.metadata)
                 outputs.append((hidden, model.compute_logits(hidden), own[-1][0]))
+        bound = 0.05 if dtype == torch.bfloat16 else 2e-3 if quantization else 2e-5
         for got, expected in zip(outputs[1], outputs[0], strict=True):
-            assert_near(got, expected, dtype) if dtype == torch.float32 else torch.testing.assert_close(
-                got.float(), expected.float(), rtol=0.05, atol=0.05
-            )
+            torch.testing.assert_close(got.float(), expected.float(), rtol=bound, atol=bound)
 
 
 def test_a_build_is_chosen_by_the_environment_and_a_wrong_name_is_told_the_right_ones(monkeypatch):

@@ -52,6 +52,7 @@ SERVED = {
     "max_num_partial_prefills": (3, ["--max-num-partial-prefills", "3"]),
     "enable_chunked_prefill": (False, ["--no-enable-chunked-prefill"]),
     "scheduling_policy": ("priority", ["--scheduling-policy", "priority"]),
+    "quantization": ("int8", ["--quantization", "int8"]),
     "stream_interval": (2, ["--stream-interval", "2"]),
     "check_invariants": (True, ["--check-invariants"]),
     "generation_config": ("vllm", ["--generation-config", "vllm"]),
@@ -83,7 +84,6 @@ NOT_SERVED = {
     "enable_lora": (True, ["--enable-lora"]),
     "max_loras": (2, ["--max-loras", "2"]),
     "max_lora_rank": (64, ["--max-lora-rank", "64"]),
-    "quantization": ("awq", ["--quantization", "awq"]),
     "otlp_traces_endpoint": ("http://x", ["--otlp-traces-endpoint", "http://x"]),
 }
 FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}

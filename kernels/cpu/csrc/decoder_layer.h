@@ -25,7 +25,8 @@ struct DecoderLayer {
 template <class T>
 struct Buffers {
     std::vector<T> normed, qkv, attended, inner;
-    std::vector<float> partials;
+    std::vector<uint8_t> bytes;
+    std::vector<float> scales, partials;
 };
 
 // `x` [num_tokens, hidden] is what the layer before has yet to add to `residual`, or null; both are overwritten with
@@ -41,6 +42,14 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
     b.qkv.resize(tokens * qkv_size);
     b.attended.resize(tokens * attended_size);
     b.inner.resize(tokens * layer.inner);
+    b.bytes.resize(2 * tokens * std::max({hidden, attended_size, layer.inner}));
+    b.scales.resize(tokens);
+    auto rows = [&](const std::vector<T>& x) { return Rows<T>{x.data(), b.bytes.data(), b.scales.data(), tokens}; };
+    // For weights of 8 bits, row `i` of `x` in as many.
+    auto quantize_row = [&](const Linear<T>& w, const std::vector<T>& x, int64_t i) {
+        if (w.scales)
+            b.scales[i] = quantize(x.data() + i * w.inputs, w.inputs, b.bytes.data() + 2 * i * w.inputs);
+    };
     const Attention attention = plan(step, heads);
     b.partials.resize(attention.partials * heads.queries * heads.partial_size());
     const int64_t num_tiles = int64_t(attention.tiles.size()) * heads.keys;
@@ -48,6 +57,7 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
     // The heads of a tile lie side by side in the cache: where there is enough to do for all, they stay together.
     const int64_t chunk = int64_t(attention.tiles.size()) >= 4 * threads ? heads.keys : 1;
 
+    share_panels(tokens);
 #pragma omp parallel num_threads(threads)
     {
         thread_local Scratch<T> scratch;
@@ -59,10 +69,11 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
             else
                 add(row, delta, hidden);
             rms_norm(row, layer.input_norm, hidden, layer.eps, b.normed.data() + i * hidden);
+            quantize_row(layer.qkv, b.normed, i);
         }
-#pragma omp for schedule(dynamic, PANELS)
+#pragma omp for schedule(runtime)
         for (int64_t i = 0; i < layer.qkv.panels(); ++i)
-            apply(layer.qkv, i, tokens, b.normed.data(), hidden, [&](int64_t row, int64_t column, vf sums, int count) {
+            outputs(layer.qkv, i, rows(b.normed), [&](int64_t row, int64_t column, vf sums, int count) {
                 store_some(b.qkv.data() + row * qkv_size + column, sums, count);
             });
 #pragma omp for schedule(static)
@@ -90,37 +101,37 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
             for (int64_t i = 0; i < num_merges; ++i)
                 merge_parts(heads, i % heads.queries, attention.merges[i / heads.queries], b.partials.data(),
                             b.attended.data(), attended_size, scratch);
-#pragma omp for schedule(dynamic, PANELS)
-        for (int64_t i = 0; i < layer.o.panels(); ++i)
-            apply(layer.o, i, tokens, b.attended.data(), attended_size,
-                  [&](int64_t row, int64_t column, vf sums, int count) {
-                      T* out = residual + row * hidden + column;
-                      store_some(out, load_some(out, count) + rounded<T>(sums), count);
-                  });
+        if (layer.o.scales)
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < tokens; ++i)
+            for (int64_t i = 0; i < tokens; ++i) quantize_row(layer.o, b.attended, i);
+#pragma omp for schedule(runtime)
+        for (int64_t i = 0; i < layer.o.panels(); ++i)
+            outputs(layer.o, i, rows(b.attended), [&](int64_t row, int64_t column, vf sums, int count) {
+                T* out = residual + row * hidden + column;
+                store_some(out, load_some(out, count) + rounded<T>(sums), count);
+            });
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < tokens; ++i) {
             rms_norm(residual + i * hidden, layer.post_attention_norm, hidden, layer.eps, b.normed.data() + i * hidden);
-#pragma omp for schedule(dynamic, PANELS)
+            quantize_row(layer.gate_up, b.normed, i);
+        }
+#pragma omp for schedule(runtime)
         for (int64_t i = 0; i < layer.gate_up.panels(); ++i) {
             const int64_t column = i * W;
             const int count = int(std::min<int64_t>(W, layer.inner - column));
-            vf gate_bias = {}, up_bias = {};
-            if (layer.gate_up.bias) {
-                gate_bias = load(layer.gate_up.bias + i * NR);
-                up_bias = load(layer.gate_up.bias + i * NR + W);
-            }
-            multiply_panel(tokens, b.normed.data(), hidden, layer.gate_up.panel(i), hidden,
-                           [&](int64_t row, vf gate, vf up) {
-                               vf product = rounded<T>(silu(rounded<T>(gate + gate_bias))) * rounded<T>(up + up_bias);
-                               store_some(b.inner.data() + row * layer.inner + column, product, count);
-                           });
+            products(layer.gate_up, i, rows(b.normed), [&](int64_t row, vf gate, vf up) {
+                vf product = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(up);
+                store_some(b.inner.data() + row * layer.inner + column, product, count);
+            });
         }
-#pragma omp for schedule(dynamic, PANELS)
+        if (layer.down.scales)
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < tokens; ++i) quantize_row(layer.down, b.inner, i);
+#pragma omp for schedule(runtime)
         for (int64_t i = 0; i < layer.down.panels(); ++i)
-            apply(layer.down, i, tokens, b.inner.data(), layer.inner,
-                  [&](int64_t row, int64_t column, vf sums, int count) {
-                      store_some(x + row * hidden + column, sums, count);
-                  });
+            outputs(layer.down, i, rows(b.inner), [&](int64_t row, int64_t column, vf sums, int count) {
+                store_some(x + row * hidden + column, sums, count);
+            });
     }
 }
 

@@ -1,18 +1,17 @@
 // The plain C interface, which kernels/cpu/library.py mirrors. Sizes are in elements, memory is contiguous.
 
-#include <omp.h>
-
 #include "decoder_layer.h"
 
 namespace vmp {
 namespace {
 
+// `scales` and `sums` [columns of the panels] for weights of 8 bits, or null.
 template <class T>
-void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, T* packed, int threads) {
-    const int64_t half = outputs / 2, panels = ((is_pair ? 2 * half : outputs) + NR - 1) / NR;
-    const int64_t count = is_pair ? (half + W - 1) / W : panels;
+void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* packed, float* scales, int32_t* sums,
+          int threads) {
+    const int64_t half = outputs / 2, panels = is_pair ? (half + W - 1) / W : (outputs + NR - 1) / NR;
 #pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < panels; ++i) {
         const T* columns[NR];
         for (int n = 0; n < NR; ++n) {
             int64_t row = i * NR + n;
@@ -24,17 +23,31 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, T* pac
             }
             columns[n] = is_there ? weight + row * inputs : nullptr;
         }
-        pack_panel(columns, inputs, packed + i * NR * inputs);
+        if (scales)
+            pack_panel(columns, inputs, (int8_t*)packed + i * NR * inputs, scales + i * NR, sums + i * NR);
+        else
+            pack_panel(columns, inputs, (T*)packed + i * NR * inputs);
     }
 }
 
 template <class T, class Out>
 void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, PANELS)
-    for (int64_t i = 0; i < w.panels(); ++i)
-        apply(w, i, rows, x, w.inputs, [&](int64_t row, int64_t column, vf sums, int count) {
-            store_some(out + row * w.outputs + column, sums, count);
-        });
+    std::vector<uint8_t> bytes(w.scales ? 2 * rows * w.inputs : 0);
+    std::vector<float> scales(w.scales ? rows : 0);
+    share_panels(rows);
+#pragma omp parallel num_threads(threads)
+    {
+        if (w.scales)
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < rows; ++i)
+                scales[i] = quantize(x + i * w.inputs, w.inputs, bytes.data() + 2 * i * w.inputs);
+#pragma omp for schedule(runtime)
+        for (int64_t i = 0; i < w.panels(); ++i)
+            outputs(w, i, Rows<T>{x, bytes.data(), scales.data(), rows},
+                    [&](int64_t row, int64_t column, vf sums, int count) {
+                        store_some(out + row * w.outputs + column, sums, count);
+                    });
+    }
 }
 
 template <class T>
@@ -69,8 +82,9 @@ extern "C" {
 int64_t vmp_panel_columns() { return NR; }
 
 #define FOR_TYPE(NAME, T)                                                                                             \
-    void vmp_pack_##NAME(const T* weight, int64_t outputs, int64_t inputs, int is_pair, T* packed, int threads) {      \
-        pack(weight, outputs, inputs, is_pair, packed, threads);                                                      \
+    void vmp_pack_##NAME(const T* weight, int64_t outputs, int64_t inputs, int is_pair, void* packed, float* scales,   \
+                         int32_t* sums, int threads) {                                                                \
+        pack(weight, outputs, inputs, is_pair, packed, scales, sums, threads);                                        \
     }                                                                                                                 \
     void vmp_linear_##NAME(const Linear<T>* w, const T* x, int64_t rows, T* out, int threads) {                        \
         linear(*w, x, rows, out, threads);                                                                            \

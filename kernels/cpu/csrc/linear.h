@@ -1,11 +1,15 @@
 // Products with a weight matrix that was packed beforehand.
 //
-// The outputs are cut into panels of NR columns. A panel holds, for each pair of inputs (each input, in float32), the
-// weights of its columns side by side, so that a product reads the weights once, in order, whatever the batch. Each
+// The outputs are cut into panels of NR columns. A panel holds, for each input of float32, two of bfloat16 or four of
+// int8, the weights of its columns side by side, so that a product reads the weights once, in order, whatever the batch. Each
 // output is summed over the inputs in their order, in one accumulator: a row's result is the same in any company.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "simd.h"
 
@@ -18,25 +22,70 @@ constexpr int MR = 12;
 constexpr int MR = 6;
 #endif
 
-// Weights that are read once are asked for so many before they are needed.
-constexpr int64_t AHEAD = 2048;
-// Panels that a thread takes at a time: a thread that loses its processor for a while leaves the rest to the others.
-constexpr int PANELS = 2;
+// Bytes by which weights that are read once are asked for before they are needed.
+constexpr int64_t AHEAD = 4096;
 
 // Inputs whose weights lie side by side.
 template <class T>
-constexpr int KP = std::is_same_v<T, bf16> ? 2 : 1;
+constexpr int KP = 4 / sizeof(T);
 
+// Rows to multiply, and where the weights are of 8 bits the same rows as `quantize` makes them.
+template <class T>
+struct Rows {
+    const T* values;
+    const uint8_t* bytes;  // two rows for each
+    const float* scales;
+    int64_t count;
+};
+
+// A matrix in panels of NR columns; the vectors have an element for each column of the panels.
 template <class T>
 struct Linear {
-    const T* weight;  // packed
-    const T* bias;    // [outputs] in the order of the panels, or null
+    const void* weight;
+    const T* bias;        // or null
+    const float* scales;  // null unless the weights are int8: what a unit of a column's weights stands for
+    const int32_t* sums;  // of each column's weights, times 128
     int64_t inputs;
     int64_t outputs;
 
     int64_t panels() const { return (outputs + NR - 1) / NR; }
-    const T* panel(int64_t i) const { return weight + i * NR * inputs; }
+
+    template <class Weight>
+    const Weight* panel(int64_t i) const {
+        return (const Weight*)weight + i * NR * inputs;
+    }
 };
+
+// A row of whole numbers of 15 bits in two rows of bytes, the high 8 bits and then the low 7, 128 standing for zero in
+// each, and what a unit stands for; NaN where the row is not finite. With as few bits as the weights have, the rows
+// would cost several times the accuracy that the weights do.
+template <class T>
+inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
+    constexpr float MOST = 127 * 128;
+    vf most = {};
+    for (int64_t i = 0; i < dim; i += W) {
+        vf value = load_some(x + i, int(std::min<int64_t>(W, dim - i)));
+        vf size = select(value < vf{}, -value, value);
+        most = select((size > most) | (size != size), size, most);
+    }
+    const float bound = highest(most);
+    if (!(bound < std::numeric_limits<float>::infinity())) {
+        std::memset(bytes, 128, 2 * dim);
+        return std::numeric_limits<float>::quiet_NaN();
+    }
+    const float units = bound > 0 ? MOST / bound : 0;
+    for (int64_t i = 0; i < dim; i += W) {
+        const int count = int(std::min<int64_t>(W, dim - i));
+        // Above zero, so that cutting off rounds down.
+        vi whole = __builtin_convertvector(load_some(x + i, count) * units + (MOST + 128.5f), vi) - int(MOST) - 128;
+        vi high = (whole + 64) >> 7;
+        vb highs = __builtin_convertvector(high + 128, vb);
+        vb lows = __builtin_convertvector(whole - (high << 7) + 128, vb);
+        std::memcpy(bytes + i, &highs, count);
+        std::memcpy(bytes + dim + i, &lows, count);
+    }
+    return bound / MOST;
+}
 
 // Panel of the columns whose weights, or null for columns that are only there to fill it, begin at `columns`.
 template <class T>
@@ -46,10 +95,32 @@ inline void pack_panel(const T* const columns[NR], int64_t inputs, T* panel) {
             for (int i = 0; i < KP<T>; ++i) *panel++ = columns[n] ? columns[n][k + i] : T{};
 }
 
-// c += (rows of x) * panel, over `inputs` inputs; the two vectors of each row are the columns of the panel.
+// The same in 8 bits, with the scale of each column and 128 times the sum of its weights.
+template <class T>
+inline void pack_panel(const T* const columns[NR], int64_t inputs, int8_t* panel, float* scales, int32_t* sums) {
+    for (int n = 0; n < NR; ++n) {
+        float bound = 0;
+        for (int64_t k = 0; columns[n] && k < inputs; ++k) bound = std::max(bound, std::fabs(to_float(columns[n][k])));
+        scales[n] = bound / 127;
+        sums[n] = 0;
+        const float units = bound > 0 ? 127 / bound : 0;
+        for (int64_t k = 0; k < inputs; ++k) {
+            const int8_t whole = columns[n] ? int8_t(std::lrint(to_float(columns[n][k]) * units)) : 0;
+            panel[(k / 4 * NR + n) * 4 + k % 4] = whole;
+            sums[n] += 128 * whole;
+        }
+    }
+}
+
+template <class T>
+using Sum = std::conditional_t<std::is_same_v<T, uint8_t>, vi, vf>;
+
+// The products of ROWS rows of x with a panel; the two vectors of each row are the columns of the panel. The sums are
+// local until the end, or the compiler would keep them in memory.
 template <int ROWS>
 inline void multiply(const float* x, int64_t stride, const float* panel, int64_t inputs, int64_t ahead,
-                     vf (&c)[ROWS][2]) {
+                     vf (&out)[ROWS][2]) {
+    vf c[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; ++k, panel += NR) {
         __builtin_prefetch(panel + ahead);
         __builtin_prefetch(panel + ahead + W);
@@ -61,11 +132,13 @@ inline void multiply(const float* x, int64_t stride, const float* panel, int64_t
             c[r][1] += a * b1;
         }
     }
+    std::memcpy(out, c, sizeof c);
 }
 
 template <int ROWS>
 inline void multiply(const bf16* x, int64_t stride, const bf16* panel, int64_t inputs, int64_t ahead,
-                     vf (&c)[ROWS][2]) {
+                     vf (&out)[ROWS][2]) {
+    vf c[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; k += 2, panel += 2 * NR) {
 #if defined(__AVX512BF16__)
         auto b0 = (__m512bh)_mm512_loadu_si512(panel), b1 = (__m512bh)_mm512_loadu_si512(panel + NR);
@@ -89,15 +162,45 @@ inline void multiply(const bf16* x, int64_t stride, const bf16* panel, int64_t i
         }
 #endif
     }
+    std::memcpy(out, c, sizeof c);
+}
+
+template <int ROWS>
+inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t inputs, int64_t ahead,
+                     vi (&out)[ROWS][2]) {
+    vi c[ROWS][2] = {};
+    for (int64_t k = 0; k < inputs; k += 4, panel += 4 * NR) {
+        __builtin_prefetch(panel + ahead);
+        __builtin_prefetch(panel + ahead + 2 * NR);
+        vi b0 = read<vi>(panel), b1 = read<vi>(panel + 2 * NR);
+#if defined(__AVX512VNNI__)
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            auto a = _mm512_set1_epi32(read<int32_t>(x + r * stride + k));
+            c[r][0] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][0], a, (__m512i)b0);
+            c[r][1] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][1], a, (__m512i)b1);
+        }
+#else
+        for (int i = 0; i < 4; ++i) {
+            vi w0 = b0 << (24 - 8 * i) >> 24, w1 = b1 << (24 - 8 * i) >> 24;
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) {
+                c[r][0] += int32_t(x[r * stride + k + i]) * w0;
+                c[r][1] += int32_t(x[r * stride + k + i]) * w1;
+            }
+        }
+#endif
+    }
+    std::memcpy(out, c, sizeof c);
 }
 
 // Multiplies `rows` rows with a panel and gives each row's two vectors to `take(row, first, second)`.
-template <int ROWS = MR, class T, class Take>
-inline void multiply_rows(int rows, const T* x, int64_t stride, const T* panel, int64_t inputs, int64_t ahead,
+template <int ROWS = MR, class T, class Weight, class Take>
+inline void multiply_rows(int rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, int64_t ahead,
                           Take&& take) {
     if constexpr (ROWS > 0) {
         if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, stride, panel, inputs, ahead, take);
-        vf c[ROWS][2] = {};
+        Sum<T> c[ROWS][2];
         multiply<ROWS>(x, stride, panel, inputs, ahead, c);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) take(r, c[r][0], c[r][1]);
@@ -105,32 +208,67 @@ inline void multiply_rows(int rows, const T* x, int64_t stride, const T* panel, 
 }
 
 // The same for any number of rows, in tiles of about the same height.
-template <class T, class Take>
-inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const T* panel, int64_t inputs, Take&& take) {
+template <class T, class Weight, class Take>
+inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
     const int64_t tiles = (rows + MR - 1) / MR;
     for (int64_t i = 0, row = 0; i < tiles; ++i) {
         const int64_t end = rows * (i + 1) / tiles;
-        const int64_t ahead = i + 1 < tiles ? 0 : tiles > 1 ? inputs * NR : AHEAD;
+        const int64_t ahead = i + 1 < tiles ? 0 : tiles > 1 ? inputs * NR : AHEAD / int64_t(sizeof(Weight));
         multiply_rows(int(end - row), x + row * stride, stride, panel, inputs, ahead,
-                      [&](int r, vf first, vf second) { take(row + r, first, second); });
+                      [&](int r, Sum<T> first, Sum<T> second) { take(row + r, first, second); });
         row = end;
     }
 }
 
-// What becomes of the sums of panel `i`: `put(row, column, vector, count)` for each vector of a row, the bias added.
+// How the loops over panels that are `schedule(runtime)` share them out. A thread that takes a few at a time leaves the
+// rest to the others when it loses its processor. With several tiles of rows, in which the weights are read from afar in
+// one and the rest only computes, it keeps to its own stretch, whose next panel it asks for meanwhile.
+inline void share_panels(int64_t rows) {
+    if (rows > MR)
+        omp_set_schedule(omp_sched_static, 0);
+    else
+        omp_set_schedule(omp_sched_dynamic, 2);
+}
+
+// The products of all rows with panel `i`, the bias added: `take(row, first, second)`, the vectors of its columns.
+template <class T, class Take>
+inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& take) {
+    vf bias0 = {}, bias1 = {};
+    if (w.bias) {
+        bias0 = load(w.bias + i * NR);
+        bias1 = load(w.bias + i * NR + W);
+    }
+    if (w.scales) {
+        const vf scale0 = load(w.scales + i * NR), scale1 = load(w.scales + i * NR + W);
+        const vi sum0 = read<vi>(w.sums + i * NR), sum1 = read<vi>(w.sums + i * NR + W);
+        vi high0, high1;
+        multiply_panel(2 * x.count, x.bytes, w.inputs, w.template panel<int8_t>(i), w.inputs,
+                       [&](int64_t row, vi first, vi second) {
+                           if (row % 2 == 0) {
+                               high0 = first - sum0;
+                               high1 = second - sum1;
+                               return;
+                           }
+                           const float scale = x.scales[row / 2];
+                           vf total0 = __builtin_convertvector(high0, vf) * 128.0f + __builtin_convertvector(first - sum0, vf);
+                           vf total1 = __builtin_convertvector(high1, vf) * 128.0f + __builtin_convertvector(second - sum1, vf);
+                           take(row / 2, total0 * (scale0 * scale) + bias0, total1 * (scale1 * scale) + bias1);
+                       });
+    } else {
+        multiply_panel(x.count, x.values, w.inputs, w.template panel<T>(i), w.inputs,
+                       [&](int64_t row, vf first, vf second) { take(row, first + bias0, second + bias1); });
+    }
+}
+
+// The same for each vector of outputs: `put(row, column, vector, count)`.
 template <class T, class Put>
-inline void apply(const Linear<T>& w, int64_t i, int64_t rows, const T* x, int64_t stride, Put&& put) {
+inline void outputs(const Linear<T>& w, int64_t i, const Rows<T>& x, Put&& put) {
     const int64_t column = i * NR;
     const int count0 = int(std::min<int64_t>(W, w.outputs - column));
     const int count1 = int(std::min<int64_t>(W, w.outputs - column - W));
-    vf bias0 = {}, bias1 = {};
-    if (w.bias) {
-        bias0 = load_some(w.bias + column, count0);
-        if (count1 > 0) bias1 = load_some(w.bias + column + W, count1);
-    }
-    multiply_panel(rows, x, stride, w.panel(i), w.inputs, [&](int64_t row, vf first, vf second) {
-        put(row, column, first + bias0, count0);
-        if (count1 > 0) put(row, column + W, second + bias1, count1);
+    products(w, i, x, [&](int64_t row, vf first, vf second) {
+        put(row, column, first, count0);
+        if (count1 > 0) put(row, column + W, second, count1);
     });
 }
 

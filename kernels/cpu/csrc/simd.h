@@ -22,6 +22,7 @@ constexpr int W = 4;
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint8_t vb __attribute__((vector_size(W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 
 struct bf16 {
