@@ -504,3 +504,48 @@ def test_bench_recovery_prints_and_writes_its_figures(options, tmp_path):
     for name in ("first stream", "every stream"):
         assert 0 < figures[name]["median"] <= figures[name]["max"]
         assert re.search(rf"^{name} +{figures[name]['median']:.3f} ", done.stdout, re.MULTILINE)
+
+
+def test_bench_latency_prints_and_writes_its_figures(options, tmp_path):
+    file = tmp_path / "figures.json"
+    sizes = ("--batch-size", "2", "--input-len", "20", "--output-len", "12", "--rounds", "2")
+    done = run("bench", "latency", *sizes, "--json", str(file), *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(file.read_text())
+    assert (figures["batch_size"], figures["input_len"], figures["output_len"]) == (2, 20, 12)
+    for name in ("time to first token, ms", "between tokens, ms", "decode, tokens/s", "prompt to last token, s"):
+        row = figures[name]
+        assert 0 < row["min"] <= row["median"] <= row["max"]
+        assert re.search(rf"^{re.escape(name)} +{row['median']:.2f} ", done.stdout, re.MULTILINE)
+    assert figures["output tokens/s"]["max"] == pytest.approx(24 / figures["prompt to last token, s"]["min"])
+
+
+def test_bench_throughput_prints_and_writes_its_figures(options, tmp_path):
+    file = tmp_path / "figures.json"
+    sizes = ("--num-prompts", "5", "--input-len", "8:20", "--output-len", "6", "--request-rate", "50")
+    done = run("bench", "throughput", *sizes, "--json", str(file), *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(file.read_text())
+    assert figures["tokens_out"] == 30
+    assert 5 * 8 <= figures["tokens_in"] <= 5 * 20
+    assert figures["output_tokens_per_s"] == pytest.approx(30 / figures["seconds"])
+    for name in ("time to first token, ms", "between tokens, ms"):
+        assert 0 < figures[name]["p50"] <= figures[name]["p90"] <= figures[name]["p99"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["latency", "--rounds", "0"],
+        ["latency", "--batch-size", "-1"],
+        ["throughput", "--num-prompts", "0"],
+        ["throughput", "--request-rate", "nan"],
+        ["throughput", "--input-len", "9:3"],
+        ["throughput", "--output-len", "many"],
+    ],
+    ids=" ".join,
+)
+def test_a_load_that_makes_no_sense_is_refused_by_name(flags):
+    done = run("bench", *flags)
+    assert done.returncode == 2
+    assert flags[1] in done.stderr

@@ -370,6 +370,14 @@ def test_the_context_is_the_models_where_none_is_given_and_may_be_shortened(mode
     assert config_of(folder, max_model_len=2).model_config.max_model_len == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "words"), [({"device": "cuda"}, "on CPUs only"), ({"dtype": "float16"}, "float32 or bfloat16")]
+)
+def test_what_goes_with_no_quantization_is_refused_by_name(model, options, words):
+    with pytest.raises(ValueError, match=rf"quantization='int8' .*{words}"):
+        config_of(model(), quantization="int8", **options)
+
+
 def test_a_context_longer_than_the_models_is_refused_by_name(model):
     with pytest.raises(ValueError, match=rf"max_model_len={CONTEXT + 1} .*a model.* {CONTEXT} tokens"):
         config_of(model(), max_model_len=CONTEXT + 1)

@@ -12,13 +12,28 @@ import sys
 from collections.abc import Sequence
 
 from vllm_mp import __version__
-from vllm_mp.cli import bench_recovery, bench_startup, chat, engine, env, generate, pull
+from vllm_mp.cli import (
+    bench_latency,
+    bench_recovery,
+    bench_startup,
+    bench_throughput,
+    chat,
+    engine,
+    env,
+    generate,
+    pull,
+)
 from vllm_mp.errors import EngineError
 
 _FAILED, _BAD_ARGUMENTS, _INTERRUPTED = 1, 2, 130
 
 _COMMANDS = {"pull": pull, "generate": generate, "chat": chat, "engine": engine, "env": env}
-_BENCHMARKS = {"startup": bench_startup, "recovery": bench_recovery}
+_BENCHMARKS = {
+    "latency": bench_latency,
+    "throughput": bench_throughput,
+    "startup": bench_startup,
+    "recovery": bench_recovery,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

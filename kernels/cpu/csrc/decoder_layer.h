@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "team.h"
 
 namespace vmp {
 
@@ -58,8 +59,7 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
     const int64_t chunk = int64_t(attention.tiles.size()) >= 4 * threads ? heads.keys : 1;
 
     share_panels(tokens);
-#pragma omp parallel num_threads(threads)
-    {
+    team().run(threads, [&] {
         thread_local Scratch<T> scratch;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tokens; ++i) {
@@ -132,7 +132,7 @@ void run(const DecoderLayer<T>& layer, const Step& step, bool is_first, T* x, T*
             outputs(layer.down, i, rows(b.inner), [&](int64_t row, int64_t column, vf sums, int count) {
                 store_some(x + row * hidden + column, sums, count);
             });
-    }
+    });
 }
 
 }  // namespace vmp

@@ -35,8 +35,7 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads)
     std::vector<uint8_t> bytes(w.scales ? 2 * rows * w.inputs : 0);
     std::vector<float> scales(w.scales ? rows : 0);
     share_panels(rows);
-#pragma omp parallel num_threads(threads)
-    {
+    team().run(threads, [&] {
         if (w.scales)
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < rows; ++i)
@@ -47,7 +46,7 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads)
                     [&](int64_t row, int64_t column, vf sums, int count) {
                         store_some(out + row * w.outputs + column, sums, count);
                     });
-    }
+    });
 }
 
 template <class T>
@@ -58,8 +57,7 @@ void attention(const Step& step, const Heads& heads, const T* q, int64_t q_strid
     const int64_t out_stride = heads.queries * heads.value_dim;
     const int64_t num_tiles = int64_t(todo.tiles.size()) * heads.keys;
     const int64_t num_merges = int64_t(todo.merges.size()) * heads.queries;
-#pragma omp parallel num_threads(threads)
-    {
+    team().run(threads, [&] {
         thread_local Scratch<T> scratch;
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_tiles; ++i)
@@ -69,7 +67,7 @@ void attention(const Step& step, const Heads& heads, const T* q, int64_t q_strid
         for (int64_t i = 0; i < num_merges; ++i)
             merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials.data(), out, out_stride,
                         scratch);
-    }
+    });
 }
 
 }  // namespace
