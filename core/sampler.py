@@ -3,12 +3,14 @@
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_mp.core.apply_rules import apply_rules
 from vllm_mp.core.batch import Batch, Rows
 
 NO_TOKEN = -1
+_STRETCH = 256
 
 
 class Sampler:
@@ -55,10 +57,8 @@ class Sampler:
             self._keep_top_k(scaled, top_k)
         if (top_p < 1).any():
             self._keep_top_p(scaled, self._column(top_p))
-        cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         uniform = uniform_draws(batch.seed[rows], batch.num_tokens[rows] - batch.num_prompt[rows])
-        target = self._column(uniform) * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+        return invert_cumulative(scaled.softmax(dim=-1), self._column(uniform))
 
     def _keep_top_k(self, scaled: Tensor, top_k: npt.NDArray[np.int64]) -> None:
         """Bar, in place, what is less likely than the k-th token; ties with it stay."""
@@ -83,6 +83,26 @@ class Sampler:
 
     def _column(self, values: npt.NDArray[np.floating]) -> Tensor:
         return torch.from_numpy(values).to(self._device).unsqueeze(-1)
+
+
+def invert_cumulative(probability: Tensor, uniform: Tensor) -> Tensor:
+    """The index int64 [n] at which the sum of `probability` float32 [n, size] passes `uniform` [n, 1] of the whole.
+
+    Never one of probability zero. `uniform` is float64, from 0 to below 1. First the stretch is found and then the
+    place in it, as adding up all in float64 would take many times as long as everything else about a draw.
+    """
+    padding = -probability.shape[1] % _STRETCH
+    stretches = F.pad(probability, (0, padding)) if padding else probability
+    stretches = stretches.view(len(probability), -1, _STRETCH)
+    ends = stretches.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = uniform * ends[:, -1:]
+    stretch = torch.searchsorted(ends, target, right=True)
+    before = F.pad(ends, (1, 0)).gather(-1, stretch)
+    inside = stretches.gather(1, stretch.unsqueeze(-1).expand(-1, -1, _STRETCH)).squeeze(1)
+    place = torch.searchsorted(before + inside.cumsum(dim=-1, dtype=torch.float64), target, right=True)
+    # The two sums may differ in the last bit.
+    last = _STRETCH - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    return (stretch * _STRETCH + torch.minimum(place, last)).squeeze(-1)
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

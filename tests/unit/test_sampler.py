@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.request import Request
-from vllm_mp.core.sampler import Sampler, uniform_draws
+from vllm_mp.core.sampler import Sampler, invert_cumulative, uniform_draws
 from vllm_mp.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -83,6 +83,23 @@ def test_draws_follow_the_distribution(knobs):
     expected = dict(knobs)
     expected["top_k"] = min(max(0, expected.get("top_k", 0)), VOCAB)
     assert_follows(tokens, reference(logits, **expected))
+
+
+@pytest.mark.parametrize("size", [1, 7, 256, 257, 5000])
+def test_the_place_is_where_the_sum_passes_the_number(size):
+    generator = torch.Generator().manual_seed(size)
+    probability = torch.rand(200, size, generator=generator).pow(8)
+    probability[:, 1:] *= torch.rand(200, size - 1, generator=generator) < 0.3  # most are barred
+    uniform = torch.rand(200, 1, generator=generator, dtype=torch.float64)
+    uniform[:40], uniform[40:80] = 0, 1 - 2.0**-52
+    places = invert_cumulative(probability, uniform)
+    assert (probability.gather(1, places.unsqueeze(1)) > 0).all()
+    sums = probability.double().cumsum(1)
+    target = uniform * sums[:, -1:]
+    slack = 1e-12 * sums[:, -1]
+    assert (sums.gather(1, places.unsqueeze(1)).squeeze(1) > target.squeeze(1) - slack).all()
+    before = (sums - probability.double()).gather(1, places.unsqueeze(1)).squeeze(1)
+    assert (before <= target.squeeze(1) + slack).all()
 
 
 def test_successive_positions_of_one_request_draw_independently():
