@@ -9,6 +9,8 @@ from harness import ENGINE, answer, greedy
 from prompts import PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from vllm_mp.kernels.cpu.library import VARIABLE, runnable_builds
+
 NUM_TOKENS = 64
 FEW_TOKENS = 16
 """Where it is the reading of the prompts that is tried."""
@@ -42,6 +44,13 @@ def test_prompts_alone(llm, reference):
 def test_with_prompts_read_in_small_chunks(make_engine, reference):
     engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, max_num_partial_prefills=3)
     for output in generate_all(engine, PROMPTS, FEW_TOKENS):
+        assert_greedy(reference, output)
+
+
+@pytest.mark.parametrize("kernels", [*runnable_builds(), "none"])
+def test_with_each_build_of_the_kernels(make_engine, reference, monkeypatch, kernels):
+    monkeypatch.setenv(VARIABLE, kernels)
+    for output in generate_all(make_engine(), PROMPTS[::3], FEW_TOKENS):
         assert_greedy(reference, output)
 
 

@@ -1,6 +1,7 @@
 """Every build of the C++ kernels that this processor runs, against the torch definitions."""
 
 import itertools
+import shutil
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.fixture(params=runnable_builds())
 def build(request, monkeypatch):
     found = load(request.param)
+    if found is None and shutil.which("g++") is None:
+        pytest.skip("there is no compiler, so the kernels are not there")
     assert found is not None, "the kernels have not been compiled"
     monkeypatch.setattr(ops, "library", lambda: found)
     return found

@@ -1,0 +1,40 @@
+"""An answer in bfloat16 is the same to the bit alone, among others, in chunks and from the cache."""
+
+import asyncio
+
+import pytest
+from harness import answer
+from prompts import PROMPTS
+
+from vllm_mp import SamplingParams
+from vllm_mp.kernels.cpu.library import library
+
+MANY = PROMPTS[::2]
+
+
+def content(output):
+    completion = output.outputs[0]
+    positions = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [(token, logprobs[token].logprob) for token, logprobs in positions], completion.text
+
+
+@pytest.mark.skipif(library() is None, reason="torch's own operations promise no such thing")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_an_answer_does_not_depend_on_its_company(make_engine, quantization):
+    whole = make_engine(dtype="bfloat16", quantization=quantization)
+    chunked = make_engine(dtype="bfloat16", quantization=quantization, max_num_batched_tokens=24, max_num_seqs=16)
+
+    def params(i):
+        return SamplingParams(temperature=i % 2, seed=i, max_tokens=24, ignore_eos=True, logprobs=0)
+
+    async def together(engine):
+        return await asyncio.gather(*(answer(engine, prompt, params(i)) for i, prompt in enumerate(MANY)))
+
+    async def run():
+        expected = [content(output) for output in await together(whole)]
+        assert [content(output) for output in await together(chunked)] == expected
+        assert [content(output) for output in await together(whole)] == expected  # of which much is in the cache
+        for i in range(0, len(MANY), 3):
+            assert content(await answer(chunked, MANY[i], params(i))) == expected[i]
+
+    asyncio.run(run())
