@@ -88,15 +88,16 @@ class Sampler:
 def invert_cumulative(probability: Tensor, uniform: Tensor) -> Tensor:
     """The index int64 [n] at which the sum of `probability` float32 [n, size] passes `uniform` [n, 1] of the whole.
 
-    Never one of probability zero. `uniform` is float64, from 0 to below 1. First the stretch is found and then the
-    place in it, as adding up all in float64 would take many times as long as everything else about a draw.
+    Never one of probability zero; any at all for a row that holds NaN. `uniform` is float64, from 0 to below 1. First
+    the stretch is found and then the place in it, as adding up all in float64 would take many times as long as
+    everything else about a draw.
     """
     padding = -probability.shape[1] % _STRETCH
     stretches = F.pad(probability, (0, padding)) if padding else probability
     stretches = stretches.view(len(probability), -1, _STRETCH)
     ends = stretches.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = uniform * ends[:, -1:]
-    stretch = torch.searchsorted(ends, target, right=True)
+    stretch = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
     before = F.pad(ends, (1, 0)).gather(-1, stretch)
     inside = stretches.gather(1, stretch.unsqueeze(-1).expand(-1, -1, _STRETCH)).squeeze(1)
     place = torch.searchsorted(before + inside.cumsum(dim=-1, dtype=torch.float64), target, right=True)

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.request import Request
-from vllm_mp.core.sampler import Sampler, invert_cumulative, uniform_draws
+from vllm_mp.core.sampler import NO_TOKEN, Sampler, invert_cumulative, uniform_draws
 from vllm_mp.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -100,6 +100,15 @@ def test_the_place_is_where_the_sum_passes_the_number(size):
     assert (sums.gather(1, places.unsqueeze(1)).squeeze(1) > target.squeeze(1) - slack).all()
     before = (sums - probability.double()).gather(1, places.unsqueeze(1)).squeeze(1)
     assert (before <= target.squeeze(1) + slack).all()
+
+
+@pytest.mark.parametrize("size", [7, 256, 600])
+def test_rows_that_are_not_numbers_get_no_token_and_the_others_theirs(size):
+    logits = torch.randn(4, size, generator=torch.Generator().manual_seed(size))
+    batch, sampler = make_batch([SamplingParams(seed=seed) for seed in range(4)])
+    expected = sampler.sample(logits.clone(), batch.order)
+    logits[1], logits[2, -1] = torch.nan, torch.inf
+    assert sampler.sample(logits, batch.order).tolist() == [expected[0], NO_TOKEN, NO_TOKEN, expected[3]]
 
 
 def test_successive_positions_of_one_request_draw_independently():
