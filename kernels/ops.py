@@ -4,11 +4,14 @@ Which implementation does it is decided here, by the device and the types of wha
 kernels for processors give a row the same result in any company; the torch definitions serve what they do not take.
 """
 
+import itertools
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.cpu import attention as cpu_attention
-from vllm_mp.kernels.cpu.decoder_layer import FusedDecoderLayer, LayerWeights, can_fuse
+from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import (
@@ -32,7 +35,7 @@ __all__ = [
     "PackedLinear",
     "add_rms_norm",
     "encoder_attention",
-    "fuse_decoder_layer",
+    "fuse_decoder",
     "gelu",
     "gelu_tanh",
     "layer_norm",
@@ -75,7 +78,16 @@ def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = 
     return None if kernels is None else PackedLinear(kernels, weight, bias, quantization)
 
 
-def fuse_decoder_layer(weights: LayerWeights, quantization: str | None = None) -> nn.Module | None:
-    """A layer in one piece, with a copy of the weights; None where its operations are called one by one."""
-    kernels = library() if can_fuse(weights) else None
-    return None if kernels is None else FusedDecoderLayer(kernels, weights, quantization)
+def fuse_decoder(
+    layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None = None
+) -> nn.Module | None:
+    """A decoder in one piece, with a copy of the weights; None where its operations are called one by one.
+
+    Each of the `layers`, which are alike, is asked for when the one before has been copied.
+    """
+    iterator = iter(layers)
+    first = next(iterator)
+    kernels = library() if can_fuse(first) else None
+    if kernels is None:
+        return None
+    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization)

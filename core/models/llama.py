@@ -3,7 +3,7 @@
 One decoder, whose members differ by what `Architecture` says: biases, query/key norms, windows, scaling.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,34 +106,66 @@ class DecoderLayer(nn.Module):
         x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
         return self.mlp(x), residual
 
-    def packed(self, quantization: str | None) -> nn.Module:
-        """This layer as the device computes it best, once the weights are there; see `NativeModel.pack`."""
+    def weights(self) -> ops.LayerWeights:
         attention, mlp = self.attention, self.mlp
-        fused = None
-        if mlp.activation is None:
-            fused = ops.fuse_decoder_layer(
-                ops.LayerWeights(
-                    input_norm=self.input_norm,
-                    post_attention_norm=self.post_attention_norm,
-                    q_norm=attention.q_norm if attention.qk_norm else None,
-                    k_norm=attention.k_norm if attention.qk_norm else None,
-                    qkv_proj=attention.qkv_proj.parts,
-                    o_proj=attention.o_proj.parts,
-                    gate_up_proj=mlp.gate_up_proj.parts,
-                    down_proj=mlp.down_proj.parts,
-                    num_heads=attention.heads[0],
-                    num_kv_heads=attention.heads[1],
-                    head_dim=attention.head_dim,
-                    eps=self.eps,
-                    scale=attention.scale,
-                    window=attention.window,
-                ),
-                quantization,
-            )
-        if fused is not None:
-            return fused
+        return ops.LayerWeights(
+            input_norm=self.input_norm,
+            post_attention_norm=self.post_attention_norm,
+            q_norm=attention.q_norm if attention.qk_norm else None,
+            k_norm=attention.k_norm if attention.qk_norm else None,
+            qkv_proj=attention.qkv_proj.parts,
+            o_proj=attention.o_proj.parts,
+            gate_up_proj=mlp.gate_up_proj.parts,
+            down_proj=mlp.down_proj.parts,
+            num_heads=attention.heads[0],
+            num_kv_heads=attention.heads[1],
+            head_dim=attention.head_dim,
+            scale=attention.scale,
+            window=attention.window,
+        )
+
+
+class Decoder(nn.Module):
+    """The layers and the last norm."""
+
+    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = arch.norm_eps
+        self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
+        self.norm = nn.Parameter(torch.empty(arch.hidden_size, dtype=dtype, device=device))
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Embeddings to normed hidden states, both [num_tokens, hidden_size]."""
+        residual: Tensor | None = None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, positions, cos_sin, kv_cache, metadata)
+        assert residual is not None
+        return ops.add_rms_norm(x, residual, self.norm, self.eps)[0]
+
+    def packed(self, quantization: str | None) -> nn.Module:
+        """This decoder as the device computes it best, once the weights are there; see `NativeModel.pack`."""
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        if first.mlp.activation is None:
+            fused = ops.fuse_decoder(self._weights(), self.norm, self.eps, quantization)
+            if fused is not None:
+                return fused
         pack_projections(self, quantization)
         return self
+
+    def _weights(self) -> Iterator[ops.LayerWeights]:
+        """Of each layer, which is let go of when the next one is asked for."""
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield layer.weights()
+            self.layers[i] = nn.Module()
 
 
 class LlamaForCausalLM(nn.Module):
@@ -146,8 +178,7 @@ class LlamaForCausalLM(nn.Module):
         self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
         self.embed_tokens = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
-        self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
-        self.norm = nn.Parameter(torch.empty(arch.hidden_size, **at))
+        self.decoder: nn.Module = Decoder(arch, dtype, device)
         head = self.embed_tokens
         if not arch.tie_word_embeddings:
             head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
@@ -164,21 +195,16 @@ class LlamaForCausalLM(nn.Module):
         metadata: AttentionMetadata,
     ) -> Tensor:
         x = F.embedding(input_ids, self.embed_tokens)
-        residual: Tensor | None = None
-        cos_sin = self.cos_sin  # a module's attributes are slow to look up
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, positions, cos_sin, kv_cache, metadata)
-        assert residual is not None
-        return ops.add_rms_norm(x, residual, self.norm, self.arch.norm_eps)[0]
+        hidden: Tensor = self.decoder(x, positions, self.cos_sin, kv_caches, metadata)
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
         return logits
 
     def pack(self, quantization: str | None) -> None:
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            self.layers[i] = layer.packed(quantization)
+        assert isinstance(self.decoder, Decoder)
+        self.decoder = self.decoder.packed(quantization)
         self.lm_head.pack(quantization)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -193,13 +219,14 @@ class LlamaForCausalLM(nn.Module):
 
     def _destinations(self) -> dict[str, Tensor]:
         """Checkpoint names (without `model.`) and the parameters, or rows of fused ones, that they fill."""
-        arch = self.arch
-        places: dict[str, Tensor] = {"embed_tokens.weight": self.embed_tokens, "norm.weight": self.norm}
+        arch, decoder = self.arch, self.decoder
+        assert isinstance(decoder, Decoder)
+        places: dict[str, Tensor] = {"embed_tokens.weight": self.embed_tokens, "norm.weight": decoder.norm}
         if not arch.tie_word_embeddings:
             places["lm_head.weight"] = self.lm_head.weight
         kv_size = arch.num_kv_heads * arch.head_dim
         qkv_sizes = [arch.num_heads * arch.head_dim, kv_size, kv_size]
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)
             at = f"layers.{i}."
             places[at + "input_layernorm.weight"] = layer.input_norm

@@ -68,7 +68,7 @@ class CHeads(ctypes.Structure):
 
 
 class CDecoderLayer(ctypes.Structure):
-    """csrc/decoder_layer.h, DecoderLayer."""
+    """csrc/decoder.h, DecoderLayer."""
 
     _fields_ = (
         ("input_norm", c_void_p),
@@ -81,6 +81,16 @@ class CDecoderLayer(ctypes.Structure):
         ("down", CLinear),
         ("heads", CHeads),
         ("inner", c_int64),
+    )
+
+
+class CDecoder(ctypes.Structure):
+    """csrc/decoder.h, Decoder."""
+
+    _fields_ = (
+        ("layers", POINTER(CDecoderLayer)),
+        ("num_layers", c_int64),
+        ("norm", c_void_p),
         ("eps", c_float),
     )
 
@@ -99,15 +109,14 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
         c_void_p,
         c_int,
     ),
-    "decoder_layer": (
-        POINTER(CDecoderLayer),
+    "decoder": (
+        POINTER(CDecoder),
         POINTER(CStep),
-        c_int,
         c_void_p,
         c_void_p,
         c_void_p,
-        c_void_p,
-        c_void_p,
+        POINTER(c_void_p),
+        POINTER(c_void_p),
         c_void_p,
         c_int,
     ),

@@ -344,4 +344,21 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
     put_result(s.total.data(), sum, heads.value_dim, out + tile.first * out_stride + head * heads.value_dim);
 }
 
+// All queries of a step; `todo` is its plan.
+template <class T>
+void attend_all(Member& member, const Step& step, const Heads& heads, const Attention& todo, const T* q,
+                int64_t q_stride, const T* k_cache, const T* v_cache, T* out, int64_t out_stride, float* partials) {
+    thread_local Scratch<T> scratch;
+    // The heads of a tile lie side by side in the cache: where there is enough to do for all, they stay together.
+    const int64_t num_tiles = int64_t(todo.tiles.size());
+    member.each_in_turn(num_tiles * heads.keys, num_tiles >= 16 ? heads.keys : 1, [&](int64_t i) {
+        attend(step, heads, i % heads.keys, todo.tiles[i / heads.keys], q, q_stride, k_cache, v_cache, out, out_stride,
+               partials, scratch);
+    });
+    if (todo.merges.empty()) return;
+    member.each(int64_t(todo.merges.size()) * heads.queries, [&](int64_t i) {
+        merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials, out, out_stride, scratch);
+    });
+}
+
 }  // namespace vmp

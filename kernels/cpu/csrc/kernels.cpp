@@ -1,6 +1,6 @@
 // The plain C interface, which kernels/cpu/library.py mirrors. Sizes are in elements, memory is contiguous.
 
-#include "decoder_layer.h"
+#include "decoder.h"
 
 namespace vmp {
 namespace {
@@ -34,18 +34,15 @@ template <class T, class Out>
 void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads) {
     std::vector<uint8_t> bytes(w.scales ? 2 * rows * w.inputs : 0);
     std::vector<float> scales(w.scales ? rows : 0);
-    share_panels(rows);
-    team().run(threads, [&] {
+    team().run(threads, [&](Member& member) {
         if (w.scales)
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < rows; ++i)
+            member.each(rows, [&](int64_t i) {
                 scales[i] = quantize(x + i * w.inputs, w.inputs, bytes.data() + 2 * i * w.inputs);
-#pragma omp for schedule(runtime)
-        for (int64_t i = 0; i < w.panels(); ++i)
-            outputs(w, i, Rows<T>{x, bytes.data(), scales.data(), rows},
-                    [&](int64_t row, int64_t column, vf sums, int count) {
-                        store_some(out + row * w.outputs + column, sums, count);
-                    });
+            });
+        multiply_all(member, w, Rows<T>{x, bytes.data(), scales.data(), rows},
+                     [&](int64_t row, int64_t column, vf sums, int count) {
+                         store_some(out + row * w.outputs + column, sums, count);
+                     });
     });
 }
 
@@ -54,19 +51,9 @@ void attention(const Step& step, const Heads& heads, const T* q, int64_t q_strid
                T* out, int threads) {
     const Attention todo = plan(step, heads);
     std::vector<float> partials(todo.partials * heads.queries * heads.partial_size());
-    const int64_t out_stride = heads.queries * heads.value_dim;
-    const int64_t num_tiles = int64_t(todo.tiles.size()) * heads.keys;
-    const int64_t num_merges = int64_t(todo.merges.size()) * heads.queries;
-    team().run(threads, [&] {
-        thread_local Scratch<T> scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_tiles; ++i)
-            attend(step, heads, i % heads.keys, todo.tiles[i / heads.keys], q, q_stride, k_cache, v_cache, out,
-                   out_stride, partials.data(), scratch);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_merges; ++i)
-            merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials.data(), out, out_stride,
-                        scratch);
+    team().run(threads, [&](Member& member) {
+        attend_all(member, step, heads, todo, q, q_stride, k_cache, v_cache, out, heads.queries * heads.value_dim,
+                   partials.data());
     });
 }
 
@@ -94,9 +81,9 @@ int64_t vmp_panel_columns() { return NR; }
                               const T* v_cache, T* out, int threads) {                                                \
         attention(*step, *heads, q, q_stride, k_cache, v_cache, out, threads);                                        \
     }                                                                                                                 \
-    void vmp_decoder_layer_##NAME(const DecoderLayer<T>* layer, const Step* step, int is_first, T* x, T* residual,     \
-                                  const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, int threads) {  \
-        run(*layer, *step, is_first, x, residual, positions, cos_sin, k_cache, v_cache, threads);                     \
+    void vmp_decoder_##NAME(const Decoder<T>* decoder, const Step* step, T* x, const int64_t* positions,               \
+                            const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads) {          \
+        run(*decoder, *step, x, positions, cos_sin, k_caches, v_caches, out, threads);                                \
     }
 
 FOR_TYPE(float32, float)

@@ -5,13 +5,12 @@
 // output is summed over the inputs in their order, in one accumulator: a row's result is the same in any company.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "simd.h"
+#include "team.h"
 
 namespace vmp {
 
@@ -220,16 +219,6 @@ inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weigh
     }
 }
 
-// How the loops over panels that are `schedule(runtime)` share them out. A thread that takes a few at a time leaves the
-// rest to the others when it loses its processor. With several tiles of rows, in which the weights are read from afar in
-// one and the rest only computes, it keeps to its own stretch, whose next panel it asks for meanwhile.
-inline void share_panels(int64_t rows) {
-    if (rows > MR)
-        omp_set_schedule(omp_sched_static, 0);
-    else
-        omp_set_schedule(omp_sched_dynamic, 2);
-}
-
 // The products of all rows with panel `i`, the bias added: `take(row, first, second)`, the vectors of its columns.
 template <class T, class Take>
 inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& take) {
@@ -260,15 +249,28 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
     }
 }
 
-// The same for each vector of outputs: `put(row, column, vector, count)`.
+// `f(i)` for each panel. A thread that takes a few at a time leaves the rest to the others when it loses its processor.
+// With several tiles of rows, in which the weights are read from afar in one and the rest only computes, it keeps to its
+// own stretch, whose next panel it asks for meanwhile.
+template <class T, class F>
+inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) {
+    if (rows * (w.scales ? 2 : 1) > MR)
+        member.each(w.panels(), f);
+    else
+        member.each_in_turn(w.panels(), 2, f);
+}
+
+// The products of all rows with the whole matrix: `put(row, column, vector, count)` for each vector of outputs.
 template <class T, class Put>
-inline void outputs(const Linear<T>& w, int64_t i, const Rows<T>& x, Put&& put) {
-    const int64_t column = i * NR;
-    const int count0 = int(std::min<int64_t>(W, w.outputs - column));
-    const int count1 = int(std::min<int64_t>(W, w.outputs - column - W));
-    products(w, i, x, [&](int64_t row, vf first, vf second) {
-        put(row, column, first, count0);
-        if (count1 > 0) put(row, column + W, second, count1);
+inline void multiply_all(Member& member, const Linear<T>& w, const Rows<T>& x, Put&& put) {
+    each_panel(member, w, x.count, [&](int64_t i) {
+        const int64_t column = i * NR;
+        const int count0 = int(std::min<int64_t>(W, w.outputs - column));
+        const int count1 = int(std::min<int64_t>(W, w.outputs - column - W));
+        products(w, i, x, [&](int64_t row, vf first, vf second) {
+            put(row, column, first, count0);
+            if (count1 > 0) put(row, column + W, second, count1);
+        });
     });
 }
 

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <omp.h>
+#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 
 namespace vmp {
@@ -16,12 +19,58 @@ inline double seconds(clockid_t clock) {
     return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
 }
 
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
 // Chooses how many threads take part. At each barrier all wait for the one that has lost most of its time to other
 // programs, so where these want the processors, fewer threads are several times faster than one for each processor. What
 // is computed does not depend on their number.
 class Team {
    public:
-    // Lets up to `most` threads run `body`, whose loops are shared out by `omp for`.
+    // What a thread goes by in a region, whose loops all threads of the team go through together. At the end of each
+    // loop they wait for one another. The barriers are our own, as those of OpenMP take several times as long.
+    class Member {
+       public:
+        explicit Member(Team& team) : team_(team), number_(omp_get_thread_num()) {}
+
+        // The indices below `count`, in one stretch for each thread.
+        template <class F>
+        void each(int64_t count, F&& f) {
+            const int64_t end = count * (number_ + 1) / team_.size_;
+            for (int64_t i = count * number_ / team_.size_; i < end; ++i) f(i);
+            wait();
+        }
+
+        // The same, `chunk` at a time for whichever thread is free. One that loses its processor leaves the rest to the
+        // others.
+        template <class F>
+        void each_in_turn(int64_t count, int64_t chunk, F&& f) {
+            for (int64_t begin; (begin = team_.next_.fetch_add(chunk, std::memory_order_relaxed)) < count;)
+                for (int64_t i = begin, end = std::min(count, begin + chunk); i < end; ++i) f(i);
+            wait();
+        }
+
+       private:
+        Team& team_;
+        const int64_t number_;
+
+        void wait() {
+            const uint32_t round = team_.round_.load(std::memory_order_relaxed);
+            if (team_.arrived_.fetch_add(1, std::memory_order_acq_rel) == team_.size_ - 1) {
+                team_.arrived_.store(0, std::memory_order_relaxed);
+                team_.next_.store(0, std::memory_order_relaxed);
+                team_.round_.store(round + 1, std::memory_order_release);
+                return;
+            }
+            for (int turns = 0; team_.round_.load(std::memory_order_acquire) == round; ++turns)
+                turns < PATIENCE ? relax() : (void)sched_yield();
+        }
+    };
+
+    // Lets up to `most` threads run `body(member)`.
     template <class Body>
     void run(int most, Body&& body) {
         const int threads = std::max(1, most >> halvings_);
@@ -29,8 +78,11 @@ class Team {
         double least = std::numeric_limits<double>::infinity();
 #pragma omp parallel num_threads(threads) reduction(min : least)
         {
+#pragma omp single
+            size_ = omp_get_num_threads();
             const double start = seconds(CLOCK_THREAD_CPUTIME_ID);
-            body();
+            Member member(*this);
+            body(member);
             least = seconds(CLOCK_THREAD_CPUTIME_ID) - start;
         }
         const double now = seconds(CLOCK_MONOTONIC);
@@ -38,10 +90,16 @@ class Team {
     }
 
    private:
+    static constexpr int PATIENCE = 2000;  // turns of waiting, some 50 us, before giving up the processor
     static constexpr double MEMORY_S = 0.03;
     static constexpr double ENOUGH_S = 0.01;   // of computing, to judge by
     static constexpr double MOST_LOST = 0.3;   // of the time, by the thread that lost most
     static constexpr double FIRST_HOLD_S = 0.1, LONGEST_HOLD_S = 3.0;
+
+    int size_ = 1;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> round_{0};
 
     int halvings_ = 0;
     double spent_ = 0, lost_ = 0;  // lately
@@ -67,6 +125,8 @@ class Team {
         }
     }
 };
+
+using Member = Team::Member;
 
 // The calls come from one thread at a time.
 inline Team& team() {

@@ -1,0 +1,167 @@
+// The layers of a decoder of the Llama family, and its last norm, without a return in between.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+#include "team.h"
+
+namespace vmp {
+
+template <class T>
+struct DecoderLayer {
+    const T* input_norm;
+    const T* post_attention_norm;
+    const T* q_norm;  // or null
+    const T* k_norm;
+    Linear<T> qkv;
+    Linear<T> o;
+    Linear<T> gate_up;  // panels of W columns of gate beside the same columns of up
+    Linear<T> down;
+    Heads heads;
+    int64_t inner;
+};
+
+template <class T>
+struct Decoder {
+    const DecoderLayer<T>* layers;
+    int64_t num_layers;
+    const T* norm;
+    float eps;
+};
+
+// Rows as the next product takes them: of T, and for weights of 8 bits in as many.
+template <class T>
+struct RowBuffer {
+    std::vector<T> values;
+    std::vector<uint8_t> bytes;
+    std::vector<float> scales;
+
+    void fit(int64_t rows, int64_t most_inputs) {
+        values.resize(rows * most_inputs);
+        bytes.resize(2 * rows * most_inputs);
+        scales.resize(rows);
+    }
+
+    void quantize_row(const T* x, int64_t inputs, int64_t row) {
+        scales[row] = quantize(x, inputs, bytes.data() + 2 * row * inputs);
+    }
+
+    Rows<T> rows(const T* x, int64_t count) const { return {x, bytes.data(), scales.data(), count}; }
+};
+
+// What the layers of a step share; it grows to what the largest step needs.
+template <class T>
+struct Buffers {
+    RowBuffer<T> normed;
+    std::vector<T> qkv, attended, inner;
+    std::vector<float> partials;
+};
+
+// Up to so many rows are normed and quantized by every thread for itself, as waiting for one another takes longer.
+constexpr int64_t FEW = 2;
+
+// One layer by all members of a team: what it adds to `x` [num_tokens, hidden].
+template <class T>
+void add_layer(Member& member, const DecoderLayer<T>& layer, const Step& step, const Attention& todo, float eps, T* x,
+               const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<T>& b) {
+    const Heads& heads = layer.heads;
+    const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
+    const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
+    thread_local RowBuffer<T> own;
+    if (tokens <= FEW) own.fit(tokens, std::max({hidden, attended_size, layer.inner}));
+    RowBuffer<T>& normed = tokens <= FEW ? own : b.normed;
+    auto each_row = [&](auto&& f) {
+        if (tokens > FEW) return member.each(tokens, f);
+        for (int64_t i = 0; i < tokens; ++i) f(i);
+    };
+    auto norm = [&](const T* weight, const Linear<T>& next) {
+        each_row([&](int64_t i) {
+            T* out = normed.values.data() + i * hidden;
+            rms_norm(x + i * hidden, weight, hidden, eps, out);
+            if (next.scales) normed.quantize_row(out, hidden, i);
+        });
+        return normed.rows(normed.values.data(), tokens);
+    };
+    auto rows_of = [&](const std::vector<T>& some, const Linear<T>& next) {
+        if (next.scales) each_row([&](int64_t i) { normed.quantize_row(some.data() + i * next.inputs, next.inputs, i); });
+        return normed.rows(some.data(), tokens);
+    };
+    auto add_to_x = [&](int64_t row, int64_t column, vf sums, int count) {
+        T* out = x + row * hidden + column;
+        store_some(out, load_some(out, count) + rounded<T>(sums), count);
+    };
+
+    multiply_all(member, layer.qkv, norm(layer.input_norm, layer.qkv),
+                 [&](int64_t row, int64_t column, vf sums, int count) {
+                     store_some(b.qkv.data() + row * qkv_size + column, sums, count);
+                 });
+    member.each(tokens * all_heads, [&](int64_t i) {
+        const int64_t token = i / all_heads, head = i % all_heads, slot = step.slot_mapping[token];
+        T* at = b.qkv.data() + token * qkv_size + head * head_dim;
+        if (head < heads.queries + heads.keys) {
+            const T* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
+            if (weight) rms_norm(at, weight, head_dim, eps, at);
+            rotate(at, cos_sin + positions[token] * head_dim, head_dim);
+        }
+        if (head >= heads.queries) {
+            const bool is_key = head < heads.queries + heads.keys;
+            const int64_t kv_head = (head - heads.queries) % heads.keys;
+            std::memcpy((is_key ? k_cache : v_cache) + (slot * heads.keys + kv_head) * head_dim, at,
+                        sizeof(T) * head_dim);
+        }
+    });
+    attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, k_cache, v_cache, b.attended.data(), attended_size,
+               b.partials.data());
+    multiply_all(member, layer.o, rows_of(b.attended, layer.o), add_to_x);
+
+    const Rows<T> rows = norm(layer.post_attention_norm, layer.gate_up);
+    each_panel(member, layer.gate_up, tokens, [&](int64_t i) {
+        const int64_t column = i * W;
+        const int count = int(std::min<int64_t>(W, layer.inner - column));
+        products(layer.gate_up, i, rows, [&](int64_t row, vf gate, vf up) {
+            vf product = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(up);
+            store_some(b.inner.data() + row * layer.inner + column, product, count);
+        });
+    });
+    multiply_all(member, layer.down, rows_of(b.inner, layer.down), add_to_x);
+}
+
+// `x` [num_tokens, hidden] are the embeddings, which are overwritten; `positions` [num_tokens]; `cos_sin` [max_position,
+// head_dim]; a cache for each layer; `out` as `x`.
+template <class T>
+void run(const Decoder<T>& decoder, const Step& step, T* x, const int64_t* positions, const T* cos_sin,
+         T* const* k_caches, T* const* v_caches, T* out, int threads) {
+    static Buffers<T> b;
+    const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
+    std::vector<Attention> plans(decoder.num_layers);
+    std::vector<const Attention*> plan_of(decoder.num_layers);
+    for (int64_t i = 0; i < decoder.num_layers; ++i) {
+        const DecoderLayer<T>& layer = decoder.layers[i];
+        const int64_t attended_size = layer.o.inputs;
+        b.qkv.resize(std::max<int64_t>(b.qkv.size(), tokens * layer.qkv.outputs));
+        b.attended.resize(std::max<int64_t>(b.attended.size(), tokens * attended_size));
+        b.inner.resize(std::max<int64_t>(b.inner.size(), tokens * layer.inner));
+        if (tokens > FEW) b.normed.fit(tokens, std::max({hidden, attended_size, layer.inner}));
+        int64_t same = 0;  // a layer before this one with the same window
+        while (decoder.layers[same].heads.window != layer.heads.window) ++same;
+        if (same == i) plans[i] = plan(step, layer.heads);
+        plan_of[i] = &plans[same];
+        b.partials.resize(
+            std::max<int64_t>(b.partials.size(), plans[same].partials * layer.heads.queries * layer.heads.partial_size()));
+    }
+    // After some milliseconds the team is gathered again, in the number that is best then.
+    const int64_t stretch = std::max<int64_t>(1, 512 / std::max<int64_t>(1, tokens));
+    for (int64_t first = 0; first < decoder.num_layers; first += stretch)
+        team().run(threads, [&](Member& member) {
+            const int64_t end = std::min(decoder.num_layers, first + stretch);
+            for (int64_t i = first; i < end; ++i)
+                add_layer(member, decoder.layers[i], step, *plan_of[i], decoder.eps, x, positions, cos_sin, k_caches[i],
+                          v_caches[i], b);
+            if (end == decoder.num_layers)
+                member.each(tokens, [&](int64_t i) {
+                    rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, out + i * hidden);
+                });
+        });
+}
+
+}  // namespace vmp

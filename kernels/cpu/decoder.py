@@ -1,0 +1,108 @@
+"""The layers of a decoder of the Llama family as one call of the C++ kernels."""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from ctypes import c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vllm_mp.kernels.cpu.attention import c_step
+from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, Library
+from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
+from vllm_mp.kernels.reference import AttentionMetadata
+
+
+class LayerWeights(NamedTuple):
+    """What a decoder layer is made of. A projection is (weight [out, in], bias [out] or None)."""
+
+    input_norm: Tensor
+    post_attention_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv_proj: tuple[Tensor, Tensor | None]
+    o_proj: tuple[Tensor, Tensor | None]
+    gate_up_proj: tuple[Tensor, Tensor | None]
+    down_proj: tuple[Tensor, Tensor | None]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+class FusedDecoder(nn.Module):
+    """Computes what the modules do of which the weights are; the interface is that of `llama.Decoder`."""
+
+    def __init__(
+        self, library: Library, layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None
+    ) -> None:
+        """Each of the `layers` is asked for when the one before has been copied."""
+        super().__init__()
+        self._run = library.function("decoder", norm.dtype)
+        self._kept: list[Any] = []
+        """The memory that the interface points to."""
+        interfaces = [self._packed(library, layer, quantization) for layer in layers]
+        self._norm = norm.detach().clone()
+        self._layers = (CDecoderLayer * len(interfaces))(*interfaces)
+        self._pointer = ctypes.byref(CDecoder(self._layers, len(interfaces), self._norm.data_ptr(), eps))
+
+    def _packed(self, library: Library, layer: LayerWeights, quantization: str | None) -> CDecoderLayer:
+        projections = [
+            PackedLinear(library, *layer.qkv_proj, quantization),
+            PackedLinear(library, *layer.o_proj, quantization),
+            PackedLinear(library, *layer.gate_up_proj, quantization, is_pair=True),
+            PackedLinear(library, *layer.down_proj, quantization),
+        ]
+        norms = [
+            None if norm is None else norm.detach().clone()
+            for norm in (layer.input_norm, layer.post_attention_norm, layer.q_norm, layer.k_norm)
+        ]
+        self._kept += [*projections, *norms]
+        heads = CHeads(
+            queries=layer.num_heads,
+            keys=layer.num_kv_heads,
+            key_dim=layer.head_dim,
+            value_dim=layer.head_dim,
+            window=layer.window or 0,
+            scale=layer.scale,
+            soft_cap=0.0,
+        )
+        return CDecoderLayer(
+            *(None if norm is None else norm.data_ptr() for norm in norms),
+            *(part.interface for part in projections),
+            heads,
+            projections[-1].interface.inputs,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Embeddings `x`, which are overwritten, to normed hidden states, both [num_tokens, hidden_size]."""
+        out = torch.empty_like(x)
+        num_layers = len(self._layers)
+        step = c_step(metadata, kv_caches[0][0].shape[1])
+        self._run(
+            self._pointer,
+            ctypes.byref(step),
+            x.data_ptr(),
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            (c_void_p * num_layers)(*[keys.data_ptr() for keys, _ in kv_caches]),
+            (c_void_p * num_layers)(*[values.data_ptr() for _, values in kv_caches]),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def can_fuse(weights: LayerWeights) -> bool:
+    """Whether the kernels take such a layer."""
+    projections = (weights.qkv_proj, weights.o_proj, weights.gate_up_proj, weights.down_proj)
+    return weights.head_dim % 2 == 0 and all(can_pack(weight) for weight, _ in projections)
