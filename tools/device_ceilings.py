@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what a device can do at best: bytes moved by a copy, and operations of a matrix product, each per second.
+"""Measure what a device can do at best: bytes read, bytes moved by a copy, operations of a matrix product, a second.
 
 Prints one JSON object, with what PyTorch says about the device. No speed of an engine on this device is above these.
 """
@@ -38,6 +38,12 @@ def copy_bytes_per_s(device: str, size: int) -> float:
     return 2 * size / _median_seconds(lambda: target.copy_(source), device)
 
 
+def read_bytes_per_s(device: str, size: int) -> float:
+    """Of adding up `size` bytes."""
+    source = torch.ones(size // 4, device=device)
+    return size / _median_seconds(lambda: source.sum(), device)
+
+
 def matmul_flops_per_s(device: str, size: int, dtype: torch.dtype) -> float:
     """Of the product of two random matrices [size, size] of type `dtype`."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
@@ -72,6 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     result = {
         "device": describe(args.device),
+        "read_bytes_per_s": read_bytes_per_s(args.device, args.copy_bytes),
         "copy_bytes_per_s": copy_bytes_per_s(args.device, args.copy_bytes),
         "matmul_flops_per_s": matmul_flops_per_s(args.device, args.matrix_size, getattr(torch, args.dtype)),
     }

@@ -1,7 +1,6 @@
 """How fast a batch of equal requests is answered."""
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import os
@@ -24,15 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import uvloop
+
     from vllm_mp.client.async_llm import AsyncLLM
 
     for name in ("batch_size", "input_len", "output_len", "rounds"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    given = AsyncEngineArgs.from_cli_args(args)
     engine_args = dataclasses.replace(
-        AsyncEngineArgs.from_cli_args(args), disable_log_requests=True, skip_tokenizer_init=True
+        given,
+        disable_log_requests=True,
+        skip_tokenizer_init=True,
+        max_num_seqs=max(given.max_num_seqs or 256, args.batch_size),
     )
-    engine_args = dataclasses.replace(engine_args, max_num_seqs=max(engine_args.max_num_seqs or 256, args.batch_size))
     chance = random.Random(0)
     firsts, gaps, rates, seconds = [], [], [], []
     llm = AsyncLLM.from_engine_args(engine_args)
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
                 LoadRequest(random_prompt(chance, vocab_size, args.input_len), args.output_len)
                 for _ in range(args.batch_size)
             ]
-            timelines = asyncio.run(run_load(llm, requests))
+            timelines = uvloop.run(run_load(llm, requests))
             if turn == 0:
                 continue
             firsts += [one.first_token_s for one in timelines]

@@ -1,14 +1,12 @@
 """How many tokens a second an engine makes of a load of mixed requests."""
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import os
-import random
 from pathlib import Path
 
-from vllm_mp.cli.load import LoadRequest, percentiles, random_prompt, run_load
+from vllm_mp.cli.load import LoadRequest, percentiles, run_load, uniform_load
 from vllm_mp.engine_args import AsyncEngineArgs
 
 HELP = "tokens per second under a load of requests of mixed lengths that arrive at random or all at once"
@@ -37,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import uvloop
+
     from vllm_mp.client.async_llm import AsyncLLM
 
     if args.num_prompts < 1:
@@ -48,10 +48,13 @@ def run(args: argparse.Namespace) -> int:
     )
     llm = AsyncLLM.from_engine_args(engine_args)
     try:
-        requests = mixed_load(args, llm.model_config.get_vocab_size())
+        vocab_size = llm.model_config.get_vocab_size()
+        requests = uniform_load(
+            vocab_size, args.num_prompts, args.input_len, args.output_len, args.request_rate, args.load_seed
+        )
         warm_up = [LoadRequest(requests[0].prompt[:16], 4)]
-        asyncio.run(run_load(llm, warm_up, args.temperature))
-        timelines = asyncio.run(run_load(llm, requests, args.temperature))
+        uvloop.run(run_load(llm, warm_up, args.temperature))
+        timelines = uvloop.run(run_load(llm, requests, args.temperature))
     finally:
         llm.shutdown()
     seconds = max(one.tokens[-1] for one in timelines)
@@ -81,18 +84,6 @@ def run(args: argparse.Namespace) -> int:
         }
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
-
-
-def mixed_load(args: argparse.Namespace, vocab_size: int) -> list[LoadRequest]:
-    """Requests whose lengths are uniform between the bounds."""
-    chance = random.Random(args.load_seed)
-    requests, arrival = [], 0.0
-    for _ in range(args.num_prompts):
-        prompt = random_prompt(chance, vocab_size, chance.randint(*args.input_len))
-        requests.append(LoadRequest(prompt, chance.randint(*args.output_len), arrival))
-        if args.request_rate is not None:
-            arrival += chance.expovariate(args.request_rate)
-    return requests
 
 
 def _length_range(text: str) -> tuple[int, int]:

@@ -5,13 +5,12 @@ import itertools
 import random
 import statistics
 import time
+import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
-from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp import sampling_params
 
 
 class LoadRequest(NamedTuple):
@@ -43,21 +42,26 @@ def random_prompt(chance: random.Random, vocab_size: int, length: int) -> list[i
     return chance.choices(range(vocab_size), k=length)
 
 
-async def run_load(llm: "AsyncLLM", requests: Sequence[LoadRequest], temperature: float = 0.0) -> list[Timeline]:
-    """Send each request at its time and wait for all; their answers end at the length they ask for."""
+async def run_load(
+    llm: Any, requests: Sequence[LoadRequest], temperature: float = 0.0, api: ModuleType = sampling_params
+) -> list[Timeline]:
+    """Send each request at its time and wait for all; their answers end at the length they ask for.
+
+    `llm` is an `AsyncLLM`, and `api` has the `SamplingParams` that it takes: ours, or vLLM's of the same names.
+    """
     begun = time.perf_counter()
 
     async def one(request: LoadRequest) -> Timeline:
         await asyncio.sleep(max(0.0, begun + request.arrival - time.perf_counter()))
-        params = SamplingParams(
+        params = api.SamplingParams(
             temperature=temperature,
             max_tokens=request.output_len,
             ignore_eos=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=api.RequestOutputKind.DELTA,
         )
         sent, tokens = time.perf_counter() - begun, []
-        async for output in llm.generate({"prompt_token_ids": request.prompt}, params):
+        async for output in llm.generate({"prompt_token_ids": request.prompt}, params, uuid.uuid4().hex):
             tokens += [time.perf_counter() - begun] * len(output.outputs[0].token_ids)
         return Timeline(sent, tokens)
 
@@ -75,6 +79,25 @@ def decode_rate(timelines: Sequence[Timeline]) -> float:
     if tokens < 2 * len(timelines):
         raise ValueError("the streams hardly ever decode all at once; give a longer --output-len")
     return tokens / (end - begin)
+
+
+def uniform_load(
+    vocab_size: int,
+    num_prompts: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    request_rate: float | None,
+    seed: int,
+) -> list[LoadRequest]:
+    """Requests whose lengths are uniform between the bounds, in a Poisson process or all at once."""
+    chance = random.Random(seed)
+    requests, arrival = [], 0.0
+    for _ in range(num_prompts):
+        prompt = random_prompt(chance, vocab_size, chance.randint(*input_len))
+        requests.append(LoadRequest(prompt, chance.randint(*output_len), arrival))
+        if request_rate is not None:
+            arrival += chance.expovariate(request_rate)
+    return requests
 
 
 def percentiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:

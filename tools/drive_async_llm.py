@@ -1,0 +1,38 @@
+"""Send loads through the `AsyncLLMEngine` of a package, vllm or vllm_mp, and write down when every token came.
+
+Runs in the environment of the package with this repository on its path. Standard input has the package's name, the
+arguments of its engine and the loads, each of which begins when the one before it has ended; the timelines of their
+requests are written as JSON into the file that is named on the command line.
+"""
+
+import asyncio
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_mp.cli.load import LoadRequest, Timeline, run_load
+
+
+async def drive(package: str, engine_args: dict[str, Any], loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
+    engines, api = importlib.import_module(package), importlib.import_module(f"{package}.sampling_params")
+    llm = engines.AsyncLLMEngine.from_engine_args(engines.AsyncEngineArgs(**engine_args))
+    try:
+        return [await run_load(llm, load, api=api) for load in loads]
+    finally:
+        llm.shutdown()
+
+
+def main() -> None:
+    import uvloop
+
+    task = json.load(sys.stdin)
+    task["loads"] = [[LoadRequest(*request) for request in load] for load in task["loads"]]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        timelines = runner.run(drive(**task))
+    Path(sys.argv[1]).write_text(json.dumps(timelines))
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file again
+    main()
