@@ -52,6 +52,11 @@ class Logprobs(NamedTuple):
         )
 
 
+def wants_logprobs(batch: Batch, rows: Rows) -> bool:
+    """Whether any of the batch's `rows` does, of the tokens it samples."""
+    return bool((batch.num_logprobs[rows] >= 0).any())
+
+
 class StepLogprobs:
     """The log-probabilities of the tokens that a step samples, for those of its rows that want them.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.device import cache_blocks
-from vllm_mp.core.logprobs import StepLogprobs, prompt_logprobs
+from vllm_mp.core.logprobs import StepLogprobs, prompt_logprobs, wants_logprobs
 from vllm_mp.core.pooler import Pooler
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
@@ -67,8 +67,13 @@ class ModelRunner:
         if not step.samples.any():
             return Computed(np.zeros(0, np.int64), [], of_prompts, vectors)
         last = (np.cumsum(step.counts) - 1)[step.samples]
-        logits = self._compute_logits(hidden[self._to_device(last)])
         rows = step.rows[step.samples]
+        hidden = hidden[self._to_device(last)]
+        if sampler.takes_highest(rows) and not wants_logprobs(batch, rows):
+            self._beat()
+            tokens = sampler.checked(*self._model.argmax(hidden))
+            return Computed(tokens.cpu().numpy(), [], of_prompts, vectors)
+        logits = self._compute_logits(hidden)
         logprobs = StepLogprobs(logits, batch, rows)
         tokens = sampler.sample(logits, rows)
         return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts, vectors)

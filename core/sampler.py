@@ -32,7 +32,7 @@ class Sampler:
         `NO_TOKEN` for a row that allows none: whose logits are not numbers, or all barred.
         """
         batch = self._batch
-        if (batch.has_rules[rows] | (batch.num_tokens[rows] < batch.min_total[rows])).any():
+        if self._has_rules(rows):
             logits = logits.float().contiguous()
             apply_rules(logits, batch, rows)
         highest, tokens = logits.max(dim=-1)
@@ -42,7 +42,20 @@ class Sampler:
         elif len(random):
             index = torch.from_numpy(random).to(self._device)
             tokens[index] = self._draw(logits[index], highest[index], rows[random])
+        return self.checked(highest, tokens)
+
+    def takes_highest(self, rows: Rows) -> bool:
+        """Whether each of `rows` [n] takes the token with the highest logit, whatever the others are."""
+        return not self._has_rules(rows) and not (self._batch.temperature[rows] > 0).any()
+
+    @staticmethod
+    def checked(highest: Tensor, tokens: Tensor) -> Tensor:
+        """`tokens` int64 [n], which are overwritten, with `NO_TOKEN` where the `highest` logit [n] is not finite."""
         return tokens.masked_fill_(~highest.isfinite(), NO_TOKEN)
+
+    def _has_rules(self, rows: Rows) -> bool:
+        batch = self._batch
+        return bool((batch.has_rules[rows] | (batch.num_tokens[rows] < batch.min_total[rows])).any())
 
     def _draw(self, logits: Tensor, highest: Tensor, rows: Rows) -> Tensor:
         """Tokens int64 [n], drawn for `logits` [n, vocab] whose maxima are `highest` [n]."""

@@ -42,6 +42,10 @@ class CausalLM(Protocol):
         """Scores over the vocabulary: [n, hidden_size] to [n, vocab_size], in the model's dtype or float32."""
         ...
 
+    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The highest of the scores of each row, NaN if there is one among them, and its token: both [n]."""
+        ...
+
 
 class NativeModel(CausalLM, Protocol):
     """A model written for this engine, which reads its own checkpoints."""

@@ -87,6 +87,9 @@ class GPT2LMHeadModel(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
+    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lm_head.argmax(hidden)
+
     def pack(self, quantization: str | None) -> None:
         pack_projections(self, quantization)
 

@@ -202,6 +202,9 @@ class LlamaForCausalLM(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
+    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lm_head.argmax(hidden)
+
     def pack(self, quantization: str | None) -> None:
         assert isinstance(self.decoder, Decoder)
         self.decoder = self.decoder.packed(quantization)

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,11 @@ from vllm_mp.kernels.cpu.attention import c_step
 from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, Library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import AttentionMetadata
+
+WORK_A_CALL = 2e9
+"""Products of a weight and a value in a call of more than a layer: some milliseconds."""
+_LEAST_ROWS: Final = 16
+"""What fewer rows cost, as reading the weights takes longer than multiplying them."""
 
 
 class LayerWeights(NamedTuple):
@@ -40,13 +45,15 @@ class FusedDecoder(nn.Module):
     ) -> None:
         """Each of the `layers` is asked for when the one before has been copied."""
         super().__init__()
-        self._run = library.function("decoder", norm.dtype)
         self._kept: list[Any] = []
         """The memory that the interface points to."""
         interfaces = [self._packed(library, layer, quantization) for layer in layers]
+        self._layer_weights = max(map(_num_weights, interfaces))
         self._norm = norm.detach().clone()
-        self._layers = (CDecoderLayer * len(interfaces))(*interfaces)
-        self._pointer = ctypes.byref(CDecoder(self._layers, len(interfaces), self._norm.data_ptr(), eps))
+        self._interfaces = (CDecoderLayer * len(interfaces))(*interfaces)
+        decoder = ctypes.byref(CDecoder(self._interfaces, len(interfaces), self._norm.data_ptr(), eps))
+        run = library.function("decoder", norm.dtype)
+        self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
     def _packed(self, library: Library, layer: LayerWeights, quantization: str | None) -> CDecoderLayer:
         projections = [
@@ -86,10 +93,9 @@ class FusedDecoder(nn.Module):
     ) -> Tensor:
         """Embeddings `x`, which are overwritten, to normed hidden states, both [num_tokens, hidden_size]."""
         out = torch.empty_like(x)
-        num_layers = len(self._layers)
         step = c_step(metadata, kv_caches[0][0].shape[1])
-        self._run(
-            self._pointer,
+        num_layers = len(self.layers)
+        arguments = (
             ctypes.byref(step),
             x.data_ptr(),
             positions.data_ptr(),
@@ -99,7 +105,28 @@ class FusedDecoder(nn.Module):
             out.data_ptr(),
             torch.get_num_threads(),
         )
+        # For each call the threads are gathered anew, in the number that is best then.
+        stretch = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
+        for first in range(0, num_layers, stretch):
+            self.layers[first](min(num_layers, first + stretch), *arguments)
         return out
+
+
+def _num_weights(layer: CDecoderLayer) -> int:
+    return sum(part.inputs * part.outputs for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+
+
+class _LayersFrom(nn.Module):
+    """Layer `first` of a decoder and those after it; a module, so that whoever watches the layers sees them begin."""
+
+    def __init__(self, run: Any, decoder: Any, first: int) -> None:
+        super().__init__()
+        self._run = run
+        self._decoder = decoder
+        self._first = first
+
+    def forward(self, end: int, *arguments: Any) -> None:
+        self._run(self._decoder, self._first, end, *arguments)
 
 
 def can_fuse(weights: LayerWeights) -> bool:

@@ -99,6 +99,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
+    "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_void_p, c_int),
     "attention": (
         POINTER(CStep),
         POINTER(CHeads),
@@ -111,6 +112,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "decoder": (
         POINTER(CDecoder),
+        c_int64,
+        c_int64,
         POINTER(CStep),
         c_void_p,
         c_void_p,

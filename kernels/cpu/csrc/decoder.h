@@ -126,42 +126,38 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const Step& step, c
     multiply_all(member, layer.down, rows_of(b.inner, layer.down), add_to_x);
 }
 
-// `x` [num_tokens, hidden] are the embeddings, which are overwritten; `positions` [num_tokens]; `cos_sin` [max_position,
-// head_dim]; a cache for each layer; `out` as `x`.
+// Layers `first` up to `end`, and after the last one the norm. `x` [num_tokens, hidden] are the embeddings or what the
+// layers before have made of them, and is overwritten; `positions` [num_tokens]; `cos_sin` [max_position, head_dim]; a
+// cache for each layer of the decoder; `out` as `x`.
 template <class T>
-void run(const Decoder<T>& decoder, const Step& step, T* x, const int64_t* positions, const T* cos_sin,
-         T* const* k_caches, T* const* v_caches, T* out, int threads) {
+void run(const Decoder<T>& decoder, int64_t first, int64_t end, const Step& step, T* x, const int64_t* positions,
+         const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads) {
     static Buffers<T> b;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
-    std::vector<Attention> plans(decoder.num_layers);
-    std::vector<const Attention*> plan_of(decoder.num_layers);
-    for (int64_t i = 0; i < decoder.num_layers; ++i) {
+    std::vector<Attention> plans(end - first);
+    std::vector<const Attention*> plan_of(end - first);
+    auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
+    for (int64_t i = first; i < end; ++i) {
         const DecoderLayer<T>& layer = decoder.layers[i];
-        const int64_t attended_size = layer.o.inputs;
-        b.qkv.resize(std::max<int64_t>(b.qkv.size(), tokens * layer.qkv.outputs));
-        b.attended.resize(std::max<int64_t>(b.attended.size(), tokens * attended_size));
-        b.inner.resize(std::max<int64_t>(b.inner.size(), tokens * layer.inner));
-        if (tokens > FEW) b.normed.fit(tokens, std::max({hidden, attended_size, layer.inner}));
-        int64_t same = 0;  // a layer before this one with the same window
+        int64_t same = first;  // the first layer with the same window
         while (decoder.layers[same].heads.window != layer.heads.window) ++same;
-        if (same == i) plans[i] = plan(step, layer.heads);
-        plan_of[i] = &plans[same];
-        b.partials.resize(
-            std::max<int64_t>(b.partials.size(), plans[same].partials * layer.heads.queries * layer.heads.partial_size()));
+        if (same == i) plans[i - first] = plan(step, layer.heads);
+        plan_of[i - first] = &plans[same - first];
+        fit(b.qkv, tokens * layer.qkv.outputs);
+        fit(b.attended, tokens * layer.o.inputs);
+        fit(b.inner, tokens * layer.inner);
+        fit(b.partials, plans[same - first].partials * layer.heads.queries * layer.heads.partial_size());
+        if (tokens > FEW) b.normed.fit(tokens, std::max({hidden, layer.o.inputs, layer.inner}));
     }
-    // After some milliseconds the team is gathered again, in the number that is best then.
-    const int64_t stretch = std::max<int64_t>(1, 512 / std::max<int64_t>(1, tokens));
-    for (int64_t first = 0; first < decoder.num_layers; first += stretch)
-        team().run(threads, [&](Member& member) {
-            const int64_t end = std::min(decoder.num_layers, first + stretch);
-            for (int64_t i = first; i < end; ++i)
-                add_layer(member, decoder.layers[i], step, *plan_of[i], decoder.eps, x, positions, cos_sin, k_caches[i],
-                          v_caches[i], b);
-            if (end == decoder.num_layers)
-                member.each(tokens, [&](int64_t i) {
-                    rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, out + i * hidden);
-                });
-        });
+    team().run(threads, [&](Member& member) {
+        for (int64_t i = first; i < end; ++i)
+            add_layer(member, decoder.layers[i], step, *plan_of[i - first], decoder.eps, x, positions, cos_sin,
+                      k_caches[i], v_caches[i], b);
+        if (end == decoder.num_layers)
+            member.each(tokens, [&](int64_t i) {
+                rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, out + i * hidden);
+            });
+    });
 }
 
 }  // namespace vmp

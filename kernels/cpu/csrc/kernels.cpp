@@ -1,5 +1,7 @@
 // The plain C interface, which kernels/cpu/library.py mirrors. Sizes are in elements, memory is contiguous.
 
+#include <mutex>
+
 #include "decoder.h"
 
 namespace vmp {
@@ -30,19 +32,81 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* 
     }
 }
 
+// The rows as they are multiplied with `w`, which are of 8 bits if its weights are.
+template <class T>
+class Input {
+   public:
+    Input(const Linear<T>& w, const T* x, int64_t rows)
+        : w_(w), x_(x), count_(rows), bytes_(w.scales ? 2 * rows * w.inputs : 0), scales_(w.scales ? rows : 0) {}
+
+    Rows<T> rows(Member& member) {
+        if (w_.scales)
+            member.each(count_, [&](int64_t i) {
+                scales_[i] = quantize(x_ + i * w_.inputs, w_.inputs, bytes_.data() + 2 * i * w_.inputs);
+            });
+        return {x_, bytes_.data(), scales_.data(), count_};
+    }
+
+   private:
+    const Linear<T>& w_;
+    const T* x_;
+    int64_t count_;
+    std::vector<uint8_t> bytes_;
+    std::vector<float> scales_;
+};
+
 template <class T, class Out>
 void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads) {
-    std::vector<uint8_t> bytes(w.scales ? 2 * rows * w.inputs : 0);
-    std::vector<float> scales(w.scales ? rows : 0);
+    Input<T> input(w, x, rows);
     team().run(threads, [&](Member& member) {
-        if (w.scales)
-            member.each(rows, [&](int64_t i) {
-                scales[i] = quantize(x + i * w.inputs, w.inputs, bytes.data() + 2 * i * w.inputs);
+        multiply_all(member, w, input.rows(member), [&](int64_t row, int64_t column, vf sums, int count) {
+            store_some(out + row * w.outputs + column, sums, count);
+        });
+    });
+}
+
+// The highest output of each row and which it is, the first of equal ones; NaN where there is one among them.
+template <class T>
+void argmax(const Linear<T>& w, const T* x, int64_t rows, float* values, int64_t* outputs, int threads) {
+    Input<T> input(w, x, rows);
+    std::fill_n(values, rows, -std::numeric_limits<float>::infinity());
+    std::fill_n(outputs, rows, 0);
+    std::mutex mutex;
+    team().run(threads, [&](Member& member) {
+        // Of the columns that a thread has seen, by their place in a panel: the highest, and its column.
+        struct Best {
+            vf value[2];
+            vi column[2];
+        };
+        thread_local std::vector<Best> best;
+        const vf none = splat(-std::numeric_limits<float>::infinity());
+        best.assign(rows, {{none, none}, {}});
+        vi lane;
+        for (int i = 0; i < W; ++i) lane[i] = i;
+        const Rows<T> given = input.rows(member);
+        each_panel(member, w, rows, [&](int64_t i) {
+            products(w, i, given, [&](int64_t row, vf first, vf second) {
+                auto take = [&](int half, vf value) {
+                    const vi column = lane + int32_t(i * NR + half * W);
+                    Best& so_far = best[row];
+                    const vi is_new = ((value > so_far.value[half]) | (value != value)) & (column < int32_t(w.outputs));
+                    so_far.value[half] = select(is_new, value, so_far.value[half]);
+                    so_far.column[half] = (column & is_new) | (so_far.column[half] & ~is_new);
+                };
+                take(0, first);
+                take(1, second);
             });
-        multiply_all(member, w, Rows<T>{x, bytes.data(), scales.data(), rows},
-                     [&](int64_t row, int64_t column, vf sums, int count) {
-                         store_some(out + row * w.outputs + column, sums, count);
-                     });
+        });
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int64_t row = 0; row < rows; ++row)
+            for (int i = 0; i < NR; ++i) {
+                const float value = best[row].value[i / W][i % W], known = values[row];
+                const int64_t column = best[row].column[i / W][i % W];
+                if (value > known || value != value || (value == known && column < outputs[row])) {
+                    values[row] = value;
+                    outputs[row] = column;
+                }
+            }
     });
 }
 
@@ -81,9 +145,14 @@ int64_t vmp_panel_columns() { return NR; }
                               const T* v_cache, T* out, int threads) {                                                \
         attention(*step, *heads, q, q_stride, k_cache, v_cache, out, threads);                                        \
     }                                                                                                                 \
-    void vmp_decoder_##NAME(const Decoder<T>* decoder, const Step* step, T* x, const int64_t* positions,               \
-                            const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads) {          \
-        run(*decoder, *step, x, positions, cos_sin, k_caches, v_caches, out, threads);                                \
+    void vmp_decoder_##NAME(const Decoder<T>* decoder, int64_t first, int64_t end, const Step* step, T* x,             \
+                            const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches,       \
+                            T* out, int threads) {                                                                    \
+        run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads);                    \
+    }                                                                                                                 \
+    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, float* values, int64_t* outputs,             \
+                            int threads) {                                                                            \
+        argmax(*w, x, rows, values, outputs, threads);                                                               \
     }
 
 FOR_TYPE(float32, float)
