@@ -49,7 +49,12 @@ class RequestStream:
     @property
     def is_over(self) -> bool:
         """Nothing more will arrive."""
-        return self._error is not None or all(answer.finish is not None for answer in self.answers)
+        if self._error is not None:
+            return True
+        for answer in self.answers:  # noqa: SIM110, as a generator takes longer, at every token of every stream
+            if answer.finish is None:
+                return False
+        return True
 
     def take_in_prompt_logprobs(self, message: TokenLogprobs) -> None:
         """Add the log-probabilities of prompt tokens; those that came before are ignored."""
@@ -108,7 +113,12 @@ class RequestStream:
         if known is not None and len(known) < len(self.prompt_token_ids) and not self.is_over:
             # Another answer may be ahead of the first, which brings these; the first output has all of them.
             return False
-        return self._error is not None or any(answer.has_news(self._interval) for answer in self.answers)
+        if self._error is not None:
+            return True
+        for answer in self.answers:  # noqa: SIM110, as in `is_over`
+            if answer.has_news(self._interval):
+                return True
+        return False
 
     def _wake(self) -> None:
         waiter = self._waiter
