@@ -249,15 +249,14 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
     }
 }
 
-// `f(i)` for each panel. A thread that takes a few at a time leaves the rest to the others when it loses its processor.
-// With several tiles of rows, in which the weights are read from afar in one and the rest only computes, it keeps to its
-// own stretch, whose next panel it asks for meanwhile.
+// `f(i)` for each panel. With several tiles of rows, in which the weights are read from afar in one and the rest only
+// computes, a thread keeps to its own stretch, whose next panel it asks for meanwhile.
 template <class T, class F>
 inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) {
     if (rows * (w.scales ? 2 : 1) > MR)
         member.each(w.panels(), f);
     else
-        member.each_in_turn(w.panels(), 2, f);
+        member.each_guided(w.panels(), f);
 }
 
 // The products of all rows with the whole matrix: `put(row, column, vector, count)` for each vector of outputs.

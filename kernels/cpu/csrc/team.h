@@ -44,8 +44,21 @@ class Team {
             wait();
         }
 
-        // The same, `chunk` at a time for whichever thread is free. One that loses its processor leaves the rest to the
-        // others.
+        // The same in stretches that become shorter towards the end, for whichever thread is free. One that loses its
+        // processor leaves the rest to the others.
+        template <class F>
+        void each_guided(int64_t count, F&& f) {
+            std::atomic<int64_t>& next = team_.next_;
+            for (int64_t begin = next.load(std::memory_order_relaxed); begin < count;) {
+                const int64_t end = begin + std::max<int64_t>(1, (count - begin) / (2 * team_.size_));
+                if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+                for (int64_t i = begin; i < end; ++i) f(i);
+                begin = next.load(std::memory_order_relaxed);
+            }
+            wait();
+        }
+
+        // The same, `chunk` at a time.
         template <class F>
         void each_in_turn(int64_t count, int64_t chunk, F&& f) {
             for (int64_t begin; (begin = team_.next_.fetch_add(chunk, std::memory_order_relaxed)) < count;)
