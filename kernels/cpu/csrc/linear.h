@@ -21,8 +21,23 @@ constexpr int MR = 12;
 constexpr int MR = 6;
 #endif
 
+// Bytes of a panel that are multiplied with one 32-bit word of each row.
+constexpr int64_t STEP = 4 * NR;
+
 // Bytes by which weights that are read once are asked for before they are needed.
 constexpr int64_t AHEAD = 4096;
+
+// Weights to ask for while others are multiplied: from `at`, `stride` bytes further with each step.
+struct Soon {
+    const char* at;
+    int64_t stride;
+
+    void ask() {
+        __builtin_prefetch(at);
+        __builtin_prefetch(at + STEP / 2);
+        at += stride;
+    }
+};
 
 // Inputs whose weights lie side by side.
 template <class T>
@@ -117,12 +132,11 @@ using Sum = std::conditional_t<std::is_same_v<T, uint8_t>, vi, vf>;
 // The products of ROWS rows of x with a panel; the two vectors of each row are the columns of the panel. The sums are
 // local until the end, or the compiler would keep them in memory.
 template <int ROWS>
-inline void multiply(const float* x, int64_t stride, const float* panel, int64_t inputs, int64_t ahead,
+inline void multiply(const float* x, int64_t stride, const float* panel, int64_t inputs, Soon soon,
                      vf (&out)[ROWS][2]) {
     vf c[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; ++k, panel += NR) {
-        __builtin_prefetch(panel + ahead);
-        __builtin_prefetch(panel + ahead + W);
+        soon.ask();
         vf b0 = load(panel), b1 = load(panel + W);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
@@ -135,14 +149,13 @@ inline void multiply(const float* x, int64_t stride, const float* panel, int64_t
 }
 
 template <int ROWS>
-inline void multiply(const bf16* x, int64_t stride, const bf16* panel, int64_t inputs, int64_t ahead,
+inline void multiply(const bf16* x, int64_t stride, const bf16* panel, int64_t inputs, Soon soon,
                      vf (&out)[ROWS][2]) {
     vf c[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; k += 2, panel += 2 * NR) {
+        soon.ask();
 #if defined(__AVX512BF16__)
         auto b0 = (__m512bh)_mm512_loadu_si512(panel), b1 = (__m512bh)_mm512_loadu_si512(panel + NR);
-        __builtin_prefetch(panel + ahead);
-        __builtin_prefetch(panel + ahead + NR);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             auto a = (__m512bh)_mm512_set1_epi32(read<int32_t>(x + r * stride + k));
@@ -165,12 +178,11 @@ inline void multiply(const bf16* x, int64_t stride, const bf16* panel, int64_t i
 }
 
 template <int ROWS>
-inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t inputs, int64_t ahead,
+inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t inputs, Soon soon,
                      vi (&out)[ROWS][2]) {
     vi c[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; k += 4, panel += 4 * NR) {
-        __builtin_prefetch(panel + ahead);
-        __builtin_prefetch(panel + ahead + 2 * NR);
+        soon.ask();
         vi b0 = read<vi>(panel), b1 = read<vi>(panel + 2 * NR);
 #if defined(__AVX512VNNI__)
 #pragma GCC unroll 16
@@ -195,25 +207,29 @@ inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int6
 
 // Multiplies `rows` rows with a panel and gives each row's two vectors to `take(row, first, second)`.
 template <int ROWS = MR, class T, class Weight, class Take>
-inline void multiply_rows(int rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, int64_t ahead,
+inline void multiply_rows(int rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Soon soon,
                           Take&& take) {
     if constexpr (ROWS > 0) {
-        if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, stride, panel, inputs, ahead, take);
+        if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, stride, panel, inputs, soon, take);
         Sum<T> c[ROWS][2];
-        multiply<ROWS>(x, stride, panel, inputs, ahead, c);
+        multiply<ROWS>(x, stride, panel, inputs, soon, c);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) take(r, c[r][0], c[r][1]);
     }
 }
 
-// The same for any number of rows, in tiles of about the same height.
+// The same for any number of rows, in tiles of about the same height. With more than one tile, in which the weights come
+// from a cache, the panel that lies behind this one is asked for bit by bit.
 template <class T, class Weight, class Take>
 inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
     const int64_t tiles = (rows + MR - 1) / MR;
+    const char* bytes = (const char*)panel;
+    const int64_t size = inputs * NR * int64_t(sizeof(Weight));
     for (int64_t i = 0, row = 0; i < tiles; ++i) {
         const int64_t end = rows * (i + 1) / tiles;
-        const int64_t ahead = i + 1 < tiles ? 0 : tiles > 1 ? inputs * NR : AHEAD / int64_t(sizeof(Weight));
-        multiply_rows(int(end - row), x + row * stride, stride, panel, inputs, ahead,
+        const Soon soon = tiles > 1 ? Soon{bytes + size + size * i / tiles, (STEP + tiles - 1) / tiles}
+                                    : Soon{bytes + AHEAD, STEP};
+        multiply_rows(int(end - row), x + row * stride, stride, panel, inputs, soon,
                       [&](int r, Sum<T> first, Sum<T> second) { take(row + r, first, second); });
         row = end;
     }
@@ -249,8 +265,7 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
     }
 }
 
-// `f(i)` for each panel. With several tiles of rows, in which the weights are read from afar in one and the rest only
-// computes, a thread keeps to its own stretch, whose next panel it asks for meanwhile.
+// `f(i)` for each panel. With several tiles of rows a thread keeps to its own stretch, whose next panel it asks for.
 template <class T, class F>
 inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) {
     if (rows * (w.scales ? 2 : 1) > MR)
