@@ -66,13 +66,13 @@ class ModelRunner:
         of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size)
         if not step.samples.any():
             return Computed(np.zeros(0, np.int64), [], of_prompts, vectors)
-        last = (np.cumsum(step.counts) - 1)[step.samples]
         rows = step.rows[step.samples]
-        hidden = hidden[self._to_device(last)]
+        if len(rows) < len(hidden):
+            last = (np.cumsum(step.counts) - 1)[step.samples]
+            hidden = hidden[self._to_device(last)]
         if sampler.takes_highest(rows) and not wants_logprobs(batch, rows):
             self._beat()
-            tokens = sampler.checked(*self._model.argmax(hidden))
-            return Computed(tokens.cpu().numpy(), [], of_prompts, vectors)
+            return Computed(self._model.argmax(hidden).cpu().numpy(), [], of_prompts, vectors)
         logits = self._compute_logits(hidden)
         logprobs = StepLogprobs(logits, batch, rows)
         tokens = sampler.sample(logits, rows)

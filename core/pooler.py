@@ -28,8 +28,11 @@ class Pooler:
 
         Called before the step is booked, with every step: `batch.num_computed` is where its chunks begin.
         """
+        is_pooled = batch.is_pooled[step.rows]
+        if not is_pooled.any():
+            return []
         pooled, ends = [], np.cumsum(step.counts)
-        for i in np.flatnonzero(batch.is_pooled[step.rows]).tolist():
+        for i in np.flatnonzero(is_pooled).tolist():
             row, count = int(step.rows[i]), int(step.counts[i])
             states = hidden[int(ends[i]) - count : int(ends[i])]
             pooling = _pooling_of(batch, row)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from vllm_mp.core.apply_rules import apply_rules
 from vllm_mp.core.batch import Batch, Rows
+from vllm_mp.kernels import ops
 
-NO_TOKEN = -1
+NO_TOKEN = ops.NO_PLACE
 _STRETCH = 256
 
 
@@ -42,16 +43,11 @@ class Sampler:
         elif len(random):
             index = torch.from_numpy(random).to(self._device)
             tokens[index] = self._draw(logits[index], highest[index], rows[random])
-        return self.checked(highest, tokens)
+        return tokens.masked_fill_(~highest.isfinite(), NO_TOKEN)
 
     def takes_highest(self, rows: Rows) -> bool:
-        """Whether each of `rows` [n] takes the token with the highest logit, whatever the others are."""
+        """Whether `sample` would give each of `rows` [n] what `ops.argmax` finds in its logits."""
         return not self._has_rules(rows) and not (self._batch.temperature[rows] > 0).any()
-
-    @staticmethod
-    def checked(highest: Tensor, tokens: Tensor) -> Tensor:
-        """`tokens` int64 [n], which are overwritten, with `NO_TOKEN` where the `highest` logit [n] is not finite."""
-        return tokens.masked_fill_(~highest.isfinite(), NO_TOKEN)
 
     def _has_rules(self, rows: Rows) -> bool:
         batch = self._batch

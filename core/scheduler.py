@@ -233,7 +233,7 @@ class Scheduler:
             if request.num_cached:
                 cached.append((request.client, request.slot, request.num_cached))
 
-        at_eos = batch.stops_at_eos[rows] & np.isin(tokens, batch.eos_token_ids)
+        at_eos = batch.stops_at_eos[rows] & (tokens[:, None] == batch.eos_token_ids).any(1)
         stopped_by: dict[int, int] = {}
         for i in np.flatnonzero(batch.has_stop_ids[rows] & ~at_eos).tolist():
             stop_token_ids = batch.request(int(rows[i])).params.stop_token_ids or ()

@@ -16,8 +16,10 @@ from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import (
     ACTIVATIONS,
+    NO_PLACE,
     AttentionMetadata,
     add_rms_norm,
+    argmax,
     encoder_attention,
     gelu,
     gelu_tanh,
@@ -30,10 +32,12 @@ from vllm_mp.kernels.reference import (
 
 __all__ = [
     "ACTIVATIONS",
+    "NO_PLACE",
     "AttentionMetadata",
     "LayerWeights",
     "PackedLinear",
     "add_rms_norm",
+    "argmax",
     "encoder_attention",
     "fuse_decoder",
     "gelu",

@@ -16,6 +16,8 @@ from torch import Tensor
 MAX_GATHERED_TOKENS = 32_768
 MAX_MASK_ELEMENTS = 1 << 24
 
+NO_PLACE = -1
+
 
 class AttentionMetadata(NamedTuple):
     """Where the tokens of one step stand in the paged KV cache.
@@ -159,6 +161,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU's product (Shazeer 2020): `silu(x[..., :dim]) * x[..., dim:]` for `x` [..., 2 * dim]."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """The place of the highest of each row of `scores` [n, size], int64 [n], the first of equal ones.
+
+    `NO_PLACE` where the highest is not finite, or one is NaN.
+    """
+    highest, places = scores.max(dim=-1)
+    return places.masked_fill_(~highest.isfinite(), NO_PLACE)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ class CausalLM(Protocol):
         """Scores over the vocabulary: [n, hidden_size] to [n, vocab_size], in the model's dtype or float32."""
         ...
 
-    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The highest of the scores of each row, NaN if there is one among them, and its token: both [n]."""
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """What `ops.argmax` finds in the scores of `hidden` [n, hidden_size]."""
         ...
 
 

@@ -87,7 +87,7 @@ class GPT2LMHeadModel(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, hidden: Tensor) -> Tensor:
         return self.lm_head.argmax(hidden)
 
     def pack(self, quantization: str | None) -> None:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import PackedLinear, pack_linear
 
 
@@ -52,12 +53,9 @@ class VocabularyHead(nn.Module):
         """[n, hidden_size] to [n, vocab_size], in the model's dtype or, where that costs nothing, in float32."""
         return F.linear(hidden, self.weight) if self._packed is None else self._packed(hidden, torch.float32)
 
-    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The highest score of each row and its token, both [n], without writing the others down where that can be."""
-        if self._packed is not None:
-            return self._packed.argmax(hidden)
-        highest, tokens = self(hidden).max(dim=-1)
-        return highest, tokens
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """What `ops.argmax` finds in the scores of `hidden` [n, hidden_size], without writing these down if it can."""
+        return ops.argmax(self(hidden)) if self._packed is None else self._packed.argmax(hidden)
 
 
 def pack_projections(model: nn.Module, quantization: str | None) -> None:

@@ -174,9 +174,8 @@ class TransformersForCausalLM(nn.Module):
         logits: Tensor = self.causal(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
         return logits
 
-    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        highest, tokens = self.compute_logits(hidden).max(dim=-1)
-        return highest, tokens
+    def argmax(self, hidden: Tensor) -> Tensor:
+        return ops.argmax(self.compute_logits(hidden))
 
     def _decode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         output = self.decoder(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)

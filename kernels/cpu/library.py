@@ -99,7 +99,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
-    "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_void_p, c_int),
+    "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "attention": (
         POINTER(CStep),
         POINTER(CHeads),

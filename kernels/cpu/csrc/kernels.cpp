@@ -65,12 +65,12 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads)
     });
 }
 
-// The highest output of each row and which it is, the first of equal ones; NaN where there is one among them.
+// The place of the highest output of each row, the first of equal ones; -1 where it is not finite, or one is NaN.
 template <class T>
-void argmax(const Linear<T>& w, const T* x, int64_t rows, float* values, int64_t* outputs, int threads) {
+void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int threads) {
     Input<T> input(w, x, rows);
-    std::fill_n(values, rows, -std::numeric_limits<float>::infinity());
-    std::fill_n(outputs, rows, 0);
+    std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
+    std::fill_n(places, rows, 0);
     std::mutex mutex;
     team().run(threads, [&](Member& member) {
         // Of the columns that a thread has seen, by their place in a panel: the highest, and its column.
@@ -102,12 +102,14 @@ void argmax(const Linear<T>& w, const T* x, int64_t rows, float* values, int64_t
             for (int i = 0; i < NR; ++i) {
                 const float value = best[row].value[i / W][i % W], known = values[row];
                 const int64_t column = best[row].column[i / W][i % W];
-                if (value > known || value != value || (value == known && column < outputs[row])) {
+                if (value > known || value != value || (value == known && column < places[row])) {
                     values[row] = value;
-                    outputs[row] = column;
+                    places[row] = column;
                 }
             }
     });
+    for (int64_t row = 0; row < rows; ++row)
+        if (!std::isfinite(values[row])) places[row] = -1;
 }
 
 template <class T>
@@ -150,9 +152,8 @@ int64_t vmp_panel_columns() { return NR; }
                             T* out, int threads) {                                                                    \
         run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads);                    \
     }                                                                                                                 \
-    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, float* values, int64_t* outputs,             \
-                            int threads) {                                                                            \
-        argmax(*w, x, rows, values, outputs, threads);                                                               \
+    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {                \
+        argmax(*w, x, rows, places, threads);                                                                         \
     }
 
 FOR_TYPE(float32, float)
