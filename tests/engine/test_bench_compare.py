@@ -6,25 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_models import SIZES
+from transformers import LlamaConfig
 
 from vllm_mp.architecture import Architecture
 from vllm_mp.cli.load import LoadRequest, Timeline, uniform_load
 from vllm_mp.core.models import build_model
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+CONFIG = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).to_dict()
 
 
 @pytest.fixture(scope="module")
