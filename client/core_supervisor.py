@@ -13,7 +13,7 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.core_source import Core, CoreSource, LaunchedCores
-from vllm_mp.client.hang_watch import HangWatch
+from vllm_mp.client.hang_watch import HangWatch, is_stopped
 from vllm_mp.client.oom_kills import count_oom_kills
 from vllm_mp.client.restart_limit import RestartLimit
 from vllm_mp.errors import EngineStartError
@@ -195,10 +195,11 @@ class CoreSupervisor:
     def _end_hung(self, core: Core) -> Death:
         assert core.process is not None
         status = core.page and core.page.read()
+        was_stopped = is_stopped(core.process.pid)  # by a signal, for which a request has no means
         core.process.kill()
-        limit = self._limits.engine_iteration_timeout_s
-        cause = f"the core process {core.process.pid} made no progress for {limit:g} s: {status}"
-        return self._death(core, cause, was_hung=True)
+        limit, how = self._limits.engine_iteration_timeout_s, ", stopped by a signal" if was_stopped else ""
+        cause = f"the core process {core.process.pid} made no progress for {limit:g} s{how}: {status}"
+        return self._death(core, cause, was_hung=not was_stopped)
 
     def _death(self, core: Core, cause: str, was_hung: bool = False) -> Death:
         status = core.page.read() if core.page else None

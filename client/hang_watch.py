@@ -33,7 +33,7 @@ class HangWatch:
 
     def is_stopped_for_too_long(self) -> bool:
         """Whether the process has been stopped by a signal for too long, all that can be said of one that loads."""
-        return self._has_stood_still("stopped" if _is_stopped(self._pid) else None, 0.0)
+        return self._has_stood_still("stopped" if is_stopped(self._pid) else None, 0.0)
 
     def _has_stood_still(self, seen: object, slack: float) -> bool:
         """`seen`: what would have changed; None if there is nothing that should change."""
@@ -47,7 +47,7 @@ class HangWatch:
         return self._still_s > self._limit_s + slack
 
 
-def _is_stopped(pid: int | None) -> bool:
+def is_stopped(pid: int | None) -> bool:
     """Whether a signal or a debugger has stopped the process; False where the system does not tell."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")

@@ -2,8 +2,8 @@
 
 Whoever was in the step that a core died of may have brought it about. So these run alone on the next core, one after
 the other, until each has got beyond that step, and what kills that core then was alone and is to blame. Where somebody
-outside has killed the core, for which a request has no means, it takes a second time at the same place to rouse
-suspicion, and a request is to blame only if it was alone twice running, or in the step three times.
+outside has killed the core or stopped it, for which a request has no means, it takes a second time at the same place to
+rouse suspicion, and a request is to blame only if it was alone twice running, or in the step three times.
 """
 
 from collections.abc import Iterable

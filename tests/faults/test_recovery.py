@@ -361,6 +361,26 @@ def test_a_core_that_stands_still_is_replaced_while_it_serves_and_while_it_loads
     asyncio.run(run())
 
 
+def test_nobody_is_to_blame_for_signals_that_stop_one_core_after_the_other(make_engine):
+    engine = make_engine(engine_iteration_timeout_s=1.0, fault_injection="slow@step=*,seconds=0.1")
+
+    async def run():
+        tasks = [asyncio.create_task(answer(engine, prompt, greedy(8, ignore_eos=True))) for prompt in (PROMPT, "Two")]
+        for incarnation in (1, 2):
+
+            async def is_in_a_step(incarnation=incarnation):
+                status = engine._supervisor.status()
+                return status is not None and status.incarnation == incarnation and bool(status.step_requests)
+
+            await eventually(is_in_a_step)
+            kill(engine, signal.SIGSTOP)
+        for task in tasks:
+            assert len((await task).outputs[0].token_ids) == 8
+        assert (await engine.core_status())["incarnation"] == 3
+
+    asyncio.run(run())
+
+
 def test_an_idle_core_that_stands_still_is_replaced_when_there_is_work(make_engine):
     engine = make_engine(engine_iteration_timeout_s=0.5)
     kill(engine, signal.SIGSTOP)
