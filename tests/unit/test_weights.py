@@ -75,7 +75,7 @@ def test_single_file_fills_fused_parameters_and_casts(tmp_path: Path) -> None:
     loaded = dict(model.named_parameters())
     at = "model.layers.1.self_attn."
     qkv = torch.cat([tensors[f"{at}{part}_proj.weight"] for part in "qkv"])
-    assert torch.equal(loaded["layers.1.attention.qkv_proj.weight"], qkv.bfloat16())
+    assert torch.equal(loaded["decoder.layers.1.attention.qkv_proj.weight"], qkv.bfloat16())
     assert torch.equal(loaded["embed_tokens"], tensors["model.embed_tokens.weight"].bfloat16())
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
@@ -99,7 +99,7 @@ def test_names_without_the_model_prefix_load(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     model = make_model()
     load_weights(model, tmp_path, "auto", 0)
-    assert torch.equal(dict(model.named_parameters())["norm"], tensors["norm.weight"])
+    assert torch.equal(dict(model.named_parameters())["decoder.norm"], tensors["norm.weight"])
 
 
 def test_tied_head_may_be_present_when_it_is_equal(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:
     values, same, different = (dict(m.named_parameters()) for m in (one, again, other))
     assert all(torch.equal(values[name], same[name]) for name in values)
     assert not torch.equal(values["embed_tokens"], different["embed_tokens"])
-    assert torch.equal(values["norm"], torch.ones(HIDDEN))
+    assert torch.equal(values["decoder.norm"], torch.ones(HIDDEN))
     assert values["embed_tokens"].std().item() == pytest.approx(0.02, rel=0.2)
-    layers = [values[f"layers.{i}.mlp.down_proj.weight"] for i in range(2)]
+    layers = [values[f"decoder.layers.{i}.mlp.down_proj.weight"] for i in range(2)]
     assert not torch.equal(*layers)
 
 
