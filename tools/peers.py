@@ -304,11 +304,13 @@ async def drive_llama_server(port: int, requests: Sequence[LoadRequest]) -> list
             await asyncio.sleep(max(0.0, begun + request.arrival - time.perf_counter()))
             sent, tokens = time.perf_counter() - begun, []
             wanted = {"prompt": request.prompt, "n_predict": request.output_len, "ignore_eos": True, "temperature": 0}
-            wanted |= {"stream": True, "return_tokens": True, "cache_prompt": False}
+            # Tokens that end within a character come with the ones after them, so only the server knows how many came.
+            wanted |= {"stream": True, "timings_per_token": True, "cache_prompt": False}
             async with client.stream("POST", "/completion", json=wanted) as response:
                 async for line in response.aiter_lines():
                     if line.startswith("data: "):
-                        tokens += [time.perf_counter() - begun] * len(json.loads(line[6:]).get("tokens", ()))
+                        count = json.loads(line[6:]).get("timings", {}).get("predicted_n", 0)
+                        tokens += [time.perf_counter() - begun] * (count - len(tokens))
             if len(tokens) != request.output_len:
                 raise RuntimeError(f"llama-server made {len(tokens)} tokens of {request.output_len}")
             return Timeline(sent, tokens)
