@@ -8,6 +8,7 @@ import torch
 from vllm_mp.config import VllmConfig
 
 _CPU_CACHE_LIMIT = 4 * 2**30
+_STEP_TOKENS, _CPU_STEP_TOKENS = 2048, 512
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -36,6 +37,19 @@ def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
         else:
             model.dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
     return _DTYPES[model.dtype]
+
+
+def choose_step_size(config: VllmConfig, device: torch.device) -> None:
+    """Write the most tokens of a step to `scheduler_config`, unless it was given.
+
+    A step has at least a token for every request, and without chunked prefill a whole prompt. All decodes wait for the
+    prompts that are read in the same step; on a CPU more than `_CPU_STEP_TOKENS` at a time make them no faster.
+    """
+    scheduler = config.scheduler_config
+    if not scheduler.max_num_batched_tokens:
+        usual = _CPU_STEP_TOKENS if device.type == "cpu" else _STEP_TOKENS
+        whole_prompt = 0 if scheduler.enable_chunked_prefill else config.model_config.max_model_len
+        scheduler.max_num_batched_tokens = max(usual, scheduler.max_num_seqs, whole_prompt)
 
 
 def set_threads(config: VllmConfig) -> None:

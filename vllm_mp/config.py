@@ -79,7 +79,7 @@ class CacheConfig(msgspec.Struct, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, kw_only=True):
-    """Limits of one step."""
+    """Limits of one step; `max_num_batched_tokens` is 0 until the core has chosen, unless it was given."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -33,7 +33,6 @@ _DTYPES = {"half": "float16", "float": "float32"}
 _LARGEST = 2**63 - 1
 """The largest number that reaches the core as it is."""
 _DEFAULT_MAX_NUM_SEQS = 256
-_DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 
 def _option(
@@ -103,7 +102,9 @@ class EngineArgs:
         None, "do not compute anew what requests have in common at their beginning (on by default)"
     )
     max_num_seqs: int | None = _option(None, "most requests in one step (256)", low=1, high=65_536)
-    max_num_batched_tokens: int | None = _option(None, "most tokens in one step (2048)", low=1, high=2**20)
+    max_num_batched_tokens: int | None = _option(
+        None, "most tokens in one step (2048, on a CPU 512)", low=1, high=2**20
+    )
     max_num_partial_prefills: int = _option(1, "most prompts that may be in progress in one step", low=1)
     enable_chunked_prefill: bool | None = _option(None, "let a long prompt take several steps (on by default)")
     scheduling_policy: str = _option(
@@ -303,11 +304,7 @@ class EngineArgs:
     def _scheduler_config(self, max_model_len: int, is_encoder: bool) -> SchedulerConfig:
         chunked = self.enable_chunked_prefill is not False and not is_encoder
         max_num_batched_tokens = self.max_num_batched_tokens
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(
-                _DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs or 0, 0 if chunked else max_model_len
-            )
-        if not chunked and max_num_batched_tokens < max_model_len:
+        if max_num_batched_tokens is not None and not chunked and max_num_batched_tokens < max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is below max_model_len={max_model_len}, and "
                 + (
@@ -320,15 +317,15 @@ class EngineArgs:
             )
         max_num_seqs = self.max_num_seqs
         if max_num_seqs is None:
-            max_num_seqs = min(_DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens)
-        if max_num_seqs > max_num_batched_tokens:
+            max_num_seqs = min(_DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens or _DEFAULT_MAX_NUM_SEQS)
+        if max_num_batched_tokens is not None and max_num_seqs > max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs} is above max_num_batched_tokens={max_num_batched_tokens}, so a "
                 "step could not give every request a token; lower the first or raise the second"
             )
         return SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens or 0,
             max_num_partial_prefills=self.max_num_partial_prefills,
             enable_chunked_prefill=chunked,
             policy=self.scheduling_policy,

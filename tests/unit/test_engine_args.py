@@ -11,8 +11,10 @@ import typing
 
 import msgspec
 import pytest
+import torch
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.device import choose_step_size
 from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
 
 CONTEXT = 2048
@@ -386,13 +388,13 @@ def test_a_context_longer_than_the_models_is_refused_by_name(model):
 @pytest.mark.parametrize(
     ("options", "seqs", "tokens"),
     [
-        ({}, 256, 2048),
-        ({"max_num_seqs": 5}, 5, 2048),
-        ({"max_num_seqs": 5000}, 5000, 5000),
+        ({}, 256, 0),
+        ({"max_num_seqs": 5}, 5, 0),
+        ({"max_num_seqs": 5000}, 5000, 0),
         ({"max_num_batched_tokens": 100}, 100, 100),
         ({"max_num_batched_tokens": 1}, 1, 1),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 64}, 64, 64),
-        ({"enable_chunked_prefill": False, "max_model_len": 100}, 256, 2048),
+        ({"enable_chunked_prefill": False, "max_model_len": 100}, 256, 0),
     ],
     ids=str,
 )
@@ -407,10 +409,28 @@ def test_more_requests_than_tokens_in_a_step_are_refused_by_name(model):
         config_of(model(), max_num_seqs=65, max_num_batched_tokens=64)
 
 
+@pytest.mark.parametrize(
+    ("options", "device", "tokens"),
+    [
+        ({}, "cpu", 512),
+        ({}, "cuda", 2048),
+        ({"max_num_seqs": 5000}, "cpu", 5000),
+        ({"max_num_seqs": 5000}, "cuda", 5000),
+        ({"enable_chunked_prefill": False}, "cpu", 3000),
+        ({"enable_chunked_prefill": False, "max_model_len": 100}, "cpu", 512),
+        ({"max_num_batched_tokens": 300}, "cpu", 300),
+        ({"max_num_batched_tokens": 300}, "cuda", 300),
+    ],
+    ids=str,
+)
+def test_the_core_chooses_the_most_tokens_of_a_step(model, options, device, tokens):
+    config = config_of(model(max_position_embeddings=3000), **options)
+    choose_step_size(config, torch.device(device))
+    assert config.scheduler_config.max_num_batched_tokens == tokens
+
+
 def test_without_chunked_prefill_a_step_takes_a_whole_context(model):
     folder = model(max_position_embeddings=5000)
-    assert config_of(folder, enable_chunked_prefill=False).scheduler_config.max_num_batched_tokens == 5000
-    assert config_of(folder).scheduler_config.max_num_batched_tokens == 2048
     exact = config_of(folder, enable_chunked_prefill=False, max_model_len=512, max_num_batched_tokens=512)
     assert exact.scheduler_config.max_num_batched_tokens == 512
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=512 .*max_model_len=513.*enable_chunked_prefill"):
