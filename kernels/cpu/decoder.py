@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vllm_mp.kernels.cpu.attention import c_step
 from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, Library
-from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
+from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 from vllm_mp.kernels.reference import AttentionMetadata
 
 WORK_A_CALL = 2e9
@@ -47,7 +47,8 @@ class FusedDecoder(nn.Module):
         super().__init__()
         self._kept: list[Any] = []
         """The memory that the interface points to."""
-        interfaces = [self._packed(library, layer, quantization) for layer in layers]
+        arena = Arena()
+        interfaces = [self._packed(library, layer, quantization, arena) for layer in layers]
         self._layer_weights = max(map(_num_weights, interfaces))
         self._norm = norm.detach().clone()
         self._interfaces = (CDecoderLayer * len(interfaces))(*interfaces)
@@ -55,12 +56,14 @@ class FusedDecoder(nn.Module):
         run = library.function("decoder", norm.dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
-    def _packed(self, library: Library, layer: LayerWeights, quantization: str | None) -> CDecoderLayer:
+    def _packed(
+        self, library: Library, layer: LayerWeights, quantization: str | None, arena: Arena
+    ) -> CDecoderLayer:
         projections = [
-            PackedLinear(library, *layer.qkv_proj, quantization),
-            PackedLinear(library, *layer.o_proj, quantization),
-            PackedLinear(library, *layer.gate_up_proj, quantization, is_pair=True),
-            PackedLinear(library, *layer.down_proj, quantization),
+            PackedLinear(library, *layer.qkv_proj, quantization, arena=arena),
+            PackedLinear(library, *layer.o_proj, quantization, arena=arena),
+            PackedLinear(library, *layer.gate_up_proj, quantization, is_pair=True, arena=arena),
+            PackedLinear(library, *layer.down_proj, quantization, arena=arena),
         ]
         norms = [
             None if norm is None else norm.detach().clone()

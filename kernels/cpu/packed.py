@@ -10,6 +10,29 @@ from vllm_mp.kernels.cpu.library import DTYPES, CLinear, Library
 
 MAX_INT8_INPUTS: Final = 65_536
 """Above which a sum of products of 8 bits may not fit 32."""
+_STRETCH_BYTES: Final = 64 * 2**20
+_ALIGNMENT: Final = 64
+
+
+class Arena:
+    """Memory for many tensors that live equally long, in stretches so long that most of it is in huge pages.
+
+    The system gives them where torch asks for them, as it does in a core (`vllm_mp.config.core_environment`).
+    """
+
+    def __init__(self) -> None:
+        self._stretch = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """[size], not initialized."""
+        num_bytes = size * dtype.itemsize
+        if self._used + num_bytes > len(self._stretch):
+            self._stretch = torch.empty(max(num_bytes, _STRETCH_BYTES), dtype=torch.uint8)
+            self._used = 0
+        taken = self._stretch[self._used : self._used + num_bytes].view(dtype)
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return taken
 
 
 class PackedLinear:
@@ -27,12 +50,13 @@ class PackedLinear:
         quantization: str | None = None,
         *,
         is_pair: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         """`weight` [outputs, inputs] and `bias` [outputs] or None, as `can_pack` allows; both are copied.
 
         `quantization` "int8" is for a number of inputs that four divides; other weights stay as they are. `is_pair`:
         two matrices of the same size, one after the other, of which the kernels take the same columns together; only
-        `interface` is of use then.
+        `interface` is of use then. The packed weights lie in `arena`, if one is given.
         """
         outputs, inputs = weight.shape
         parts = 2 if is_pair else 1
@@ -42,7 +66,8 @@ class PackedLinear:
         is_int8 = quantization == "int8" and inputs % 4 == 0 and inputs <= MAX_INT8_INPUTS
         self._library = library
         self._dtype = weight.dtype
-        self._weight = torch.empty(columns * inputs, dtype=torch.int8 if is_int8 else weight.dtype)
+        empty = torch.empty if arena is None else arena.empty
+        self._weight = empty(columns * inputs, dtype=torch.int8 if is_int8 else weight.dtype)
         self._scales = torch.empty(columns, dtype=torch.float32) if is_int8 else None
         self._sums = torch.empty(columns, dtype=torch.int32) if is_int8 else None
         self._bias = None

@@ -31,22 +31,13 @@ struct Decoder {
 
 // Rows as the next product takes them: of T, and for weights of 8 bits in as many.
 template <class T>
-struct RowBuffer {
+struct RowBuffer : ByteRows<T> {
     std::vector<T> values;
-    std::vector<uint8_t> bytes;
-    std::vector<float> scales;
 
     void fit(int64_t rows, int64_t most_inputs) {
         values.resize(rows * most_inputs);
-        bytes.resize(2 * rows * most_inputs);
-        scales.resize(rows);
+        ByteRows<T>::fit(rows, most_inputs);
     }
-
-    void quantize_row(const T* x, int64_t inputs, int64_t row) {
-        scales[row] = quantize(x, inputs, bytes.data() + 2 * row * inputs);
-    }
-
-    Rows<T> rows(const T* x, int64_t count) const { return {x, bytes.data(), scales.data(), count}; }
 };
 
 // What the layers of a step share; it grows to what the largest step needs.

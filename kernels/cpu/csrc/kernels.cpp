@@ -32,34 +32,19 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* 
     }
 }
 
-// The rows as they are multiplied with `w`, which are of 8 bits if its weights are.
+// The rows as they are multiplied with `w`, which are of 8 bits if its weights are; `bytes` is the memory for these.
 template <class T>
-class Input {
-   public:
-    Input(const Linear<T>& w, const T* x, int64_t rows)
-        : w_(w), x_(x), count_(rows), bytes_(w.scales ? 2 * rows * w.inputs : 0), scales_(w.scales ? rows : 0) {}
-
-    Rows<T> rows(Member& member) {
-        if (w_.scales)
-            member.each(count_, [&](int64_t i) {
-                scales_[i] = quantize(x_ + i * w_.inputs, w_.inputs, bytes_.data() + 2 * i * w_.inputs);
-            });
-        return {x_, bytes_.data(), scales_.data(), count_};
-    }
-
-   private:
-    const Linear<T>& w_;
-    const T* x_;
-    int64_t count_;
-    std::vector<uint8_t> bytes_;
-    std::vector<float> scales_;
-};
+Rows<T> input(Member& member, const Linear<T>& w, const T* x, int64_t rows, ByteRows<T>& bytes) {
+    if (w.scales) member.each(rows, [&](int64_t i) { bytes.quantize_row(x + i * w.inputs, w.inputs, i); });
+    return bytes.rows(x, rows);
+}
 
 template <class T, class Out>
 void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads) {
-    Input<T> input(w, x, rows);
+    ByteRows<T> bytes;
+    if (w.scales) bytes.fit(rows, w.inputs);
     team().run(threads, [&](Member& member) {
-        multiply_all(member, w, input.rows(member), [&](int64_t row, int64_t column, vf sums, int count) {
+        multiply_all(member, w, input(member, w, x, rows, bytes), [&](int64_t row, int64_t column, vf sums, int count) {
             store_some(out + row * w.outputs + column, sums, count);
         });
     });
@@ -68,7 +53,8 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads)
 // The place of the highest output of each row, the first of equal ones; -1 where it is not finite, or one is NaN.
 template <class T>
 void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int threads) {
-    Input<T> input(w, x, rows);
+    ByteRows<T> bytes;
+    if (w.scales) bytes.fit(rows, w.inputs);
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
     std::fill_n(places, rows, 0);
     std::mutex mutex;
@@ -83,7 +69,7 @@ void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int t
         best.assign(rows, {{none, none}, {}});
         vi lane;
         for (int i = 0; i < W; ++i) lane[i] = i;
-        const Rows<T> given = input.rows(member);
+        const Rows<T> given = input(member, w, x, rows, bytes);
         each_panel(member, w, rows, [&](int64_t i) {
             products(w, i, given, [&](int64_t row, vf first, vf second) {
                 auto take = [&](int half, vf value) {

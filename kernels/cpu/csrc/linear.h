@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "simd.h"
 #include "team.h"
@@ -100,6 +101,24 @@ inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     }
     return bound / MOST;
 }
+
+// Memory for rows as `quantize` makes them.
+template <class T>
+struct ByteRows {
+    std::vector<uint8_t> bytes;
+    std::vector<float> scales;
+
+    void fit(int64_t rows, int64_t most_inputs) {
+        bytes.resize(2 * rows * most_inputs);
+        scales.resize(rows);
+    }
+
+    void quantize_row(const T* x, int64_t inputs, int64_t row) {
+        scales[row] = quantize(x, inputs, bytes.data() + 2 * row * inputs);
+    }
+
+    Rows<T> rows(const T* x, int64_t count) const { return {x, bytes.data(), scales.data(), count}; }
+};
 
 // Panel of the columns whose weights, or null for columns that are only there to fill it, begin at `columns`.
 template <class T>
