@@ -83,32 +83,113 @@ inline Attention plan(const Step& step, const Heads& heads) {
     return done;
 }
 
-// Scratch memory of a thread.
-template <class T>
-struct Scratch {
-    std::vector<T> q, k, v, p;
-    std::vector<float> scores, part, total, highest, sums, total_highest, total_sums;
+// Positions of a row, from `begin` up to `end`.
+struct Span {
+    int32_t row;
+    int64_t begin, end;
+};
 
-    void fit(int64_t rows, const Heads& heads) {
-        const int64_t dim = heads.padded_value_dim();
-        q.resize(rows * heads.key_dim);
-        k.resize(KEYS * heads.key_dim);
-        v.resize(KEYS * dim);
-        p.resize(rows * KEYS);
-        scores.resize(rows * KEYS);
-        part.resize(rows * dim);
-        total.resize(rows * dim);
-        highest.resize(rows);
-        sums.resize(rows);
-        total_highest.resize(rows);
-        total_sums.resize(rows);
+// The positions that the queries of a tile see, all of them or those of its part.
+inline Span keys_of(const Step& step, const Heads& heads, const QueryTile& tile) {
+    const int64_t end = step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first)) + tile.count;
+    const int64_t begin = heads.window ? std::max<int64_t>(0, end - tile.count + 1 - heads.window) : 0;
+    if (tile.part < 0) return {tile.row, begin, end};
+    const int64_t start = (begin / PART + tile.part) * PART;
+    return {tile.row, std::max(begin, start), std::min(end, start + PART)};
+}
+
+// The cache slots of the tokens of KEYS positions from `start` on: those from `from` up to `to`, as others are not
+// there.
+struct KeyTile {
+    int64_t start;
+    int from, to;
+    const int64_t* slots;
+};
+
+// The tile of `span` in which position `at` is; `slots` are those of the span, from the start of its first tile on.
+inline KeyTile tile_at(const Span& span, int64_t at, const int64_t* slots) {
+    const int64_t first = span.begin / KEYS * KEYS, start = at / KEYS * KEYS;
+    return {start, int(std::max<int64_t>(0, span.begin - start)), int(std::min<int64_t>(KEYS, span.end - start)),
+            slots + (start - first)};
+}
+
+inline void find_slots(const Step& step, const Span& span, int64_t* slots) {
+    const int32_t* blocks = step.block_table + span.row * step.block_table_stride;
+    slots += span.begin % KEYS;
+    for (int64_t position = span.begin; position < span.end;) {
+        const uint32_t at = uint32_t(position), size = uint32_t(step.block_size);
+        const int64_t first = int64_t(blocks[at / size]) * size;
+        for (uint32_t offset = at % size; offset < size && position < span.end; ++offset, ++position)
+            *slots++ = first + offset;
+    }
+}
+
+// Keys or values of one head.
+template <class T>
+struct Cache {
+    const T* of_head;
+    int64_t stride;
+    int64_t dim;
+
+    const T* at(int64_t slot) const { return of_head + slot * stride; }
+
+    // Where the rows of a tile's first `count` keys are; `zeros` are in the place of those that are not there.
+    void rows(const KeyTile& tile, int count, const T* zeros, const T** out) const {
+        for (int i = 0; i < count; ++i) out[i] = i >= tile.from && i < tile.to ? at(tile.slots[i]) : zeros;
     }
 };
 
+// Rows to ask for while others are multiplied, some with each step.
 template <class T>
-inline void prefetch(const T* p, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i);
-}
+struct SoonRows {
+    Cache<T> cache;
+    KeyTile tile;
+    int at;
+
+    SoonRows(const Cache<T>& cache, const KeyTile& tile) : cache(cache), tile(tile), at(tile.from) {}
+
+    ALWAYS_INLINE void ask() {
+        for (int n = 0; n < ROWS_A_STEP; ++n)
+            if (at < tile.to) prefetch(at++);
+    }
+
+    // What is left after `steps` steps.
+    ALWAYS_INLINE void ask_rest(int64_t steps) const {
+        for (int64_t i = tile.from + steps * ROWS_A_STEP; i < tile.to; ++i) prefetch(int(i));
+    }
+
+   private:
+    static constexpr int ROWS_A_STEP = 2;
+
+    ALWAYS_INLINE void prefetch(int i) const {
+        const T* row = cache.at(tile.slots[i]);
+        for (int64_t n = 0; n < cache.dim; n += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + n);
+    }
+};
+
+// Scratch memory of a thread.
+template <class T>
+struct Scratch {
+    std::vector<T> q, k, v, p, zeros;
+    std::vector<float> scores, part, total, highest, sums, total_highest, total_sums;
+
+    // For `rows` rows of each of `num_heads` KV heads.
+    void fit(int64_t rows, int64_t num_heads, const Heads& heads) {
+        const int64_t dim = heads.padded_value_dim(), all = rows * num_heads;
+        q.resize(all * heads.key_dim);
+        k.resize(KEYS * heads.key_dim);
+        v.resize(KEYS * dim);
+        zeros.resize(std::max(heads.key_dim, heads.value_dim));
+        p.resize(rows * KEYS);
+        scores.resize(rows * KEYS);
+        part.resize(all * dim);
+        total.resize(all * dim);
+        highest.resize(all);
+        sums.resize(all);
+        total_highest.resize(all);
+        total_sums.resize(all);
+    }
+};
 
 // Rows of a W x W matrix of 32-bit values become columns: log2(W) perfect shuffles.
 inline void transpose(vi (&m)[W]) {
@@ -129,56 +210,78 @@ inline void transpose(vi (&m)[W]) {
     }
 }
 
-// Keys as panels of NR columns, one for each key; a null key is zeros.
+// Keys as panels of NR columns, one for each of the `count` keys.
 template <class T>
-inline void pack_keys(const T* const keys[KEYS], int count, int64_t dim, T* panels) {
+inline void pack_keys(const T* const* keys, int count, int64_t dim, T* panels) {
     const int64_t words = dim / KP<T>;
     for (int first = 0; first < count; first += W) {
+        auto key = [&](int i) { return (const int32_t*)keys[first + i]; };
         int32_t* out = (int32_t*)panels + first / NR * NR * words + first % NR;
         int64_t word = 0;
         for (; word + W <= words; word += W) {
             vi block[W];
-            for (int i = 0; i < W; ++i)
-                block[i] = keys[first + i] ? read<vi>((const int32_t*)keys[first + i] + word) : vi{};
+            for (int i = 0; i < W; ++i) block[i] = read<vi>(key(i) + word);
             transpose(block);
             for (int i = 0; i < W; ++i) write(out + (word + i) * NR, block[i]);
         }
         for (; word < words; ++word)
-            for (int i = 0; i < W; ++i)
-                out[word * NR + i] = keys[first + i] ? read<int32_t>((const int32_t*)keys[first + i] + word) : 0;
+            for (int i = 0; i < W; ++i) out[word * NR + i] = key(i)[word];
     }
 }
 
-// Values as panels of NR of their dimensions, whose inputs are the keys; a null value is zeros.
-inline void pack_values(const float* const values[KEYS], int count, int64_t dim, float* panels) {
-    for (int64_t column = 0; column < dim; column += NR)
-        for (int i = 0; i < count; ++i, panels += NR)
-            for (int half = 0; half < NR; half += W) {
-                const int64_t left = dim - column - half;
-                store(panels + half,
-                      values[i] && left > 0 ? load_some(values[i] + column + half, int(std::min<int64_t>(W, left)))
-                                            : vf{});
+// How the halves of two vectors of 16-bit values are brought beside each other: a0 b0 a1 b1 ...
+constexpr struct Beside {
+    alignas(4 * W) uint16_t low[NR] = {}, high[NR] = {};
+
+    constexpr Beside() {
+        for (int i = 0; i < NR; ++i) {
+            low[i] = uint16_t(i / 2 + (i % 2) * NR);
+            high[i] = uint16_t(low[i] + NR / 2);
+        }
+    }
+} BESIDE;
+
+// Values as a panel whose columns are their dimensions, from `column` on, and whose inputs are the keys. The dimensions
+// that fill a vector are `part(key, column)`.
+template <class T, class Part>
+struct Values {
+    const Part& part;
+    int64_t column;
+
+    template <int VECTORS>
+    ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v += 2) {
+            const int64_t from = column + v * W;
+            if constexpr (std::is_same_v<T, float>) {
+                words[v] = part(step, from);
+                words[v + 1] = part(step, from + W);
+            } else {
+                typedef uint16_t vs __attribute__((vector_size(4 * W)));
+                const vs even = (vs)part(2 * step, from), odd = (vs)part(2 * step + 1, from);
+                words[v] = (vi)__builtin_shuffle(even, odd, read<vs>(BESIDE.low));
+                words[v + 1] = (vi)__builtin_shuffle(even, odd, read<vs>(BESIDE.high));
             }
-}
-
-inline void pack_values(const bf16* const values[KEYS], int count, int64_t dim, bf16* panels) {
-    typedef uint16_t vs __attribute__((vector_size(4 * W)));
-    vs low, high;
-    for (int i = 0; i < NR; ++i) {
-        low[i] = uint16_t(i / 2 + (i % 2) * NR);
-        high[i] = uint16_t(low[i] + NR / 2);
+        }
     }
-    auto row = [&](const bf16* value, int64_t column) {
-        if (value && column + NR <= dim) return read<vs>(value + column);
-        uint16_t some[NR] = {};
-        if (value) std::memcpy(some, value + column, sizeof(bf16) * (dim - column));
-        return read<vs>(some);
+};
+
+// Values as such panels, all of them; dimensions that are only there to fill a vector are zeros.
+template <class T>
+inline void pack_values(const T* const* values, int count, int64_t dim, int64_t padded_dim, T* panels) {
+    constexpr int64_t IN_VECTOR = 4 * W / int64_t(sizeof(T));
+    auto part = [&](int64_t key, int64_t from) {
+        if (from + IN_VECTOR <= dim) return read<vi>(values[key] + from);
+        T some[IN_VECTOR] = {};
+        if (from < dim) std::memcpy(some, values[key] + from, sizeof(T) * (dim - from));
+        return read<vi>(some);
     };
-    for (int64_t column = 0; column < dim; column += NR)
-        for (int i = 0; i < count; i += 2, panels += 2 * NR) {
-            vs even = row(values[i], column), odd = row(values[i + 1], column);
-            write(panels, __builtin_shuffle(even, odd, low));
-            write(panels + NR, __builtin_shuffle(even, odd, high));
+    for (int64_t column = 0; column < padded_dim; column += NR)
+        for (int64_t step = 0; step < count / KP<T>; ++step, panels += NR * KP<T>) {
+            vi words[2];
+            Values<T, decltype(part)>{part, column}.get(step, words);
+            write(panels, words[0]);
+            write(panels + NR * KP<T> / 2, words[1]);
         }
 }
 
@@ -194,96 +297,147 @@ inline void merge(float* total, float& total_highest, float& total_sum, const fl
     total_highest = most;
 }
 
-// Attention of `count` query tokens, the heads of one KV head, over the keys of positions [begin, end): into
-// scratch.part [rows, padded value dim], scratch.highest and scratch.sums [rows].
+// The running result of the queries of one KV head: `part` [rows, padded value dim], `highest` and `sums` [rows].
+struct Running {
+    float* part;
+    float* highest;
+    float* sums;
+};
+
+// Takes a tile of keys into the result of the queries `q` [rows, key dim] of one KV head. Few queries take the values as
+// they lie in the cache, for more it pays to pack them.
 template <class T>
-void attend_part(const Step& step, const Heads& heads, int64_t head, const QueryTile& tile, int64_t begin, int64_t end,
-                 const T* k_cache, const T* v_cache, Scratch<T>& s) {
-    const int64_t group = heads.group(), rows = tile.count * group, dim = heads.padded_value_dim();
+void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, const Cache<T>& v,
+                 const SoonRows<T>& soon_keys, const SoonRows<T>& soon_values, const T* q, int64_t rows,
+                 int64_t first_position, const Running& running, Scratch<T>& s) {
+    const int64_t group = heads.group(), dim = heads.padded_value_dim();
+    const int count = (keys.to + NR - 1) / NR * NR;
+    const T* rows_of_keys[KEYS];
+    k.rows(keys, count, s.zeros.data(), rows_of_keys);
+    pack_keys(rows_of_keys, count, k.dim, s.k.data());
+    auto put_scores = [&](int64_t row, int64_t column, vf some) { store(s.scores.data() + row * KEYS + column, some); };
+    if (rows <= MR) {
+        auto panel_at = [&](int64_t column) {
+            return Packed{s.k.data() + column * k.dim, NR * k.dim * int64_t(sizeof(T))};
+        };
+        multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
+    } else {
+        for (int panel = 0; panel < count; panel += NR)
+            multiply_panel(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, [&](int64_t row, vf first, vf second) {
+                put_scores(row, panel, first);
+                put_scores(row, panel + W, second);
+            });
+    }
+    soon_keys.ask_rest(rows <= MR ? k.dim / KP<T> : 0);
+    const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t position = first_position + row / group;
+        float* scores = s.scores.data() + row * KEYS;
+        vf most = splat(NONE);
+        for (int i = 0; i < count; i += W) {
+            vf score = load(scores + i) * heads.scale;
+            if (heads.soft_cap > 0) {
+                vf twice = exp(score * (2 / heads.soft_cap));
+                score = heads.soft_cap * (1.0f - 2.0f / (twice + 1.0f));
+            }
+            if (masks) {
+                const int64_t lowest = heads.window ? position - heads.window + 1 - keys.start : 0;
+                const int32_t from = int32_t(std::max<int64_t>(keys.from, lowest));
+                const int32_t to = int32_t(std::min<int64_t>(keys.to, position + 1 - keys.start));
+                vi at;
+                for (int n = 0; n < W; ++n) at[n] = i + n;
+                score = select((at >= from) & (at < to), score, splat(NONE));
+            }
+            store(scores + i, score);
+            most = select(score > most, score, select(score != score, score, most));
+        }
+        const float tile_highest = highest(most), before = running.highest[row];
+        const float now = tile_highest > before || tile_highest != tile_highest ? tile_highest : before;
+        running.highest[row] = now;
+        const vf shift = splat(now == NONE ? 0.0f : now);
+        vf sums = {};
+        for (int i = 0; i < count; i += W) {
+            vf weight = exp(load(scores + i) - shift);
+            sums += weight;
+            store(s.p.data() + row * KEYS + i, weight);
+        }
+        float kept = 1;
+        if (now != before) {
+            kept = before == NONE ? 0.0f : exp(splat(before - now))[0];
+            float* out = running.part + row * dim;
+            if (before != NONE)
+                for (int64_t i = 0; i < dim; i += W) store(out + i, load(out + i) * kept);
+        }
+        running.sums[row] = running.sums[row] * kept + sum(sums);
+    }
+    auto add = [&](int64_t row, int64_t column, vf some) {
+        float* out = running.part + row * dim + column;
+        store(out, load(out) + some);
+    };
+    const T* values[KEYS];
+    v.rows(keys, count, s.zeros.data(), values);
+    if (rows <= MR && v.dim == dim) {
+        auto part = [&](int64_t key, int64_t from) { return read<vi>(values[key] + from); };
+        auto panel_at = [&](int64_t column) { return Values<T, decltype(part)>{part, column}; };
+        multiply_few(int(rows), s.p.data(), KEYS, panel_at, dim, count, soon_values, add);
+        soon_values.ask_rest(count / KP<T>);
+        return;
+    }
+    soon_values.ask_rest(0);
+    pack_values(values, count, v.dim, dim, s.v.data());
+    for (int64_t column = 0; column < dim; column += NR)
+        multiply_panel(rows, s.p.data(), KEYS, s.v.data() + column * count, count,
+                       [&](int64_t row, vf first, vf second) {
+                           add(row, column, first);
+                           add(row, column + W, second);
+                       });
+}
+
+// The keys and values of a step's tokens in one layer.
+template <class T>
+struct Caches {
+    const T* k;
+    const T* v;
+
+    Cache<T> keys(const Heads& heads, int64_t head) const {
+        return {k + head * heads.key_dim, heads.keys * heads.key_dim, heads.key_dim};
+    }
+    Cache<T> values(const Heads& heads, int64_t head) const {
+        return {v + head * heads.value_dim, heads.keys * heads.value_dim, heads.value_dim};
+    }
+};
+
+// Attention of the queries of a tile, of `num_heads` KV heads from `first_head` on, over the keys of `span`, which are
+// of one part: into part, highest and sums of the scratch memory. The keys of `next` are those that are needed after
+// these.
+template <class T>
+void attend_part(const Step& step, const Heads& heads, int64_t first_head, int64_t num_heads, const QueryTile& tile,
+                 const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
+    const int64_t rows = tile.count * heads.group(), dim = heads.padded_value_dim();
     const int64_t first_position =
         step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first));
-    const int32_t* blocks = step.block_table + tile.row * step.block_table_stride;
-    auto slot_of = [&](int64_t position) {
-        const uint32_t at = uint32_t(position), size = uint32_t(step.block_size);
-        return int64_t(blocks[at / size]) * size + at % size;
-    };
-    std::fill_n(s.part.begin(), rows * dim, 0.0f);
-    std::fill_n(s.highest.begin(), rows, NONE);
-    std::fill_n(s.sums.begin(), rows, 0.0f);
-    for (int64_t start = begin / KEYS * KEYS; start < end; start += KEYS) {
-        const int count = int(std::min<int64_t>(KEYS, (end - start + NR - 1) / NR * NR));
-        const T *keys[KEYS], *values[KEYS];
-        for (int i = 0; i < KEYS; ++i) {
-            const bool is_there = start + i >= begin && start + i < end;
-            const int64_t slot = is_there ? slot_of(start + i) : 0;
-            keys[i] = is_there ? k_cache + (slot * heads.keys + head) * heads.key_dim : nullptr;
-            values[i] = is_there ? v_cache + (slot * heads.keys + head) * heads.value_dim : nullptr;
-            // What is needed next: the next keys of this head, or the first of the next head.
-            const bool goes_on = start + KEYS < end;
-            const int64_t next = goes_on ? start + KEYS + i : begin + i, of = head + !goes_on;
-            if (next < end && of < heads.keys) {
-                const int64_t slot = slot_of(next);
-                prefetch(k_cache + (slot * heads.keys + of) * heads.key_dim, heads.key_dim);
-                prefetch(v_cache + (slot * heads.keys + of) * heads.value_dim, heads.value_dim);
-            }
+    std::fill_n(s.part.begin(), num_heads * rows * dim, 0.0f);
+    std::fill_n(s.highest.begin(), num_heads * rows, NONE);
+    std::fill_n(s.sums.begin(), num_heads * rows, 0.0f);
+    int64_t slots[PART], next_slots[KEYS];
+    find_slots(step, span, slots);
+    const Span first_of_next{next.row, next.begin, std::min(next.end, next.begin / KEYS * KEYS + KEYS)};
+    find_slots(step, first_of_next, next_slots);
+    for (int64_t i = 0; i < num_heads; ++i) {
+        const int64_t head = first_head + i;
+        const Running running{s.part.data() + i * rows * dim, s.highest.data() + i * rows, s.sums.data() + i * rows};
+        for (int64_t at = span.begin / KEYS * KEYS; at < span.end; at += KEYS) {
+            // What is needed next: the next keys of this head, or the first ones of the next head, or of what follows.
+            const bool goes_on = at + KEYS < span.end, has_more_heads = i + 1 < num_heads;
+            const int64_t then_head = goes_on ? head : has_more_heads ? head + 1 : first_head;
+            const KeyTile then = goes_on          ? tile_at(span, at + KEYS, slots)
+                                 : has_more_heads ? tile_at(span, span.begin, slots)
+                                                  : tile_at(first_of_next, first_of_next.begin, next_slots);
+            attend_keys(heads, tile_at(span, at, slots), caches.keys(heads, head), caches.values(heads, head),
+                        SoonRows<T>(caches.keys(heads, then_head), then),
+                        SoonRows<T>(caches.values(heads, then_head), then), s.q.data() + i * rows * heads.key_dim, rows,
+                        first_position, running, s);
         }
-        pack_keys(keys, count, heads.key_dim, s.k.data());
-        pack_values(values, count, heads.value_dim, s.v.data());
-        for (int panel = 0; panel < count; panel += NR)
-            multiply_panel(rows, s.q.data(), heads.key_dim, s.k.data() + panel * heads.key_dim, heads.key_dim,
-                           [&](int64_t row, vf first, vf second) {
-                               float* out = s.scores.data() + row * KEYS + panel;
-                               store(out, first);
-                               store(out + W, second);
-                           });
-        const bool masks = start < begin || start + count > first_position + 1 || heads.window;
-        for (int64_t row = 0; row < rows; ++row) {
-            const int64_t position = first_position + row / group;
-            float* scores = s.scores.data() + row * KEYS;
-            vf most = splat(NONE);
-            for (int i = 0; i < count; i += W) {
-                vf score = load(scores + i) * heads.scale;
-                if (heads.soft_cap > 0) {
-                    vf twice = exp(score * (2 / heads.soft_cap));
-                    score = heads.soft_cap * (1.0f - 2.0f / (twice + 1.0f));
-                }
-                if (masks) {
-                    const int64_t lowest = heads.window ? std::max(begin, position - heads.window + 1) : begin;
-                    const int32_t from = int32_t(std::max<int64_t>(0, lowest - start));
-                    const int32_t to = int32_t(std::min<int64_t>(KEYS, std::min(end, position + 1) - start));
-                    vi at;
-                    for (int n = 0; n < W; ++n) at[n] = i + n;
-                    score = select((at >= from) & (at < to), score, splat(NONE));
-                }
-                store(scores + i, score);
-                most = select(score > most, score, select(score != score, score, most));
-            }
-            const float tile_highest = highest(most), before = s.highest[row];
-            const float now = tile_highest > before || tile_highest != tile_highest ? tile_highest : before;
-            s.highest[row] = now;
-            const vf shift = splat(now == NONE ? 0.0f : now);
-            vf sums = {};
-            for (int i = 0; i < count; i += W) {
-                vf weight = exp(load(scores + i) - shift);
-                sums += weight;
-                store(s.p.data() + row * KEYS + i, weight);
-            }
-            float kept = 1;
-            if (now != before) {
-                kept = before == NONE ? 0.0f : exp(splat(before - now))[0];
-                float* out = s.part.data() + row * dim;
-                if (before != NONE)
-                    for (int64_t i = 0; i < dim; i += W) store(out + i, load(out + i) * kept);
-            }
-            s.sums[row] = s.sums[row] * kept + sum(sums);
-        }
-        for (int64_t column = 0; column < dim; column += NR)
-            multiply_panel(rows, s.p.data(), KEYS, s.v.data() + column * count, count,
-                           [&](int64_t row, vf first, vf second) {
-                               float* out = s.part.data() + row * dim + column;
-                               store(out, load(out) + first);
-                               store(out + W, load(out + W) + second);
-                           });
     }
 }
 
@@ -292,23 +446,26 @@ inline void put_result(const float* total, float sum, int64_t dim, T* out) {
     for (int64_t i = 0; i < dim; i += W) store_some(out + i, load(total + i) / sum, int(std::min<int64_t>(W, dim - i)));
 }
 
-// One tile and KV head. `q` and `out` have a row for each query token, `q_stride` and `out_stride` apart.
+// One tile, of `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each query token, `q_stride` and
+// `out_stride` apart. The keys of `next` are those that are needed after these.
 template <class T>
-void attend(const Step& step, const Heads& heads, int64_t head, const QueryTile& tile, const T* q, int64_t q_stride,
-            const T* k_cache, const T* v_cache, T* out, int64_t out_stride, float* partials, Scratch<T>& s) {
-    const int64_t group = heads.group(), rows = tile.count * group, dim = heads.padded_value_dim();
-    s.fit(rows, heads);
+void attend(const Step& step, const Heads& heads, int64_t first_head, int64_t num_heads, const QueryTile& tile,
+            const Span& next, const T* q, int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride,
+            float* partials, Scratch<T>& s) {
+    const int64_t group = heads.group(), head_rows = tile.count * group, rows = num_heads * head_rows;
+    const int64_t dim = heads.padded_value_dim();
+    s.fit(head_rows, num_heads, heads);
+    // Of a row of the scratch memory: the query head, and the place of its token in the tile.
+    auto head_of = [&](int64_t row) { return (first_head + row / head_rows) * group + row % group; };
+    auto token_of = [&](int64_t row) { return tile.first + row % head_rows / group; };
     for (int64_t row = 0; row < rows; ++row)
-        std::memcpy(s.q.data() + row * heads.key_dim,
-                    q + (tile.first + row / group) * q_stride + (head * group + row % group) * heads.key_dim,
+        std::memcpy(s.q.data() + row * heads.key_dim, q + token_of(row) * q_stride + head_of(row) * heads.key_dim,
                     sizeof(T) * heads.key_dim);
-    const int64_t end = step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first)) + tile.count;
-    const int64_t begin = heads.window ? std::max<int64_t>(0, end - tile.count + 1 - heads.window) : 0;
+    const Span span = keys_of(step, heads, tile);
     if (tile.part >= 0) {
-        const int64_t start = (begin / PART + tile.part) * PART;
-        attend_part(step, heads, head, tile, std::max(begin, start), std::min(end, start + PART), k_cache, v_cache, s);
+        attend_part(step, heads, first_head, num_heads, tile, span, next, caches, s);
         for (int64_t row = 0; row < rows; ++row) {
-            float* partial = partials + (tile.partial * heads.queries + head * group + row) * heads.partial_size();
+            float* partial = partials + (tile.partial * heads.queries + head_of(row)) * heads.partial_size();
             std::memcpy(partial, s.part.data() + row * dim, sizeof(float) * dim);
             partial[dim] = s.highest[row];
             partial[dim + 1] = s.sums[row];
@@ -318,15 +475,18 @@ void attend(const Step& step, const Heads& heads, int64_t head, const QueryTile&
     std::fill_n(s.total.begin(), rows * dim, 0.0f);
     std::fill_n(s.total_highest.begin(), rows, NONE);
     std::fill_n(s.total_sums.begin(), rows, 0.0f);
-    for (int64_t start = begin / PART * PART; start < end; start += PART) {
-        attend_part(step, heads, head, tile, std::max(begin, start), std::min(end, start + PART), k_cache, v_cache, s);
+    for (int64_t start = span.begin / PART * PART; start < span.end; start += PART) {
+        const int64_t end = std::min(span.end, start + PART);
+        const Span part{span.row, std::max(span.begin, start), end};
+        const Span then = end < span.end ? Span{span.row, end, span.end} : next;
+        attend_part(step, heads, first_head, num_heads, tile, part, then, caches, s);
         for (int64_t row = 0; row < rows; ++row)
             merge(s.total.data() + row * dim, s.total_highest[row], s.total_sums[row], s.part.data() + row * dim,
                   s.highest[row], s.sums[row], dim);
     }
     for (int64_t row = 0; row < rows; ++row)
         put_result(s.total.data() + row * dim, s.total_sums[row], heads.value_dim,
-                   out + (tile.first + row / group) * out_stride + (head * group + row % group) * heads.value_dim);
+                   out + token_of(row) * out_stride + head_of(row) * heads.value_dim);
 }
 
 // The results of a decode's parts, for one query head.
@@ -334,7 +494,7 @@ template <class T>
 void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const float* partials, T* out,
                  int64_t out_stride, Scratch<T>& s) {
     const int64_t dim = heads.padded_value_dim();
-    s.fit(1, heads);
+    s.fit(1, 1, heads);
     std::fill_n(s.total.begin(), dim, 0.0f);
     float most = NONE, sum = 0;
     for (int64_t part = 0; part < tile.part; ++part) {
@@ -349,12 +509,22 @@ template <class T>
 void attend_all(Member& member, const Step& step, const Heads& heads, const Attention& todo, const T* q,
                 int64_t q_stride, const T* k_cache, const T* v_cache, T* out, int64_t out_stride, float* partials) {
     thread_local Scratch<T> scratch;
-    // The heads of a tile lie side by side in the cache: where there is enough to do for all, they stay together.
+    const Caches<T> caches{k_cache, v_cache};
     const int64_t num_tiles = int64_t(todo.tiles.size());
-    member.each_in_turn(num_tiles * heads.keys, num_tiles >= 16 ? heads.keys : 1, [&](int64_t i) {
-        attend(step, heads, i % heads.keys, todo.tiles[i / heads.keys], q, q_stride, k_cache, v_cache, out, out_stride,
-               partials, scratch);
-    });
+    // The heads of a tile lie side by side in the cache: where there is enough to do for all, they stay together.
+    const bool together = num_tiles >= 16;
+    auto one = [&](int64_t i, int64_t first_head, int64_t num_heads) {
+        const Span next = i + 1 < num_tiles ? keys_of(step, heads, todo.tiles[i + 1]) : Span{};
+        attend(step, heads, first_head, num_heads, todo.tiles[i], next, q, q_stride, caches, out, out_stride, partials,
+               scratch);
+    };
+    if (together)
+        member.each_in_turn(num_tiles, 1, [&](int64_t i) {
+            const int64_t num_heads = todo.tiles[i].count == 1 ? heads.keys : 1;
+            for (int64_t head = 0; head < heads.keys; head += num_heads) one(i, head, num_heads);
+        });
+    else
+        member.each_in_turn(num_tiles * heads.keys, 1, [&](int64_t i) { one(i / heads.keys, i % heads.keys, 1); });
     if (todo.merges.empty()) return;
     member.each(int64_t(todo.merges.size()) * heads.queries, [&](int64_t i) {
         merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials, out, out_stride, scratch);

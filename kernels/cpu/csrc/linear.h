@@ -148,97 +148,139 @@ inline void pack_panel(const T* const columns[NR], int64_t inputs, int8_t* panel
 template <class T>
 using Sum = std::conditional_t<std::is_same_v<T, uint8_t>, vi, vf>;
 
-// The products of ROWS rows of x with a panel; the two vectors of each row are the columns of the panel. The sums are
-// local until the end, or the compiler would keep them in memory.
-template <int ROWS>
-inline void multiply(const float* x, int64_t stride, const float* panel, int64_t inputs, Soon soon,
-                     vf (&out)[ROWS][2]) {
-    vf c[ROWS][2] = {};
-    for (int64_t k = 0; k < inputs; ++k, panel += NR) {
+// One or more panels as they lie in memory, `size` bytes each. Any kind of panel gives for each step, which is a 32-bit
+// word of each row, the vectors of that word of its columns.
+struct Packed {
+    const void* at;
+    int64_t size = 0;
+
+    template <int VECTORS>
+    ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v)
+            words[v] = read<vi>((const char*)at + v / 2 * size + step * STEP + v % 2 * (STEP / 2));
+    }
+};
+
+// The products of ROWS rows of x with the columns of `panel`, whose weights are of the type of x, or of int8 for rows of
+// bytes. The sums are local until the end, or the compiler would keep them in memory.
+template <int ROWS, int VECTORS, class Panel, class Ask>
+inline void multiply(const float* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
+                     vf (&out)[ROWS][VECTORS]) {
+    vf c[ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < inputs; ++k) {
         soon.ask();
-        vf b0 = load(panel), b1 = load(panel + W);
+        vi b[VECTORS];
+        panel.get(k, b);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
-            vf a = splat(x[r * stride + k]);
-            c[r][0] += a * b0;
-            c[r][1] += a * b1;
+            const vf a = splat(x[r * stride + k]);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) c[r][v] += a * (vf)b[v];
         }
     }
     std::memcpy(out, c, sizeof c);
 }
 
-template <int ROWS>
-inline void multiply(const bf16* x, int64_t stride, const bf16* panel, int64_t inputs, Soon soon,
-                     vf (&out)[ROWS][2]) {
-    vf c[ROWS][2] = {};
-    for (int64_t k = 0; k < inputs; k += 2, panel += 2 * NR) {
+template <int ROWS, int VECTORS, class Panel, class Ask>
+inline void multiply(const bf16* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
+                     vf (&out)[ROWS][VECTORS]) {
+    vf c[ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < inputs; k += 2) {
         soon.ask();
+        vi b[VECTORS];
+        panel.get(k / 2, b);
 #if defined(__AVX512BF16__)
-        auto b0 = (__m512bh)_mm512_loadu_si512(panel), b1 = (__m512bh)_mm512_loadu_si512(panel + NR);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             auto a = (__m512bh)_mm512_set1_epi32(read<int32_t>(x + r * stride + k));
-            c[r][0] = (vf)_mm512_dpbf16_ps((__m512)c[r][0], a, b0);
-            c[r][1] = (vf)_mm512_dpbf16_ps((__m512)c[r][1], a, b1);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v)
+                c[r][v] = (vf)_mm512_dpbf16_ps((__m512)c[r][v], a, (__m512bh)b[v]);
         }
 #else
-        vu pairs0 = read<vu>(panel), pairs1 = read<vu>(panel + NR);
-        vf even0 = (vf)(pairs0 << 16), odd0 = (vf)(pairs0 & 0xffff0000u);
-        vf even1 = (vf)(pairs1 << 16), odd1 = (vf)(pairs1 & 0xffff0000u);
+        vf even[VECTORS], odd[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            even[v] = (vf)(b[v] << 16);
+            odd[v] = (vf)((vu)b[v] & 0xffff0000u);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
-            vf a0 = splat(to_float(x[r * stride + k])), a1 = splat(to_float(x[r * stride + k + 1]));
-            c[r][0] = c[r][0] + a0 * even0 + a1 * odd0;
-            c[r][1] = c[r][1] + a0 * even1 + a1 * odd1;
+            const vf a0 = splat(to_float(x[r * stride + k])), a1 = splat(to_float(x[r * stride + k + 1]));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) c[r][v] = c[r][v] + a0 * even[v] + a1 * odd[v];
         }
 #endif
     }
     std::memcpy(out, c, sizeof c);
 }
 
-template <int ROWS>
-inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t inputs, Soon soon,
-                     vi (&out)[ROWS][2]) {
-    vi c[ROWS][2] = {};
-    for (int64_t k = 0; k < inputs; k += 4, panel += 4 * NR) {
+template <int ROWS, int VECTORS, class Panel, class Ask>
+inline void multiply(const uint8_t* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
+                     vi (&out)[ROWS][VECTORS]) {
+    vi c[ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < inputs; k += 4) {
         soon.ask();
-        vi b0 = read<vi>(panel), b1 = read<vi>(panel + 2 * NR);
+        vi b[VECTORS];
+        panel.get(k / 4, b);
 #if defined(__AVX512VNNI__)
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
-            auto a = _mm512_set1_epi32(read<int32_t>(x + r * stride + k));
-            c[r][0] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][0], a, (__m512i)b0);
-            c[r][1] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][1], a, (__m512i)b1);
+            const auto a = _mm512_set1_epi32(read<int32_t>(x + r * stride + k));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) c[r][v] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][v], a, (__m512i)b[v]);
         }
 #else
-        for (int i = 0; i < 4; ++i) {
-            vi w0 = b0 << (24 - 8 * i) >> 24, w1 = b1 << (24 - 8 * i) >> 24;
+        for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) {
-                c[r][0] += int32_t(x[r * stride + k + i]) * w0;
-                c[r][1] += int32_t(x[r * stride + k + i]) * w1;
-            }
-        }
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; ++v)
+                    c[r][v] += int32_t(x[r * stride + k + i]) * (b[v] << (24 - 8 * i) >> 24);
 #endif
     }
     std::memcpy(out, c, sizeof c);
 }
 
-// Multiplies `rows` rows with a panel and gives each row's two vectors to `take(row, first, second)`.
-template <int ROWS = MR, class T, class Weight, class Take>
-inline void multiply_rows(int rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Soon soon,
+// Multiplies `rows` rows, at most ROWS, and gives the vectors of each to `take(row, vectors)`.
+template <int ROWS, int VECTORS, class T, class Panel, class Ask, class Take>
+inline void multiply_rows(int rows, const T* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
                           Take&& take) {
     if constexpr (ROWS > 0) {
-        if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, stride, panel, inputs, soon, take);
-        Sum<T> c[ROWS][2];
-        multiply<ROWS>(x, stride, panel, inputs, soon, c);
+        if (rows < ROWS) return multiply_rows<ROWS - 1, VECTORS>(rows, x, stride, panel, inputs, soon, take);
+        Sum<T> c[ROWS][VECTORS];
+        multiply<ROWS, VECTORS>(x, stride, panel, inputs, soon, c);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) take(r, c[r][0], c[r][1]);
+        for (int r = 0; r < ROWS; ++r) take(r, c[r]);
     }
 }
 
-// The same for any number of rows, in tiles of about the same height. With more than one tile, in which the weights come
-// from a cache, the panel that lies behind this one is asked for bit by bit.
+// The same with `columns` columns, NR or a multiple, in as few turns as the registers allow, as the sums of few rows wait
+// for one another: `take(row, column, vector)`. `panel_at(column)` begins at a column.
+template <class T, class PanelAt, class Ask, class Take>
+inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_at, int64_t columns, int64_t inputs,
+                         Ask soon, Take&& take) {
+    for (int64_t column = 0; column < columns;) {
+        auto take_all = [&](int r, const auto& sums) {
+            int64_t at = column;
+            for (Sum<T> some : sums) {
+                take(r, at, some);
+                at += W;
+            }
+        };
+        if (rows <= MR / 2 && column + 2 * NR <= columns) {
+            multiply_rows<MR / 2, 4>(rows, x, stride, panel_at(column), inputs, soon, take_all);
+            column += 2 * NR;
+        } else {
+            multiply_rows<MR, 2>(rows, x, stride, panel_at(column), inputs, soon, take_all);
+            column += NR;
+        }
+    }
+}
+
+// The same with one panel for any number of rows, in tiles of about the same height. With more than one tile, in which the
+// weights come from a cache, the panel that lies behind this one is asked for bit by bit.
 template <class T, class Weight, class Take>
 inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
     const int64_t tiles = (rows + MR - 1) / MR;
@@ -248,8 +290,8 @@ inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weigh
         const int64_t end = rows * (i + 1) / tiles;
         const Soon soon = tiles > 1 ? Soon{bytes + size + size * i / tiles, (STEP + tiles - 1) / tiles}
                                     : Soon{bytes + AHEAD, STEP};
-        multiply_rows(int(end - row), x + row * stride, stride, panel, inputs, soon,
-                      [&](int r, Sum<T> first, Sum<T> second) { take(row + r, first, second); });
+        multiply_rows<MR, 2>(int(end - row), x + row * stride, stride, Packed{panel}, inputs, soon,
+                             [&](int r, const Sum<T>(&sums)[2]) { take(row + r, sums[0], sums[1]); });
         row = end;
     }
 }

@@ -9,6 +9,10 @@
 #include <immintrin.h>
 #endif
 
+// What innermost loops call, as a call that stays one makes them keep their sums in memory; and what only prefetches,
+// as GCC drops calls that have no other effect.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace vmp {
 
 #if defined(__AVX512F__)
@@ -113,16 +117,23 @@ inline void store_some(T* p, vf x, int count) {
     std::memcpy(p, some, sizeof(T) * count);
 }
 
-inline float sum(vf x) {
-    float total = 0;
-    for (int i = 0; i < W; ++i) total += x[i];
-    return total;
+// One value of all, by halves: `f(x, y)` of two vectors.
+template <int HALF = W / 2, class F>
+inline float reduce(vf x, F&& f) {
+    vi others;
+    for (int i = 0; i < W; ++i) others[i] = i ^ HALF;
+    x = f(x, __builtin_shuffle(x, others));
+    if constexpr (HALF > 1) return reduce<HALF / 2>(x, f);
+    return x[0];
 }
 
+inline float sum(vf x) {
+    return reduce(x, [](vf a, vf b) { return a + b; });
+}
+
+// NaN where one is.
 inline float highest(vf x) {
-    float most = x[0];
-    for (int i = 1; i < W; ++i) most = x[i] > most || x[i] != x[i] ? x[i] : most;
-    return most;
+    return reduce(x, [](vf a, vf b) { return select((a > b) | (a != a), a, b); });
 }
 
 // The exponential function to 2 units in the last place: 2^n times a polynomial of the rest (Cephes). 0 below -87.
