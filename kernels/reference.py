@@ -39,6 +39,11 @@ class AttentionMetadata(NamedTuple):
     max_seq_len: int
     isolates: bool = False
     """A prefill's queries are kept from keys and values of later tokens even where these are not finite."""
+    decode_splits: int | None = None
+    """Into how many parts a GPU cuts the context of every decode; None leaves it to the kernel.
+
+    A number holds for what is captured in a graph, whose launches stay as they are while contexts grow.
+    """
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

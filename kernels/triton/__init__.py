@@ -1,0 +1,1 @@
+"""The operations of kernels/reference.py in Triton, for GPUs; `operations` has them all."""

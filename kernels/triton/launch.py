@@ -1,0 +1,136 @@
+"""How the kernels are cut into programs, for each generation of GPU.
+
+Nothing is searched for when the engine starts. What tools/tune_kernels.py measured on a GPU lies beside this file, as
+sm_90.json for compute capability 9.0, and takes precedence, key by key, over the tables here. Their values are
+reasoned: a tile of queries fills the tensor cores, and tiles of keys with their prefetched successors fit the shared
+memory, 227 KiB a multiprocessor on Hopper and 99 KiB on the least that is supported.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+import triton
+
+Options = Mapping[str, int]
+"""Keyword arguments of one launch: tile sizes (capitals), num_warps and num_stages."""
+
+MIN_HEAD_TILE: Final = 16
+"""The least size of a side of a product of tiles."""
+MIN_SPLIT_TOKENS: Final = 256
+"""A decode's context is not cut finer than this: merging the parts would cost more than they save."""
+MAX_SPLIT_TOKENS: Final = 8192
+"""Nor left longer than this in one part, or the rest of the batch would wait for it."""
+MAX_SPLITS: Final = 64
+_PROGRAMS_PER_PROCESSOR: Final = 2
+
+_HOPPER: Final[dict[str, Options]] = {
+    # ROWS are queries times heads; KEYS is how many of the context one step of the loop takes. A warp group of four
+    # warps multiplies 64 rows.
+    "prefill/16/64": {"ROWS": 128, "KEYS": 128, "num_warps": 8, "num_stages": 3},
+    "prefill/16/128": {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3},
+    "prefill/16/256": {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
+    "prefill/32/64": {"ROWS": 64, "KEYS": 32, "num_warps": 8, "num_stages": 2},
+    "prefill/32/128": {"ROWS": 32, "KEYS": 32, "num_warps": 8, "num_stages": 2},
+    "prefill/32/256": {"ROWS": 16, "KEYS": 32, "num_warps": 8, "num_stages": 2},
+    # Decodes wait for memory: what counts is how many bytes are on their way.
+    "decode/16/64": {"KEYS": 128, "num_warps": 4, "num_stages": 3},
+    "decode/16/128": {"KEYS": 64, "num_warps": 4, "num_stages": 3},
+    "decode/16/256": {"KEYS": 32, "num_warps": 4, "num_stages": 3},
+    "decode/32/64": {"KEYS": 64, "num_warps": 4, "num_stages": 2},
+    "decode/32/128": {"KEYS": 32, "num_warps": 4, "num_stages": 2},
+    "decode/32/256": {"KEYS": 16, "num_warps": 4, "num_stages": 2},
+    "merge": {"num_warps": 4},
+    # Rows of up to 1, 4 and 16 thousand elements.
+    "norm/1024": {"ELEMENTS": 1024, "num_warps": 4},
+    "norm/4096": {"ELEMENTS": 4096, "num_warps": 8},
+    "norm/16384": {"ELEMENTS": 16384, "num_warps": 16},
+    "elementwise": {"ELEMENTS": 1024, "num_warps": 4},
+    "heads": {"ELEMENTS": 1024, "num_warps": 4},
+    "argmax": {"ELEMENTS": 4096, "num_warps": 8},
+    "sample": {"ELEMENTS": 8192, "num_warps": 16},
+}
+
+_SMALL: Final[dict[str, Options]] = {
+    **_HOPPER,
+    "prefill/16/64": {"ROWS": 128, "KEYS": 64, "num_warps": 4, "num_stages": 2},
+    "prefill/16/128": {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
+    "prefill/16/256": {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2},
+    "prefill/32/128": {"ROWS": 16, "KEYS": 32, "num_warps": 4, "num_stages": 2},
+    "prefill/32/256": {"ROWS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 2},
+}
+"""For GPUs with less shared memory than Hopper has."""
+
+_INTERPRETED: Final[dict[str, Options]] = {
+    **_HOPPER,
+    **{
+        f"{kernel}/{bits}/{dim}": {"ROWS": 32, "KEYS": 16} if kernel == "prefill" else {"KEYS": 16}
+        for kernel in ("prefill", "decode")
+        for bits in (16, 32)
+        for dim in (64, 128, 256)
+    },
+    "elementwise": {"ELEMENTS": 64},
+    "argmax": {"ELEMENTS": 64},
+    "sample": {"ELEMENTS": 64},
+}
+"""Small tiles, so that small shapes, which are all that the interpreter has time for, have several."""
+
+
+def options(key: str, device: torch.device) -> Options:
+    """The options of the launch called `key` on `device`."""
+    return _table(device.type, device.index)[key]
+
+
+def attention_options(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> Options:
+    """The options of the attention kernel "prefill" or "decode" for heads of up to `head_dim` elements of `dtype`."""
+    size = next((size for size in (64, 128, 256) if head_dim <= size), None)
+    if size is None:
+        raise ValueError(f"attention in Triton takes heads of up to 256 elements, not {head_dim}")
+    return options(f"{kernel}/{8 * dtype.itemsize}/{size}", device)
+
+
+def norm_options(dim: int, device: torch.device) -> Options:
+    """The options of a normalisation of rows of `dim` elements."""
+    size = next((size for size in (1024, 4096) if dim <= size), 16384)
+    return options(f"norm/{size}", device)
+
+
+def num_splits(num_programs: int, context: int, device: torch.device) -> int:
+    """Into how many parts a decode's context of at most `context` tokens is cut.
+
+    So that `num_programs` times as many programs keep the whole device busy.
+    """
+    for_device = -(-_PROGRAMS_PER_PROCESSOR * _num_processors(device.type, device.index) // num_programs)
+    at_most = -(-context // MIN_SPLIT_TOKENS)
+    at_least = -(-context // MAX_SPLIT_TOKENS)
+    return max(1, at_least, min(for_device, at_most)) if at_least <= MAX_SPLITS else MAX_SPLITS
+
+
+def tuned_file(capability: tuple[int, int]) -> Path:
+    """Where measured options for GPUs of that compute capability are kept."""
+    return Path(__file__).with_name(f"sm_{capability[0]}{capability[1]}.json")
+
+
+@functools.cache
+def _table(device_type: str, index: int | None) -> dict[str, Options]:
+    if device_type != "cuda":
+        return _INTERPRETED
+    capability = torch.cuda.get_device_capability(index)
+    reasoned = _HOPPER if capability == (9, 0) or capability == (10, 0) else _SMALL
+    file = tuned_file(capability)
+    return {**reasoned, **json.loads(file.read_text())} if file.exists() else reasoned
+
+
+@functools.cache
+def _num_processors(device_type: str, index: int | None) -> int:
+    if device_type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def padded(size: int) -> int:
+    """The side of a tile that holds `size` elements."""
+    return max(MIN_HEAD_TILE, triton.next_power_of_2(size))
