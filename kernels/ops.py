@@ -1,12 +1,15 @@
 """The hot operations as models call them: each computes what kernels/reference.py defines.
 
-Which implementation does it is decided here, by the device and the types of what is given, and nowhere else. The C++
-kernels for processors give a row the same result in any company; the torch definitions serve what they do not take.
+Which implementation does it is decided here, by the device and the types of what is given, and nowhere else. On a GPU
+that is Triton, where it is installed. The C++ kernels for processors give a row the same result in any company; the
+torch definitions serve what neither takes.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.kernels import reference
@@ -14,21 +17,8 @@ from vllm_mp.kernels.cpu import attention as cpu_attention
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
-from vllm_mp.kernels.reference import (
-    ACTIVATIONS,
-    NO_PLACE,
-    AttentionMetadata,
-    add_rms_norm,
-    argmax,
-    encoder_attention,
-    gelu,
-    gelu_tanh,
-    layer_norm,
-    rms_norm,
-    rotary,
-    silu_and_mul,
-    write_kv,
-)
+from vllm_mp.kernels.reference import NO_PLACE, AttentionMetadata, encoder_attention
+from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
     "ACTIVATIONS",
@@ -47,9 +37,55 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary",
+    "rotary_write_kv",
+    "sample",
     "silu_and_mul",
     "write_kv",
 ]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.rms_norm`."""
+    normed: Tensor = _operations(x).rms_norm(x, weight, eps)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `reference.add_rms_norm`."""
+    normed: tuple[Tensor, Tensor] = _operations(x).add_rms_norm(x, residual, weight, eps)
+    return normed
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See `reference.layer_norm`."""
+    normed: Tensor = _operations(x).layer_norm(x, weight, bias, eps)
+    return normed
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary`."""
+    rotated: tuple[Tensor, Tensor] = _operations(q).rotary(q, k, positions, cos_sin_cache)
+    return rotated
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `reference.write_kv`."""
+    _operations(k).write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See `reference.rotary_write_kv`."""
+    rotated: Tensor = _operations(q).rotary_write_kv(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
+    return rotated
 
 
 def paged_attention(
@@ -64,7 +100,49 @@ def paged_attention(
     """See `reference.paged_attention`."""
     if cpu_attention.can_attend(q, k_cache, v_cache) and (kernels := library()):
         return cpu_attention.attend(kernels, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
-    return reference.paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
+    attended: Tensor = _operations(q).paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
+    return attended
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See `reference.silu_and_mul`."""
+    product: Tensor = _operations(x).silu_and_mul(x)
+    return product
+
+
+def gelu(x: Tensor) -> Tensor:
+    """See `reference.gelu`."""
+    activated: Tensor = _operations(x).gelu(x)
+    return activated
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """See `reference.gelu_tanh`."""
+    activated: Tensor = _operations(x).gelu_tanh(x)
+    return activated
+
+
+# Keyed by the name that a Hugging Face configuration gives the function.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """See `reference.argmax`."""
+    places: Tensor = _operations(scores).argmax(scores)
+    return places
+
+
+def sample(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """See `reference.sample`."""
+    tokens: Tensor = _operations(logits).sample(logits, temperature, min_p, top_k, top_p, uniform)
+    return tokens
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear | None:
@@ -95,3 +173,8 @@ def fuse_decoder(
     if kernels is None:
         return None
     return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization)
+
+
+def _operations(x: Tensor) -> Any:
+    """The module whose functions compute what `x` is given to."""
+    return triton.operations(x.device.type) or reference

@@ -49,8 +49,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = ops.rms_norm(q, self.q_norm, self.eps)
             k = ops.rms_norm(k, self.k_norm, self.eps)
-        q, k = ops.rotary(q, k, positions, cos_sin)
-        ops.write_kv(k, v, *kv_cache, metadata.slot_mapping)
+        q = ops.rotary_write_kv(q, k, v, positions, cos_sin, *kv_cache, metadata.slot_mapping)
         attended = ops.paged_attention(q, *kv_cache, metadata, self.scale, self.window)
         out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1))
         return out

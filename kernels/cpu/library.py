@@ -14,7 +14,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "VLLM_MP_CPU_KERNELS"
-"""Chooses a build by name, or `none` for the torch definitions."""
+"""Chooses a build by name, `none` for the torch definitions, or `triton` for those kernels in Triton's interpreter."""
+TRITON: Final = "triton"
 _NEEDS: Final = {
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
     "avx2": {"avx2", "fma", "f16c"},
@@ -150,18 +151,31 @@ def library() -> Library | None:
     chosen = os.environ.get(VARIABLE)
     if chosen == "none":
         return None
+    if chosen == TRITON:
+        check_interpreter()
+        return None
     if chosen is None:
         found = next((build for name in runnable_builds() if (build := load(name)) is not None), None)
         if found is None:
             logger.warning("the C++ kernels are not there, so torch serves, several times slower; %s", _REMEDY)
         return found
     if chosen not in _NEEDS:
-        raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(_NEEDS)}, none")
+        raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(_NEEDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
         raise ValueError(f"{VARIABLE}={chosen!r}: this processor runs {', '.join(runnable_builds())}")
     if (build := load(chosen)) is None:
         raise ValueError(f"{VARIABLE}={chosen!r}: that build of the kernels is not there; {_REMEDY}")
     return build
+
+
+def check_interpreter() -> None:
+    """Raise ValueError where Triton's kernels cannot run on CPU tensors."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(f"{VARIABLE}={TRITON}: triton is not there; install vllm-mp[cuda]")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"{VARIABLE}={TRITON}: Triton runs on a CPU in its interpreter only; set TRITON_INTERPRET=1 too"
+        )
 
 
 def load(name: str) -> Library | None:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import AttentionMetadata
-from vllm_mp.kernels.triton.launch import MIN_SPLIT_TOKENS, attention_options, num_splits, options, padded
+from vllm_mp.kernels.triton.launch import MAX_HEAD_DIM, MIN_SPLIT_TOKENS, attention_options, num_splits, options, padded
 from vllm_mp.kernels.triton.interpreter import product_dtype
 
 _MAX_DECODE_HEADS = 64
 """Query heads of one tile of a decode; of more, several programs read the same keys."""
 _LOG2_E = tl.constexpr(math.log2(math.e))
+_LOWEST = tl.constexpr(-3.4e38)
 
 
 def paged_attention(
@@ -33,9 +34,9 @@ def paged_attention(
 ) -> Tensor:
     """What `reference.paged_attention` defines; decodes of no context, which pad a batch, get zeros.
 
-    Rows whose tokens may not be finite (`metadata.isolates`) are left to the definition.
+    Rows whose tokens may not be finite (`metadata.isolates`) and very long heads are left to the definition.
     """
-    if metadata.isolates:
+    if metadata.isolates or max(q.shape[2], v_cache.shape[3]) > MAX_HEAD_DIM:
         return reference.paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -356,7 +357,7 @@ def _merge_kernel(
     value_dims = tl.arange(0, VALUE_TILE)
     logarithm = tl.load(sums + at * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
     filled = logarithm != float("-inf")
-    highest = tl.max(logarithm, 0)
+    highest = tl.max(tl.where(filled, logarithm, _LOWEST), 0)
     weight = tl.where(filled, tl.exp2(logarithm - highest), 0.0)
     part = tl.load(
         parts + (at * SPLITS + split)[:, None] * VALUE_DIM + value_dims[None, :],

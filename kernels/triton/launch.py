@@ -18,6 +18,8 @@ import triton
 Options = Mapping[str, int]
 """Keyword arguments of one launch: tile sizes (capitals), num_warps and num_stages."""
 
+MAX_HEAD_DIM: Final = 256
+"""The longest head that attention takes."""
 MIN_HEAD_TILE: Final = 16
 """The least size of a side of a product of tiles."""
 MIN_SPLIT_TOKENS: Final = 256
@@ -86,9 +88,7 @@ def options(key: str, device: torch.device) -> Options:
 
 def attention_options(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> Options:
     """The options of the attention kernel "prefill" or "decode" for heads of up to `head_dim` elements of `dtype`."""
-    size = next((size for size in (64, 128, 256) if head_dim <= size), None)
-    if size is None:
-        raise ValueError(f"attention in Triton takes heads of up to 256 elements, not {head_dim}")
+    size = next(size for size in (64, 128, MAX_HEAD_DIM) if head_dim <= size)
     return options(f"{kernel}/{8 * dtype.itemsize}/{size}", device)
 
 

@@ -7,7 +7,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from vllm_mp.architecture import ACTIVATIONS as SUPPORTED_ACTIVATIONS
-from vllm_mp.kernels import reference
+from vllm_mp.kernels import ops, reference
 
 
 @pytest.mark.parametrize("rows", [DECODES_EVEN, DECODES_RAGGED, PREFILLS, MIXED, [(1, 37)], [(1, 1)]])
@@ -122,7 +122,7 @@ def test_layer_norm_equals_its_definition() -> None:
 @pytest.mark.parametrize("name", SUPPORTED_ACTIVATIONS)
 def test_activation_equals_the_one_transformers_has_under_its_name(name: str) -> None:
     x = torch.randn(400) * 3
-    torch.testing.assert_close(reference.ACTIVATIONS[name](x), ACT2FN[name](x))
+    torch.testing.assert_close(ops.ACTIVATIONS[name](x), ACT2FN[name](x))
 
 
 def test_silu_and_mul_gates_the_second_half_with_the_first() -> None:

@@ -13,7 +13,8 @@ from transformers.generation.logits_process import (
 
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.request import Request
-from vllm_mp.core.sampler import NO_TOKEN, Sampler, invert_cumulative, uniform_draws
+from vllm_mp.core.sampler import NO_TOKEN, Sampler, uniform_draws
+from vllm_mp.kernels.reference import invert_cumulative
 from vllm_mp.sampling_params import SamplingParams
 
 VOCAB = 40

@@ -1,0 +1,30 @@
+"""Whether Triton serves, which is known without importing it."""
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+from types import ModuleType
+
+from vllm_mp.kernels.cpu.library import TRITON, VARIABLE, check_interpreter
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def operations(device_type: str) -> ModuleType | None:
+    """kernels/triton/operations.py for tensors on that type of device; None where other implementations serve.
+
+    Raises ValueError where the environment asks for Triton on the CPU without its interpreter.
+    """
+    if device_type == "cpu":
+        if os.environ.get(VARIABLE) != TRITON:
+            return None
+        check_interpreter()
+    elif device_type != "cuda":
+        return None
+    elif importlib.util.find_spec("triton") is None:
+        logger.warning("triton is not there, so torch serves, several times slower; install vllm-mp[cuda]")
+        return None
+    return importlib.import_module("vllm_mp.kernels.triton.operations")

@@ -1,0 +1,163 @@
+"""Normalisations over the last dimension, whole rows at a time."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_mp.kernels.triton.launch import norm_options
+from vllm_mp.kernels.triton.rows import Rows, rows_of
+
+_MAX_DIM = 65_536
+"""The longest row that one program holds in registers."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.rms_norm`."""
+    rows = rows_of(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows.count:
+        grid, options = _launch(rows)
+        _rms_norm_kernel[grid](
+            rows.tensor,
+            rows.tensor,
+            weight,
+            out,
+            out,
+            eps,
+            rows.count,
+            rows.outer_stride,
+            rows.inner_stride,
+            DIM=rows.dim,
+            INNER=rows.inner,
+            ADDS=False,
+            **options,
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `reference.add_rms_norm`."""
+    rows = rows_of(x)
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if rows.count:
+        grid, options = _launch(rows)
+        others = rows_of(residual)
+        if others[1:] != rows[1:]:
+            rows, others = rows_of(x.contiguous()), rows_of(residual.contiguous())
+        _rms_norm_kernel[grid](
+            rows.tensor,
+            others.tensor,
+            weight,
+            out,
+            total,
+            eps,
+            rows.count,
+            rows.outer_stride,
+            rows.inner_stride,
+            DIM=rows.dim,
+            INNER=rows.inner,
+            ADDS=True,
+            **options,
+        )
+    return out, total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See `reference.layer_norm`."""
+    rows = rows_of(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows.count:
+        grid, options = _launch(rows)
+        _layer_norm_kernel[grid](
+            rows.tensor,
+            weight,
+            bias,
+            out,
+            eps,
+            rows.count,
+            rows.outer_stride,
+            rows.inner_stride,
+            DIM=rows.dim,
+            INNER=rows.inner,
+            **options,
+        )
+    return out
+
+
+def _launch(rows: Rows) -> tuple[tuple[int], dict[str, int]]:
+    """The grid, and the options of the launch with the shape of a program's tile."""
+    if rows.dim > _MAX_DIM:
+        raise ValueError(f"a row of {rows.dim} elements is too long for a norm in Triton, which takes {_MAX_DIM}")
+    options = dict(norm_options(rows.dim, rows.tensor.device))
+    tile = triton.next_power_of_2(rows.dim)
+    # Short rows, as those of query and key norms are, share a program.
+    count = max(1, options.pop("ELEMENTS") // tile)
+    return (triton.cdiv(rows.count, count),), {**options, "ROWS": count, "TILE": tile}
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    eps,
+    count,
+    outer_stride,
+    inner_stride,
+    DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    ADDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """ROWS rows of `x`, or of `x + residual` where it ADDS; `out` and `total` are contiguous."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = (row < count)[:, None] & (column < DIM)[None, :]
+    start = row // INNER * outer_stride + row % INNER * inner_stride
+    dtype = out.dtype.element_ty
+    value = tl.load(x + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        added = tl.load(residual + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        rounded = (value + added).to(dtype)
+        tl.store(total + row[:, None] * DIM + column[None, :], rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    mean_square = tl.sum(value * value, 1) / DIM
+    # Rounded before the weight, as the definition does.
+    normed = (value * tl.rsqrt(mean_square + eps)[:, None]).to(dtype).to(tl.float32)
+    scaled = normed * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + row[:, None] * DIM + column[None, :], scaled.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _layer_norm_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    eps,
+    count,
+    outer_stride,
+    inner_stride,
+    DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """ROWS rows of `x`; `out` is contiguous."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, TILE)
+    in_row = column < DIM
+    mask = (row < count)[:, None] & in_row[None, :]
+    start = row // INNER * outer_stride + row % INNER * inner_stride
+    value = tl.load(x + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(value, 1) / DIM
+    centred = tl.where(mask, value - mean[:, None], 0.0)
+    variance = tl.sum(centred * centred, 1) / DIM
+    scale = tl.load(weight + column, mask=in_row, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=in_row, other=0.0).to(tl.float32)
+    normed = centred * tl.rsqrt(variance + eps)[:, None] * scale[None, :] + shift[None, :]
+    tl.store(out + row[:, None] * DIM + column[None, :], normed.to(out.dtype.element_ty), mask=mask)

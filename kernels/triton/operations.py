@@ -1,0 +1,22 @@
+"""All operations that Triton computes, under the names that kernels/ops.py has for them."""
+
+from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul
+from vllm_mp.kernels.triton.attention import paged_attention
+from vllm_mp.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
+from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
+from vllm_mp.kernels.triton.sampling import argmax, sample
+
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "gelu",
+    "gelu_tanh",
+    "layer_norm",
+    "paged_attention",
+    "rms_norm",
+    "rotary",
+    "rotary_write_kv",
+    "sample",
+    "silu_and_mul",
+    "write_kv",
+]

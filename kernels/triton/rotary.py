@@ -1,0 +1,259 @@
+"""Rotary embedding and the writes to the paged cache, which share a pass over keys and values."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_mp.kernels.triton.launch import options
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary`."""
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    for x, out in ((q, q_out), (k, k_out)):
+        x = _with_contiguous_heads(x)
+        num_tokens, num_heads, dim = x.shape
+        if num_tokens:
+            heads, tiles, launch = _tiles(num_heads, dim, x.device)
+            _rotary_kernel[(num_tokens, tiles)](
+                x,
+                positions,
+                cos_sin_cache,
+                out,
+                x.stride(0),
+                x.stride(1),
+                num_heads,
+                HALF=dim // 2,
+                HALF_TILE=triton.next_power_of_2(dim // 2),
+                HEADS=heads,
+                **launch,
+            )
+    return q_out, k_out
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `reference.write_kv`; what pads a batch has a negative slot and is written nowhere."""
+    if not k.shape[0]:
+        return
+    k, v = _with_contiguous_heads(k), _with_contiguous_heads(v)
+    num_tokens, num_heads, key_dim = k.shape
+    value_dim = v.shape[2]
+    heads, tiles, launch = _tiles(num_heads, max(key_dim, value_dim), k.device)
+    _write_kernel[(num_tokens, tiles)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        num_heads,
+        KEY_DIM=key_dim,
+        KEY_TILE=triton.next_power_of_2(key_dim),
+        VALUE_DIM=value_dim,
+        VALUE_TILE=triton.next_power_of_2(value_dim),
+        HEADS=heads,
+        **launch,
+    )
+
+
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See `reference.rotary_write_kv`; what pads a batch has a negative slot and is written nowhere."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not q.shape[0]:
+        return out
+    q, k, v = (_with_contiguous_heads(x) for x in (q, k, v))
+    num_tokens, num_heads, key_dim = q.shape
+    num_kv_heads, value_dim = k.shape[1], v.shape[2]
+    heads, tiles, launch = _tiles(num_heads, max(key_dim, value_dim), q.device)
+    _rotary_write_kernel[(num_tokens, tiles + triton.cdiv(num_kv_heads, heads))](
+        q,
+        k,
+        v,
+        positions,
+        cos_sin_cache,
+        out,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        num_heads,
+        num_kv_heads,
+        QUERY_TILES=tiles,
+        HALF=key_dim // 2,
+        HALF_TILE=triton.next_power_of_2(key_dim // 2),
+        VALUE_DIM=value_dim,
+        VALUE_TILE=triton.next_power_of_2(value_dim),
+        HEADS=heads,
+        **launch,
+    )
+    return out
+
+
+def _with_contiguous_heads(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _tiles(num_heads: int, dim: int, device: torch.device) -> tuple[int, int, dict[str, int]]:
+    """How many heads of `dim` elements a program takes, how many programs that makes a token, and their options."""
+    launch = dict(options("heads", device))
+    heads = max(1, launch.pop("ELEMENTS") // triton.next_power_of_2(dim))
+    heads = min(heads, triton.next_power_of_2(num_heads))
+    return heads, triton.cdiv(num_heads, heads), launch
+
+
+@triton.jit
+def _rotated(heads, mask, position, cos_sin_cache, HALF: tl.constexpr, HALF_TILE: tl.constexpr):
+    """The halves of the heads that `heads` points to, turned by the angles of `position` and rounded step by step."""
+    frequency = tl.arange(0, HALF_TILE)
+    table = cos_sin_cache + position * (2 * HALF) + frequency
+    cos = tl.load(table, mask=frequency < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(table + HALF, mask=frequency < HALF, other=0.0).to(tl.float32)[None, :]
+    dtype = heads.dtype.element_ty
+    low = tl.load(heads, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(heads + HALF, mask=mask, other=0.0).to(tl.float32)
+    new_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
+    new_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
+    return new_low.to(dtype), new_high.to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _rotary_kernel(
+    x,  # [num_tokens, num_heads, 2 * HALF]
+    positions,
+    cos_sin_cache,
+    out,  # as x, contiguous
+    token_stride,
+    head_stride,
+    num_heads,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """HEADS heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, HALF_TILE)
+    mask = (head < num_heads)[:, None] & (column < HALF)[None, :]
+    low, high = _rotated(
+        x + token * token_stride + head[:, None] * head_stride + column[None, :],
+        mask,
+        tl.load(positions + token),
+        cos_sin_cache,
+        HALF,
+        HALF_TILE,
+    )
+    place = out + (token * num_heads + head)[:, None] * (2 * HALF) + column[None, :]
+    tl.store(place, low, mask=mask)
+    tl.store(place + HALF, high, mask=mask)
+
+
+@triton.jit
+def _copy_heads(x, head_stride, out, head, num_heads, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Those of the heads `head` of one token that are there, from `x` to `out`, where they are contiguous."""
+    column = tl.arange(0, TILE)
+    mask = (head < num_heads)[:, None] & (column < DIM)[None, :]
+    value = tl.load(x + head[:, None] * head_stride + column[None, :], mask=mask)
+    tl.store(out + head[:, None] * DIM + column[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _write_kernel(
+    k,  # [num_tokens, num_heads, KEY_DIM]
+    v,  # [num_tokens, num_heads, VALUE_DIM]
+    k_cache,
+    v_cache,
+    slot_mapping,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    num_heads,
+    KEY_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """HEADS heads of one token's keys and values."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    start = slot * num_heads
+    _copy_heads(
+        k + token * k_token_stride, k_head_stride, k_cache + start * KEY_DIM, head, num_heads, KEY_DIM, KEY_TILE
+    )
+    _copy_heads(
+        v + token * v_token_stride, v_head_stride, v_cache + start * VALUE_DIM, head, num_heads, VALUE_DIM, VALUE_TILE
+    )
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
+def _rotary_write_kernel(
+    q,  # [num_tokens, num_heads, 2 * HALF]
+    k,  # [num_tokens, num_kv_heads, 2 * HALF]
+    v,  # [num_tokens, num_kv_heads, VALUE_DIM]
+    positions,
+    cos_sin_cache,
+    out,  # as q, contiguous
+    k_cache,
+    v_cache,
+    slot_mapping,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    num_heads,
+    num_kv_heads,
+    QUERY_TILES: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """HEADS heads of one token: of its queries, or of its keys and values."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    column = tl.arange(0, HALF_TILE)
+    if tl.program_id(1) < QUERY_TILES:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        mask = (head < num_heads)[:, None] & (column < HALF)[None, :]
+        heads = q + token * q_token_stride + head[:, None] * q_head_stride + column[None, :]
+        low, high = _rotated(heads, mask, position, cos_sin_cache, HALF, HALF_TILE)
+        place = out + (token * num_heads + head)[:, None] * (2 * HALF) + column[None, :]
+        tl.store(place, low, mask=mask)
+        tl.store(place + HALF, high, mask=mask)
+    else:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            head = (tl.program_id(1) - QUERY_TILES) * HEADS + tl.arange(0, HEADS)
+            mask = (head < num_kv_heads)[:, None] & (column < HALF)[None, :]
+            heads = k + token * k_token_stride + head[:, None] * k_head_stride + column[None, :]
+            low, high = _rotated(heads, mask, position, cos_sin_cache, HALF, HALF_TILE)
+            place = k_cache + (slot * num_kv_heads + head)[:, None] * (2 * HALF) + column[None, :]
+            tl.store(place, low, mask=mask)
+            tl.store(place + HALF, high, mask=mask)
+            values = v_cache + slot * num_kv_heads * VALUE_DIM
+            _copy_heads(v + token * v_token_stride, v_head_stride, values, head, num_kv_heads, VALUE_DIM, VALUE_TILE)

@@ -1,0 +1,249 @@
+"""The highest of a row, and draws from a distribution of which only the likely part is kept.
+
+No row is sorted. What a value must reach to be kept is found by narrowing an interval (a k-ary search over the bits of
+float32, which order as the numbers do), and the sums that this takes are of the row as it lies. So is the draw's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_mp.kernels.reference import NO_PLACE
+from vllm_mp.kernels.triton.launch import Options, options
+
+_NO_PLACE = tl.constexpr(NO_PLACE)
+_INFINITY = tl.constexpr(0x7F800000)
+"""The bits of float32's infinity, above those of all numbers that are not negative."""
+_PIVOTS = tl.constexpr(8)
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """See `reference.argmax`."""
+    return _highest(scores, options("argmax", scores.device))[1]
+
+
+def sample(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """See `reference.sample`."""
+    num_rows, size = logits.shape
+    launch = options("argmax", logits.device)
+    highest, tokens = _highest(logits, launch)
+    # What is drawn from: how far each token is below the likeliest, as bits.
+    depths = torch.empty((num_rows, size), dtype=torch.int32, device=logits.device)
+    if num_rows:
+        _depth_kernel[(num_rows, triton.cdiv(size, launch["ELEMENTS"]))](
+            logits, highest, temperature, min_p.log(), depths, logits.stride(0), logits.stride(1), SIZE=size, **launch
+        )
+        _sample_kernel[(num_rows,)](
+            depths, temperature, top_k, top_p, uniform, tokens, SIZE=size, **options("sample", logits.device)
+        )
+    return tokens
+
+
+def _highest(scores: Tensor, launch: Options) -> tuple[Tensor, Tensor]:
+    """The highest of each row of `scores` [n, size], float32 [n], and what `reference.argmax` says of it."""
+    num_rows, size = scores.shape
+    num_parts = triton.cdiv(size, launch["ELEMENTS"])
+    part_highest = torch.empty((num_rows, num_parts), dtype=torch.float32, device=scores.device)
+    part_places = torch.empty((num_rows, num_parts), dtype=torch.int32, device=scores.device)
+    highest = torch.empty(num_rows, dtype=torch.float32, device=scores.device)
+    places = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    if num_rows:
+        _part_highest_kernel[(num_rows, num_parts)](
+            scores, part_highest, part_places, scores.stride(0), scores.stride(1), SIZE=size, PARTS=num_parts, **launch
+        )
+        _highest_kernel[(num_rows,)](
+            part_highest,
+            part_places,
+            highest,
+            places,
+            PARTS=num_parts,
+            PART_TILE=triton.next_power_of_2(num_parts),
+            SIZE=size,
+        )
+    return highest, places
+
+
+@triton.jit
+def _part_highest_kernel(
+    scores,
+    part_highest,  # float32 [rows, PARTS], NaN for a part that has one
+    part_places,  # int32 [rows, PARTS]
+    row_stride,
+    stride,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """The highest of ELEMENTS of one row, and the first place of it."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    place = part * ELEMENTS + tl.arange(0, ELEMENTS)
+    score = tl.load(scores + row * row_stride + place * stride, mask=place < SIZE, other=float("-inf")).to(tl.float32)
+    is_nan = score != score
+    highest = tl.max(tl.where(is_nan, float("-inf"), score), 0)
+    first = tl.min(tl.where((score == highest) & (place < SIZE), place, SIZE), 0)
+    has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+    tl.store(part_highest + row * PARTS + part, tl.where(has_nan, float("nan"), highest))
+    tl.store(part_places + row * PARTS + part, first)
+
+
+@triton.jit
+def _highest_kernel(
+    part_highest,
+    part_places,
+    highest_out,
+    places_out,
+    PARTS: tl.constexpr,
+    PART_TILE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One row of what its parts have."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PART_TILE)
+    value = tl.load(part_highest + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    place = tl.load(part_places + row * PARTS + part, mask=part < PARTS, other=SIZE)
+    is_nan = value != value
+    highest = tl.max(tl.where(is_nan, float("-inf"), value), 0)
+    first = tl.min(tl.where(value == highest, place, SIZE), 0)
+    has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+    has_place = (tl.abs(highest) < float("inf")) & (has_nan == 0)
+    tl.store(highest_out + row, highest)
+    tl.store(places_out + row, tl.where(has_place, first, _NO_PLACE).to(tl.int64))
+
+
+@triton.jit
+def _depth_kernel(
+    logits,
+    highest,
+    temperature,
+    lowest_scaled,  # float32 [rows], below which a token is barred
+    depths,
+    row_stride,
+    stride,
+    SIZE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """How far ELEMENTS of one row are below its highest, in units of the temperature; infinity where they are barred."""
+    row = tl.program_id(0).to(tl.int64)
+    warmth = tl.load(temperature + row)
+    if warmth > 0.0:
+        token = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+        logit = tl.load(logits + row * row_stride + token * stride, mask=token < SIZE, other=float("-inf"))
+        below = logit.to(tl.float32) - tl.load(highest + row)
+        scaled = tl.div_rn(below, tl.zeros_like(below) + warmth)
+        depth = tl.where(scaled < tl.load(lowest_scaled + row), float("inf"), tl.abs(scaled))
+        tl.store(depths + row * SIZE + token, depth.to(tl.int32, bitcast=True), mask=token < SIZE)
+
+
+@triton.jit
+def _weight(depth):
+    """exp(-depth) of the bits of a depth."""
+    return tl.exp(-depth.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _narrowed(depths, goal, high, SIZE: tl.constexpr, ELEMENTS: tl.constexpr, COUNTS: tl.constexpr):
+    """The least depth up to which the number of tokens (if it COUNTS) or the sum of weights reaches `goal`.
+
+    `high`, at which it does, if there is none below.
+    """
+    low = tl.full([], -1, tl.int32)
+    number = tl.arange(0, _PIVOTS)
+    while high - low > 1:
+        step = tl.maximum((high - low) // _PIVOTS, 1)
+        pivots = tl.minimum(low + step * (number + 1), high)
+        pivots = tl.where(number == _PIVOTS - 1, high, pivots)
+        reached = tl.zeros([_PIVOTS], tl.float32)
+        for start in tl.range(0, SIZE, ELEMENTS):
+            token = start + tl.arange(0, ELEMENTS)
+            depth = tl.load(depths + token, mask=token < SIZE, other=_INFINITY)
+            if COUNTS:
+                weight = tl.where(token < SIZE, 1.0, 0.0)
+            else:
+                weight = _weight(depth)
+            reached += tl.sum(tl.where(depth[:, None] <= pivots[None, :], weight[:, None], 0.0), 0)
+        enough = (reached >= goal) | (number == _PIVOTS - 1)
+        low = tl.maximum(low, tl.max(tl.where(enough, low, pivots), 0))
+        high = tl.min(tl.where(enough, pivots, high), 0)
+    return high
+
+
+@triton.jit
+def _kept_weight(depths, token, deepest, last_tie, SIZE: tl.constexpr):
+    """Weights, zero for a token that is barred."""
+    depth = tl.load(depths + token, mask=token < SIZE, other=_INFINITY)
+    kept = (depth < deepest) | ((depth == deepest) & (token <= last_tie))
+    return tl.where(kept, _weight(depth), 0.0)
+
+
+@triton.jit
+def _sample_kernel(
+    depths,
+    temperature,
+    top_k,
+    top_p,
+    uniform,
+    tokens,  # int64 [rows], which holds the highest of each row
+    SIZE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """Draw for one row, unless its temperature is zero or it has no token that can be drawn."""
+    row = tl.program_id(0).to(tl.int64)
+    if (tl.load(temperature + row) == 0.0) | (tl.load(tokens + row) == _NO_PLACE):
+        return
+    depths += row * SIZE
+
+    # What is deeper is barred, and what is just as deep if its token comes after the last tie.
+    deepest = tl.full([], _INFINITY, tl.int32)
+    last_tie = tl.full([], SIZE, tl.int32)
+    most = tl.load(top_k + row)
+    if (most > 0) & (most < SIZE):
+        deepest = _narrowed(depths, most.to(tl.float32), deepest, SIZE, ELEMENTS, COUNTS=True)
+    share = tl.load(top_p + row)
+    if share < 1.0:
+        total = tl.full([], 0.0, tl.float32)
+        for start in tl.range(0, SIZE, ELEMENTS):
+            weight = _kept_weight(depths, start + tl.arange(0, ELEMENTS), deepest, last_tie, SIZE)
+            total += tl.sum(weight, 0)
+        goal = share * total
+        deepest = _narrowed(depths, goal, deepest, SIZE, ELEMENTS, COUNTS=False)
+        above = tl.full([], 0.0, tl.float32)
+        num_ties = tl.full([], 0, tl.int32)
+        for start in tl.range(0, SIZE, ELEMENTS):
+            token = start + tl.arange(0, ELEMENTS)
+            above += tl.sum(_kept_weight(depths, token, deepest, -1, SIZE), 0)
+            depth = tl.load(depths + token, mask=token < SIZE, other=-1)
+            num_ties += tl.sum((depth == deepest).to(tl.int32), 0)
+        wanted = tl.maximum(tl.ceil((goal - above) / _weight(deepest)), 1.0)
+        if wanted < num_ties:
+            seen = tl.full([], 0, tl.int32)
+            for start in tl.range(0, SIZE, ELEMENTS):
+                token = start + tl.arange(0, ELEMENTS)
+                depth = tl.load(depths + token, mask=token < SIZE, other=-1)
+                tie = (depth == deepest).to(tl.int32)
+                is_last = (tie > 0) & (seen + tl.cumsum(tie, 0) == wanted.to(tl.int32))
+                last_tie = tl.minimum(last_tie, tl.min(tl.where(is_last, token, SIZE), 0))
+                seen += tl.sum(tie, 0)
+
+    total = tl.full([], 0.0, tl.float64)
+    for start in tl.range(0, SIZE, ELEMENTS):
+        weight = _kept_weight(depths, start + tl.arange(0, ELEMENTS), deepest, last_tie, SIZE)
+        total += tl.sum(weight.to(tl.float64), 0)
+    target = tl.load(uniform + row) * total
+    start = tl.full([], 0, tl.int32)
+    before = tl.full([], 0.0, tl.float64)
+    token = tl.arange(0, ELEMENTS)
+    weight = _kept_weight(depths, token, deepest, last_tie, SIZE).to(tl.float64)
+    stretch = tl.sum(weight, 0)
+    while (before + stretch <= target) & (start + ELEMENTS < SIZE):
+        before += stretch
+        start += ELEMENTS
+        token = start + tl.arange(0, ELEMENTS)
+        weight = _kept_weight(depths, token, deepest, last_tie, SIZE).to(tl.float64)
+        stretch = tl.sum(weight, 0)
+    passes = before + tl.cumsum(weight, 0) > target
+    place = tl.min(tl.where(passes, token, SIZE), 0)
+    # The sums of the stretch in one order and in another may differ in the last bit.
+    last = tl.max(tl.where(weight > 0.0, token, -1), 0)
+    tl.store(tokens + row, tl.minimum(place, last).to(tl.int64))
