@@ -1,0 +1,103 @@
+"""Compiles every Triton kernel for GPUs that need not be there; run as a program.
+
+Prints a JSON list of [major, minor, kernel, bytes of shared memory] for two compute capabilities. The launches are those that the operations
+make for a step of a model: they are taken down instead of being run, so the interpreter must be off.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from paged_batch import MIXED, PagedBatch
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from vllm_mp.kernels.triton import launch, operations
+
+TABLES = {(9, 0): launch._HOPPER, (8, 6): launch._SMALL}
+NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+class Compiler:
+    """Takes the place of `JITFunction.run`."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+        self.shared: dict[Any, int] = {}
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes = {}
+        for i, parameter in enumerate(kernel.params):
+            name, value = parameter.name, values[parameter.name]
+            specialized = not parameter.do_not_specialize
+            if parameter.is_constexpr or (specialized and isinstance(value, int) and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name], attributes[i,] = f"*{NAMES[value.dtype]}", ALIGNED
+            elif isinstance(value, int):
+                signature[name] = "i32"
+                if specialized and value % 16 == 0:
+                    attributes[i,] = ALIGNED
+            else:
+                signature[name] = "fp32"
+        options = {name: named[name] for name in ("num_warps", "num_stages") if name in named}
+        key = (kernel.__name__, *map(str, (signature, constants, options)))
+        if key not in self.shared:
+            source = ASTSource(kernel, signature, constants, attributes)
+            self.shared[key] = compile_kernel(source, target=self.target, options=options).metadata.shared
+
+
+def call_all(dtype: torch.dtype, heads: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
+    """Each operation once, in the shapes of a model."""
+    hidden = heads * key_dim
+    x, weight = torch.ones(8, hidden, dtype=dtype), torch.ones(hidden, dtype=dtype)
+    operations.rms_norm(x, weight, 1e-5)
+    operations.add_rms_norm(x, x, weight, 1e-5)
+    operations.layer_norm(x, weight, weight, 1e-5)
+    for activation in (operations.silu_and_mul, operations.gelu, operations.gelu_tanh):
+        activation(x)
+    batch = PagedBatch(MIXED, heads, kv_heads, key_dim, 16, value_dim)
+    q, k_cache, v_cache = (tensor.to(dtype) for tensor in (batch.q, batch.k_cache, batch.v_cache))
+    k, v = (cache.flatten(0, 1)[: len(q)] for cache in (k_cache, v_cache))
+    positions = torch.zeros(len(q), dtype=torch.int64)
+    table = torch.ones(64, key_dim, dtype=dtype)
+    operations.rms_norm(q, table[0], 1e-5)
+    operations.rotary(q, k, positions, table)
+    operations.write_kv(k, v, k_cache, v_cache, positions)
+    operations.rotary_write_kv(q, k, v, positions, table, k_cache, v_cache, positions)
+    for splits in (1, 8):
+        for window, soft_cap in ((None, None), (512, 30.0)):
+            metadata = batch.metadata._replace(decode_splits=splits)
+            operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
+    logits, column = torch.ones(4, 128_256, dtype=dtype), torch.ones(4)
+    operations.sample(logits, column, column, column.long(), column, column.double())
+
+
+def main(models: list[list[Any]]) -> None:
+    found = []
+    for capability, table in TABLES.items():
+        compiler = Compiler(capability)
+        JITFunction.run = lambda kernel, *args, compiler=compiler, **named: compiler.run(kernel, *args, **named)
+        launch._table = lambda *_, table=table: table
+        for dtype, *shape in models:
+            call_all(getattr(torch, dtype), *shape)
+        found += [[*capability, key[0], shared] for key, shared in compiler.shared.items()]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,73 @@
+"""Which implementation of the operations serves."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vllm_mp.kernels import ops, reference
+from vllm_mp.kernels.cpu.library import TRITON, VARIABLE, library
+from vllm_mp.kernels.triton import available
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    caches = (available.operations, library)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_triton_is_imported_only_where_it_serves():
+    code = "import sys, torch; before = 'triton' in sys.modules; import vllm_mp.kernels.ops; print(before, 'triton' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False False\n"
+
+
+def test_tensors_on_the_cpu_go_to_triton_where_the_environment_says_so(monkeypatch):
+    pytest.importorskip("triton")
+    assert available.operations("cpu") is None
+    available.operations.cache_clear()
+    monkeypatch.setenv(VARIABLE, TRITON)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    operations = available.operations("cpu")
+    assert operations is not None
+    called = []
+    for name in operations.__all__:
+        monkeypatch.setattr(operations, name, lambda *_, name=name: called.append(name))
+    x = torch.ones(2, 4, 8)
+    for name in operations.__all__:
+        arguments = [x] * getattr(ops, name).__code__.co_argcount
+        getattr(ops, name)(*arguments)
+    assert called == operations.__all__
+    assert set(operations.__all__) <= set(ops.__all__)
+    assert library() is None
+
+
+def test_triton_on_the_cpu_without_its_interpreter_is_refused_with_the_remedy(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv(VARIABLE, TRITON)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for choose in (lambda: available.operations("cpu"), library, lambda: ops.pack_linear(torch.zeros(4, 4), None)):
+        with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 too"):
+            choose()
+
+
+def test_without_triton_the_definitions_serve_a_gpu_and_say_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(available.importlib.util, "find_spec", lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert available.operations("cuda") is None
+    assert [record.message for record in caplog.records] == [
+        "triton is not there, so torch serves, several times slower; install vllm-mp[cuda]"
+    ]
+
+
+def test_the_definitions_serve_the_cpu():
+    assert available.operations("cpu") is None
+    x = torch.randn(3, 8)
+    assert torch.equal(ops.rms_norm(x, x[0], 1e-5), reference.rms_norm(x, x[0], 1e-5))

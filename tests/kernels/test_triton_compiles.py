@@ -1,0 +1,52 @@
+"""Every Triton kernel compiles for GPUs, which the interpreter does not try, and fits into their shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024}
+"""What one program may have, on Hopper and on the least that the launch tables are made for."""
+KERNELS = {
+    "_activation_kernel",
+    "_decode_kernel",
+    "_depth_kernel",
+    "_highest_kernel",
+    "_layer_norm_kernel",
+    "_merge_kernel",
+    "_part_highest_kernel",
+    "_prefill_kernel",
+    "_rms_norm_kernel",
+    "_rotary_kernel",
+    "_rotary_write_kernel",
+    "_sample_kernel",
+    "_write_kernel",
+}
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        [("bfloat16", 32, 8, 128, 128), ("float16", 9, 3, 64, 64)],
+        [("bfloat16", 8, 8, 192, 128), ("bfloat16", 8, 4, 256, 256)],
+        [("float32", 4, 2, 64, 64), ("float32", 4, 2, 128, 128), ("float32", 4, 2, 256, 256)],
+    ],
+    ids=["small heads", "large heads", "float32"],
+)
+def test_every_kernel_compiles_and_fits(models):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = Path(__file__).parents[1] / "gpu_compiler.py"
+    found = subprocess.run(
+        [sys.executable, program, json.dumps(models)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert found.returncode == 0, found.stderr
+    compiled = json.loads(found.stdout)
+    for capability, most in SHARED_BYTES.items():
+        shared = {(kernel, size) for *at, kernel, size in compiled if tuple(at) == capability}
+        assert {kernel for kernel, _ in shared} == KERNELS
+        assert max(size for _, size in shared) <= most, shared
