@@ -1,11 +1,11 @@
 """Compiles every Triton kernel for GPUs that need not be there; run as a program.
 
-Prints a JSON list of [major, minor, kernel, bytes of shared memory] for two compute capabilities. The launches are those that the operations
-make for a step of a model: they are taken down instead of being run, so the interpreter must be off.
+Prints a JSON list of [major, minor, kernel, bytes of shared memory] for two compute capabilities. The launches are
+those that the operations make for a step of a model: they are taken down instead of being run, so the interpreter
+must be off.
 """
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -61,43 +61,48 @@ class Compiler:
             self.shared[key] = compile_kernel(source, target=self.target, options=options).metadata.shared
 
 
-def call_all(dtype: torch.dtype, heads: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
-    """Each operation once, in the shapes of a model."""
-    hidden = heads * key_dim
+def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Each operation but attention, in the shapes of a model."""
+    hidden = heads * head_dim
     x, weight = torch.ones(8, hidden, dtype=dtype), torch.ones(hidden, dtype=dtype)
     operations.rms_norm(x, weight, 1e-5)
     operations.add_rms_norm(x, x, weight, 1e-5)
     operations.layer_norm(x, weight, weight, 1e-5)
     for activation in (operations.silu_and_mul, operations.gelu, operations.gelu_tanh):
         activation(x)
-    batch = PagedBatch(MIXED, heads, kv_heads, key_dim, 16, value_dim)
-    q, k_cache, v_cache = (tensor.to(dtype) for tensor in (batch.q, batch.k_cache, batch.v_cache))
-    k, v = (cache.flatten(0, 1)[: len(q)] for cache in (k_cache, v_cache))
-    positions = torch.zeros(len(q), dtype=torch.int64)
-    table = torch.ones(64, key_dim, dtype=dtype)
+    q, k, v = torch.ones(8, heads + 2 * kv_heads, head_dim, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
+    caches = torch.empty(2, 4, 16, kv_heads, head_dim, dtype=dtype).unbind()
+    positions, table = torch.zeros(8, dtype=torch.int64), torch.ones(64, head_dim, dtype=dtype)
     operations.rms_norm(q, table[0], 1e-5)
     operations.rotary(q, k, positions, table)
-    operations.write_kv(k, v, k_cache, v_cache, positions)
-    operations.rotary_write_kv(q, k, v, positions, table, k_cache, v_cache, positions)
-    for splits in (1, 8):
-        for window, soft_cap in ((None, None), (512, 30.0)):
-            metadata = batch.metadata._replace(decode_splits=splits)
-            operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
+    operations.write_kv(k, v, *caches, positions)
+    operations.rotary_write_kv(q, k, v, positions, table, *caches, positions)
     logits, column = torch.ones(4, 128_256, dtype=dtype), torch.ones(4)
     operations.sample(logits, column, column, column.long(), column, column.double())
 
 
-def main(models: list[list[Any]]) -> None:
+def attend(dtype: torch.dtype, key_dim: int, value_dim: int, window: int | None, soft_cap: float | None) -> None:
+    batch = PagedBatch(MIXED, 8, 2, key_dim, 16, value_dim)
+    q, k_cache, v_cache = (tensor.to(dtype) for tensor in (batch.q, batch.k_cache, batch.v_cache))
+    metadata = batch.metadata._replace(decode_splits=8)
+    operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
+
+
+def main() -> None:
     found = []
     for capability, table in TABLES.items():
         compiler = Compiler(capability)
         JITFunction.run = lambda kernel, *args, compiler=compiler, **named: compiler.run(kernel, *args, **named)
         launch._table = lambda *_, table=table: table
-        for dtype, *shape in models:
-            call_all(getattr(torch, dtype), *shape)
+        call_all(torch.bfloat16, 32, 8, 128)
+        attend(torch.bfloat16, 64, 64, None, None)
+        attend(torch.bfloat16, 128, 128, 512, 30.0)
+        attend(torch.float16, 192, 128, None, None)
+        attend(torch.bfloat16, 256, 256, None, None)
+        attend(torch.float32, 128, 128, None, None)
         found += [[*capability, key[0], shared] for key, shared in compiler.shared.items()]
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

@@ -31,9 +31,9 @@ def _launch(x: Tensor, dim: int, function: str) -> Tensor:
     """`function` of every row of `x`: [..., dim]."""
     rows = rows_of(x)
     out = torch.empty((*x.shape[:-1], dim), dtype=x.dtype, device=x.device)
-    if rows.count and dim:
+    if rows.num_rows and dim:
         launch = options("elementwise", x.device)
-        _activation_kernel[(rows.count, triton.cdiv(dim, launch["ELEMENTS"]))](
+        _activation_kernel[(rows.num_rows, triton.cdiv(dim, launch["ELEMENTS"]))](
             rows.tensor,
             out,
             rows.outer_stride,

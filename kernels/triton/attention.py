@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import AttentionMetadata
-from vllm_mp.kernels.triton.launch import MAX_HEAD_DIM, MIN_SPLIT_TOKENS, attention_options, num_splits, options, padded
 from vllm_mp.kernels.triton.interpreter import product_dtype
+from vllm_mp.kernels.triton.launch import MAX_HEAD_DIM, attention_options, num_splits, options, padded
 
 _MAX_DECODE_HEADS = 64
 """Query heads of one tile of a decode; of more, several programs read the same keys."""
@@ -97,7 +97,7 @@ def _decode(
         WINDOW=window or 0,
         CAPPED=soft_cap is not None,
         SPLITS=splits,
-        MIN_SPLIT=MIN_SPLIT_TOKENS,
+        MIN_SPLIT=options("splits", device)["TOKENS"],
         PRODUCT=product_dtype(q.dtype),
         **attention_options("decode", q.dtype, max(key_dim, value_dim), device),
     )

@@ -22,12 +22,9 @@ MAX_HEAD_DIM: Final = 256
 """The longest head that attention takes."""
 MIN_HEAD_TILE: Final = 16
 """The least size of a side of a product of tiles."""
-MIN_SPLIT_TOKENS: Final = 256
-"""A decode's context is not cut finer than this: merging the parts would cost more than they save."""
 MAX_SPLIT_TOKENS: Final = 8192
-"""Nor left longer than this in one part, or the rest of the batch would wait for it."""
+"""A decode's context is not left longer than this in one part, or the rest of the batch would wait for it."""
 MAX_SPLITS: Final = 64
-_PROGRAMS_PER_PROCESSOR: Final = 2
 
 _HOPPER: Final[dict[str, Options]] = {
     # ROWS are queries times heads; KEYS is how many of the context one step of the loop takes. A warp group of four
@@ -46,6 +43,9 @@ _HOPPER: Final[dict[str, Options]] = {
     "decode/32/128": {"KEYS": 32, "num_warps": 4, "num_stages": 2},
     "decode/32/256": {"KEYS": 16, "num_warps": 4, "num_stages": 2},
     "merge": {"num_warps": 4},
+    # A decode's context is cut until there are so many programs for each multiprocessor, but no finer than so many
+    # tokens: merging the parts would cost more than they save.
+    "splits": {"PROGRAMS": 2, "TOKENS": 256},
     # Rows of up to 1, 4 and 16 thousand elements.
     "norm/1024": {"ELEMENTS": 1024, "num_warps": 4},
     "norm/4096": {"ELEMENTS": 4096, "num_warps": 8},
@@ -74,6 +74,7 @@ _INTERPRETED: Final[dict[str, Options]] = {
         for bits in (16, 32)
         for dim in (64, 128, 256)
     },
+    "splits": {"PROGRAMS": 2, "TOKENS": 16},
     "elementwise": {"ELEMENTS": 64},
     "argmax": {"ELEMENTS": 64},
     "sample": {"ELEMENTS": 64},
@@ -83,7 +84,12 @@ _INTERPRETED: Final[dict[str, Options]] = {
 
 def options(key: str, device: torch.device) -> Options:
     """The options of the launch called `key` on `device`."""
-    return _table(device.type, device.index)[key]
+    return table(device)[key]
+
+
+def table(device: torch.device) -> dict[str, Options]:
+    """All options on `device`, in the one dictionary that the kernels read."""
+    return _table(device.type, device.index)
 
 
 def attention_options(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> Options:
@@ -103,10 +109,11 @@ def num_splits(num_programs: int, context: int, device: torch.device) -> int:
 
     So that `num_programs` times as many programs keep the whole device busy.
     """
-    for_device = -(-_PROGRAMS_PER_PROCESSOR * _num_processors(device.type, device.index) // num_programs)
-    at_most = -(-context // MIN_SPLIT_TOKENS)
+    splits = options("splits", device)
+    for_device = -(-splits["PROGRAMS"] * _num_processors(device.type, device.index) // num_programs)
+    at_most = -(-context // splits["TOKENS"])
     at_least = -(-context // MAX_SPLIT_TOKENS)
-    return max(1, at_least, min(for_device, at_most)) if at_least <= MAX_SPLITS else MAX_SPLITS
+    return min(max(1, at_least, min(for_device, at_most)), MAX_SPLITS)
 
 
 def tuned_file(capability: tuple[int, int]) -> Path:
@@ -117,18 +124,19 @@ def tuned_file(capability: tuple[int, int]) -> Path:
 @functools.cache
 def _table(device_type: str, index: int | None) -> dict[str, Options]:
     if device_type != "cuda":
-        return _INTERPRETED
+        return dict(_INTERPRETED)
     capability = torch.cuda.get_device_capability(index)
     reasoned = _HOPPER if capability == (9, 0) or capability == (10, 0) else _SMALL
     file = tuned_file(capability)
-    return {**reasoned, **json.loads(file.read_text())} if file.exists() else reasoned
+    return {**reasoned, **(json.loads(file.read_text()) if file.exists() else {})}
 
 
 @functools.cache
 def _num_processors(device_type: str, index: int | None) -> int:
     if device_type != "cuda":
         return 4
-    return torch.cuda.get_device_properties(index).multi_processor_count
+    processors: int = torch.cuda.get_device_properties(index).multi_processor_count
+    return processors
 
 
 def padded(size: int) -> int:

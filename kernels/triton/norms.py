@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `reference.rms_norm`."""
     rows = rows_of(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rows.count:
+    if rows.num_rows:
         grid, options = _launch(rows)
         _rms_norm_kernel[grid](
             rows.tensor,
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             out,
             out,
             eps,
-            rows.count,
+            rows.num_rows,
             rows.outer_stride,
             rows.inner_stride,
             DIM=rows.dim,
@@ -40,7 +40,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """See `reference.add_rms_norm`."""
     rows = rows_of(x)
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    if rows.count:
+    if rows.num_rows:
         grid, options = _launch(rows)
         others = rows_of(residual)
         if others[1:] != rows[1:]:
@@ -52,7 +52,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             out,
             total,
             eps,
-            rows.count,
+            rows.num_rows,
             rows.outer_stride,
             rows.inner_stride,
             DIM=rows.dim,
@@ -67,7 +67,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """See `reference.layer_norm`."""
     rows = rows_of(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rows.count:
+    if rows.num_rows:
         grid, options = _launch(rows)
         _layer_norm_kernel[grid](
             rows.tensor,
@@ -75,7 +75,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
             bias,
             out,
             eps,
-            rows.count,
+            rows.num_rows,
             rows.outer_stride,
             rows.inner_stride,
             DIM=rows.dim,
@@ -93,7 +93,7 @@ def _launch(rows: Rows) -> tuple[tuple[int], dict[str, int]]:
     tile = triton.next_power_of_2(rows.dim)
     # Short rows, as those of query and key norms are, share a program.
     count = max(1, options.pop("ELEMENTS") // tile)
-    return (triton.cdiv(rows.count, count),), {**options, "ROWS": count, "TILE": tile}
+    return (triton.cdiv(rows.num_rows, count),), {**options, "ROWS": count, "TILE": tile}
 
 
 @triton.jit(do_not_specialize=["count"])

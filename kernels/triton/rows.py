@@ -9,7 +9,7 @@ class Rows(NamedTuple):
     """Rows of `dim` elements: row i begins `i // inner * outer_stride + i % inner * inner_stride` elements in."""
 
     tensor: Tensor
-    count: int
+    num_rows: int
     dim: int
     inner: int
     outer_stride: int

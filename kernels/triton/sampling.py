@@ -124,7 +124,7 @@ def _depth_kernel(
     SIZE: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """How far ELEMENTS of one row are below its highest, in units of the temperature; infinity where they are barred."""
+    """How far ELEMENTS of one row are below its highest, over the temperature; infinity where they are barred."""
     row = tl.program_id(0).to(tl.int64)
     warmth = tl.load(temperature + row)
     if warmth > 0.0:
@@ -158,10 +158,7 @@ def _narrowed(depths, goal, high, SIZE: tl.constexpr, ELEMENTS: tl.constexpr, CO
         for start in tl.range(0, SIZE, ELEMENTS):
             token = start + tl.arange(0, ELEMENTS)
             depth = tl.load(depths + token, mask=token < SIZE, other=_INFINITY)
-            if COUNTS:
-                weight = tl.where(token < SIZE, 1.0, 0.0)
-            else:
-                weight = _weight(depth)
+            weight = tl.where(token < SIZE, 1.0, 0.0) if COUNTS else _weight(depth)
             reached += tl.sum(tl.where(depth[:, None] <= pivots[None, :], weight[:, None], 0.0), 0)
         enough = (reached >= goal) | (number == _PIVOTS - 1)
         low = tl.maximum(low, tl.max(tl.where(enough, low, pivots), 0))

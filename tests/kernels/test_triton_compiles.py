@@ -29,21 +29,10 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "models",
-    [
-        [("bfloat16", 32, 8, 128, 128), ("float16", 9, 3, 64, 64)],
-        [("bfloat16", 8, 8, 192, 128), ("bfloat16", 8, 4, 256, 256)],
-        [("float32", 4, 2, 64, 64), ("float32", 4, 2, 128, 128), ("float32", 4, 2, 256, 256)],
-    ],
-    ids=["small heads", "large heads", "float32"],
-)
-def test_every_kernel_compiles_and_fits(models):
+def test_every_kernel_compiles_and_fits():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = Path(__file__).parents[1] / "gpu_compiler.py"
-    found = subprocess.run(
-        [sys.executable, program, json.dumps(models)], capture_output=True, text=True, check=False, env=environment
-    )
+    found = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     assert found.returncode == 0, found.stderr
     compiled = json.loads(found.stdout)
     for capability, most in SHARED_BYTES.items():

@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Search, on the GPU that is here, for the options that the Triton kernels run best with, and save them.
+
+The file, beside kernels/triton/launch.py and named after the compute capability, is read by the kernels from then on.
+Of each entry of the launch table every candidate is timed over the shapes of some models, and the one with the least
+geometric mean is kept. What does not fit into the GPU's memory or registers is passed over. Takes about ten minutes.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.triton import launch, operations
+
+Run = Callable[[], Any]
+
+CANDIDATES: dict[str, dict[str, list[int]]] = {
+    "prefill": {"ROWS": [16, 32, 64, 128], "KEYS": [16, 32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
+    "decode": {"KEYS": [16, 32, 64, 128], "num_warps": [2, 4, 8], "num_stages": [2, 3, 4, 5]},
+    "merge": {"num_warps": [1, 2, 4, 8]},
+    "splits": {"PROGRAMS": [1, 2, 3, 4, 6], "TOKENS": [64, 128, 256, 512]},
+    "norm": {"ELEMENTS": [1024, 2048, 4096], "num_warps": [2, 4, 8, 16]},
+    "elementwise": {"ELEMENTS": [512, 1024, 2048, 4096], "num_warps": [2, 4, 8]},
+    "heads": {"ELEMENTS": [512, 1024, 2048, 4096], "num_warps": [1, 2, 4, 8]},
+    "argmax": {"ELEMENTS": [1024, 2048, 4096, 8192], "num_warps": [4, 8, 16]},
+    "sample": {"ELEMENTS": [2048, 4096, 8192], "num_warps": [8, 16, 32]},
+}
+"""Of each kind of kernel, by the first word of its entries' names."""
+BLOCK_SIZE = 16
+DTYPES = {"16": torch.bfloat16, "32": torch.float32}
+
+
+def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
+    """What an entry of the launch table is timed by."""
+    kind, *details = key.split("/")
+    tokens = [4] if quick else [1, 64, 2048]
+    if kind in ("prefill", "decode"):
+        dtype, head_dim = DTYPES[details[0]], int(details[1])
+        for rows in _attention_rows(kind, quick):
+            yield _attention(rows, 8, 2, head_dim, dtype, device)
+    elif kind in ("merge", "splits"):
+        for rows in _attention_rows("decode", quick):
+            yield _attention(rows, 8, 2, 128, torch.bfloat16, device)
+    elif kind == "norm":
+        dim = 64 if quick else int(details[0])
+        for count in tokens:
+            x, weight = _random((count, dim), torch.bfloat16, device), _random((dim,), torch.bfloat16, device)
+            yield lambda x=x, weight=weight: operations.add_rms_norm(x, x, weight, 1e-5)
+    elif kind == "elementwise":
+        for count in tokens:
+            x = _random((count, 128 if quick else 28_672), torch.bfloat16, device)
+            yield lambda x=x: operations.silu_and_mul(x)
+    elif kind == "heads":
+        for count in tokens:
+            yield _rotation(count, device)
+    else:
+        for count in [2] if quick else [1, 16, 256]:
+            logits = _random((count, 200 if quick else 128_256), torch.bfloat16, device)
+            yield _draw(logits) if kind == "sample" else lambda logits=logits: operations.argmax(logits)
+
+
+def _attention_rows(kind: str, quick: bool) -> list[list[tuple[int, int]]]:
+    """(query tokens, context) of each row of some steps."""
+    if quick:
+        return [[(1, 20), (1, 5)]] if kind == "decode" else [[(20, 30)]]
+    if kind == "decode":
+        return [[(1, 1024)], [(1, 16_384)], [(1, 2048)] * 16, [(1, 512)] * 256]
+    return [[(2048, 2048)], [(512, 4096)], [(128, 128)] * 16]
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def _attention(
+    rows: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Run:
+    """One step of scattered rows, single-token rows first."""
+    blocks = [-(-context // BLOCK_SIZE) for _, context in rows]
+    table = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
+    scattered = torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)
+    for row, own in zip(table, scattered, strict=True):
+        row[: len(own)] = own
+    starts = [0, *itertools.accumulate(queries for queries, _ in rows)]
+    metadata = AttentionMetadata(
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([context for _, context in rows], dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slot_mapping=torch.zeros(starts[-1], dtype=torch.int64, device=device),
+        query_lens=[queries for queries, _ in rows],
+        host_seq_lens=[context for _, context in rows],
+        num_decodes=sum(queries == 1 for queries, _ in rows),
+        max_seq_len=max(context for _, context in rows),
+    )
+    q = _random((starts[-1], heads, head_dim), dtype, device)
+    caches = _random((2, sum(blocks), BLOCK_SIZE, kv_heads, head_dim), dtype, device).unbind()
+    return lambda: operations.paged_attention(q, *caches, metadata, head_dim**-0.5)
+
+
+def _rotation(count: int, device: torch.device) -> Run:
+    q, k, v = _random((count, 48, 128), torch.bfloat16, device).split((32, 8, 8), 1)
+    table = _random((4096, 128), torch.bfloat16, device)
+    caches = torch.empty(2, -(-count // BLOCK_SIZE), BLOCK_SIZE, 8, 128, dtype=torch.bfloat16, device=device).unbind()
+    slots = torch.arange(count, device=device)
+    return lambda: operations.rotary_write_kv(q, k, v, slots, table, *caches, slots)
+
+
+def _draw(logits: Tensor) -> Run:
+    columns = torch.full((3, len(logits)), 0.9, device=logits.device).unbind()
+    temperature, min_p, top_p = columns[0], columns[1] * 0, columns[2]
+    top_k = torch.full((len(logits),), 50, device=logits.device)
+    uniform = temperature.double() / 2
+    return lambda: operations.sample(logits, temperature, min_p, top_k, top_p, uniform)
+
+
+def seconds(run: Run, device: torch.device) -> float:
+    """Of one run; on a GPU the median of many."""
+    if device.type == "cuda":
+        return triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median") / 1e3
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def best(key: str, device: torch.device, quick: bool) -> tuple[launch.Options, float]:
+    """The options of an entry that took least, and their time as a share of that of the options there were."""
+    table = launch.table(device)
+    before = table[key]
+    runs = list(cases(key, device, quick))
+    values = CANDIDATES[key.split("/")[0]]
+    candidates = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    # An entry keeps the names that it has, of which the interpreter's have fewer.
+    candidates = [{name: value for name, value in one.items() if name in before} for one in candidates]
+    times: list[tuple[float, launch.Options]] = []
+    for options in [before, *(candidates[:2] if quick else candidates)]:
+        table[key] = options
+        try:
+            spent = [seconds(run, device) for run in runs]
+        except triton.OutOfResources:
+            continue
+        times.append((math.exp(sum(map(math.log, spent)) / len(spent)), options))
+    if not times:
+        table[key] = before
+        raise RuntimeError(f"no options of {key} fit this GPU")
+    least, options = min(times, key=lambda one: one[0])
+    table[key] = options
+    return options, least / times[0][0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where to save (default: where the kernels look)")
+    parser.add_argument("--only", nargs="+", metavar="KIND", choices=CANDIDATES, help="kinds of kernels to tune")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try this tool in the interpreter")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes and two candidates, to try this tool")
+    arguments = parser.parse_args()
+    device = torch.empty(0, device=arguments.device).device
+    out = arguments.out or launch.tuned_file(torch.cuda.get_device_capability(device))
+    tuned: dict[str, launch.Options] = json.loads(out.read_text()) if out.exists() else {}
+    for key in list(launch.table(device)):
+        if arguments.only and key.split("/")[0] not in arguments.only:
+            continue
+        options, share = best(key, device, arguments.quick)
+        tuned[key] = dict(options)
+        print(f"{key}: {dict(options)}, {share:.0%} of the time before", file=sys.stderr, flush=True)
+        out.write_text(json.dumps(tuned, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
