@@ -411,3 +411,10 @@ def test_the_ends_of_the_distribution_are_tokens_that_have_probability() -> None
     uniform = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
     got = operations.sample(*at(DEVICE, logits, *columns([{}, {}], uniform)))
     assert got.tolist() == [4, 70]
+
+
+def test_no_place_beyond_the_last_token_is_drawn_where_sums_differ_in_their_last_bit() -> None:
+    logits = torch.randn(40, 64)
+    logits[:, 55:] = -torch.inf
+    uniform = torch.full((40,), 1 - 2.0**-52, dtype=torch.float64)
+    assert operations.sample(*at(DEVICE, logits, *columns([{}] * 40, uniform))).tolist() == [54] * 40

@@ -21,6 +21,7 @@ _MAX_DECODE_HEADS = 64
 """Query heads of one tile of a decode; of more, several programs read the same keys."""
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LOWEST = tl.constexpr(-3.4e38)
+"""Stands for minus infinity where that would be subtracted from itself."""
 
 
 def paged_attention(
@@ -81,6 +82,7 @@ def _decode(
         metadata.seq_lens,
         metadata.block_table,
         metadata.block_table.stride(0),
+        splits,
         scale,
         soft_cap or 0.0,
         q.stride(0),
@@ -96,7 +98,7 @@ def _decode(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAPPED=soft_cap is not None,
-        SPLITS=splits,
+        PARTIAL=splits > 1,
         MIN_SPLIT=options("splits", device)["TOKENS"],
         PRODUCT=product_dtype(q.dtype),
         **attention_options("decode", q.dtype, max(key_dim, value_dim), device),
@@ -106,9 +108,9 @@ def _decode(
             parts,
             sums,
             out,
+            splits,
             HEADS=num_heads,
-            SPLITS=splits,
-            SPLIT_TILE=triton.next_power_of_2(splits),
+            SPLIT_TILE=padded(splits),
             VALUE_DIM=value_dim,
             VALUE_TILE=padded(value_dim),
             **options("merge", device),
@@ -242,16 +244,17 @@ def _add_keys(
     return attended, highest, total
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _decode_kernel(
     q,  # [num_tokens, num_heads, KEY_DIM]
     k_cache,  # [num_blocks, BLOCK_SIZE, KV_HEADS, KEY_DIM]
     v_cache,  # [num_blocks, BLOCK_SIZE, KV_HEADS, VALUE_DIM]
-    parts,  # float32 [rows, num_heads, SPLITS, VALUE_DIM], or the result where there is one part
-    sums,  # float32 [rows, num_heads, SPLITS], the logarithm to base 2 of each part's sum of exponentials
+    parts,  # float32 [rows, num_heads, num_splits, VALUE_DIM], or the result unless PARTIAL
+    sums,  # float32 [rows, num_heads, num_splits], the logarithm to base 2 of each part's sum of exponentials
     seq_lens,
     block_table,
     table_stride,
+    num_splits,
     scale,
     soft_cap,
     q_token_stride,
@@ -267,7 +270,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTIAL: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     PRODUCT: tl.constexpr,
     KEYS: tl.constexpr,
@@ -282,7 +285,7 @@ def _decode_kernel(
     oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(context - WINDOW, 0)
-    part = tl.maximum(tl.cdiv(context - oldest, SPLITS), MIN_SPLIT)
+    part = tl.maximum(tl.cdiv(context - oldest, num_splits), MIN_SPLIT)
     part = tl.cdiv(part, KEYS) * KEYS
     begin = oldest + split * part
     stop = tl.minimum(begin + part, context)
@@ -291,8 +294,9 @@ def _decode_kernel(
     in_tile = (tl.arange(0, HEAD_TILE) < HEADS) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
     num_heads = KV_HEADS * GROUP
-    if SPLITS > 1 and begin >= stop:
-        tl.store(sums + (row * num_heads + head) * SPLITS + split, float("-inf"), mask=in_tile)
+    place = (row * num_heads + head) * num_splits + split
+    if PARTIAL and begin >= stop:
+        tl.store(sums + place, float("-inf"), mask=in_tile)
         return
 
     key_dims = tl.arange(0, KEY_TILE)
@@ -330,23 +334,22 @@ def _decode_kernel(
     )
     # A row of no context divides zero by one.
     attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
-    place = (row * num_heads + head) * SPLITS + split
     tl.store(
         parts + place[:, None] * VALUE_DIM + value_dims[None, :],
         attended.to(parts.dtype.element_ty),
         mask=in_tile[:, None] & (value_dims < VALUE_DIM)[None, :],
     )
-    if SPLITS > 1:
+    if PARTIAL:
         tl.store(sums + place, highest + tl.log2(total), mask=in_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     parts,
     sums,
     out,  # [num_tokens, HEADS, VALUE_DIM]
+    num_splits,
     HEADS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
@@ -355,12 +358,12 @@ def _merge_kernel(
     at = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split = tl.arange(0, SPLIT_TILE)
     value_dims = tl.arange(0, VALUE_TILE)
-    logarithm = tl.load(sums + at * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    logarithm = tl.load(sums + at * num_splits + split, mask=split < num_splits, other=float("-inf"))
     filled = logarithm != float("-inf")
     highest = tl.max(tl.where(filled, logarithm, _LOWEST), 0)
-    weight = tl.where(filled, tl.exp2(logarithm - highest), 0.0)
+    weight = tl.exp2(logarithm - highest)
     part = tl.load(
-        parts + (at * SPLITS + split)[:, None] * VALUE_DIM + value_dims[None, :],
+        parts + (at * num_splits + split)[:, None] * VALUE_DIM + value_dims[None, :],
         mask=filled[:, None] & (value_dims < VALUE_DIM)[None, :],
         other=0.0,
     )
