@@ -84,8 +84,9 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
 def attend(dtype: torch.dtype, key_dim: int, value_dim: int, window: int | None, soft_cap: float | None) -> None:
     batch = PagedBatch(MIXED, 8, 2, key_dim, 16, value_dim)
     q, k_cache, v_cache = (tensor.to(dtype) for tensor in (batch.q, batch.k_cache, batch.v_cache))
-    metadata = batch.metadata._replace(decode_splits=8)
-    operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
+    for splits in (1, 8):
+        metadata = batch.metadata._replace(decode_splits=splits)
+        operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
 
 
 def main() -> None:

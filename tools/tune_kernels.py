@@ -3,7 +3,8 @@
 
 The file, beside kernels/triton/launch.py and named after the compute capability, is read by the kernels from then on.
 Of each entry of the launch table every candidate is timed over the shapes of some models, and the one with the least
-geometric mean is kept. What does not fit into the GPU's memory or registers is passed over. Takes about ten minutes.
+geometric mean is kept. What does not fit into the GPU's memory is passed over. Float32, which nobody serves in, keeps
+the options that it has. Most of the time goes into compiling; `--only` does it in parts, which all add to the file.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from vllm_mp.kernels.triton import launch, operations
 Run = Callable[[], Any]
 
 CANDIDATES: dict[str, dict[str, list[int]]] = {
-    "prefill": {"ROWS": [16, 32, 64, 128], "KEYS": [16, 32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
-    "decode": {"KEYS": [16, 32, 64, 128], "num_warps": [2, 4, 8], "num_stages": [2, 3, 4, 5]},
+    "prefill": {"ROWS": [64, 128], "KEYS": [32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
+    "decode": {"KEYS": [32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
     "merge": {"num_warps": [1, 2, 4, 8]},
     "splits": {"PROGRAMS": [1, 2, 3, 4, 6], "TOKENS": [64, 128, 256, 512]},
     "norm": {"ELEMENTS": [1024, 2048, 4096], "num_warps": [2, 4, 8, 16]},
@@ -38,7 +39,6 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
 }
 """Of each kind of kernel, by the first word of its entries' names."""
 BLOCK_SIZE = 16
-DTYPES = {"16": torch.bfloat16, "32": torch.float32}
 
 
 def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
@@ -46,27 +46,26 @@ def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
     kind, *details = key.split("/")
     tokens = [4] if quick else [1, 64, 2048]
     if kind in ("prefill", "decode"):
-        dtype, head_dim = DTYPES[details[0]], int(details[1])
         for rows in _attention_rows(kind, quick):
-            yield _attention(rows, 8, 2, head_dim, dtype, device)
+            yield _attention(rows, 8, 2, int(details[1]), device)
     elif kind in ("merge", "splits"):
         for rows in _attention_rows("decode", quick):
-            yield _attention(rows, 8, 2, 128, torch.bfloat16, device)
+            yield _attention(rows, 8, 2, 128, device)
     elif kind == "norm":
         dim = 64 if quick else int(details[0])
         for count in tokens:
-            x, weight = _random((count, dim), torch.bfloat16, device), _random((dim,), torch.bfloat16, device)
+            x, weight = _random((count, dim), device), _random((dim,), device)
             yield lambda x=x, weight=weight: operations.add_rms_norm(x, x, weight, 1e-5)
     elif kind == "elementwise":
         for count in tokens:
-            x = _random((count, 128 if quick else 28_672), torch.bfloat16, device)
+            x = _random((count, 128 if quick else 28_672), device)
             yield lambda x=x: operations.silu_and_mul(x)
     elif kind == "heads":
         for count in tokens:
             yield _rotation(count, device)
     else:
         for count in [2] if quick else [1, 16, 256]:
-            logits = _random((count, 200 if quick else 128_256), torch.bfloat16, device)
+            logits = _random((count, 200 if quick else 128_256), device)
             yield _draw(logits) if kind == "sample" else lambda logits=logits: operations.argmax(logits)
 
 
@@ -79,13 +78,11 @@ def _attention_rows(kind: str, quick: bool) -> list[list[tuple[int, int]]]:
     return [[(2048, 2048)], [(512, 4096)], [(128, 128)] * 16]
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
+def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).bfloat16()
 
 
-def _attention(
-    rows: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> Run:
+def _attention(rows: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, device: torch.device) -> Run:
     """One step of scattered rows, single-token rows first."""
     blocks = [-(-context // BLOCK_SIZE) for _, context in rows]
     table = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
@@ -103,14 +100,14 @@ def _attention(
         num_decodes=sum(queries == 1 for queries, _ in rows),
         max_seq_len=max(context for _, context in rows),
     )
-    q = _random((starts[-1], heads, head_dim), dtype, device)
-    caches = _random((2, sum(blocks), BLOCK_SIZE, kv_heads, head_dim), dtype, device).unbind()
+    q = _random((starts[-1], heads, head_dim), device)
+    caches = _random((2, sum(blocks), BLOCK_SIZE, kv_heads, head_dim), device).unbind()
     return lambda: operations.paged_attention(q, *caches, metadata, head_dim**-0.5)
 
 
 def _rotation(count: int, device: torch.device) -> Run:
-    q, k, v = _random((count, 48, 128), torch.bfloat16, device).split((32, 8, 8), 1)
-    table = _random((4096, 128), torch.bfloat16, device)
+    q, k, v = _random((count, 48, 128), device).split((32, 8, 8), 1)
+    table = _random((4096, 128), device)
     caches = torch.empty(2, -(-count // BLOCK_SIZE), BLOCK_SIZE, 8, 128, dtype=torch.bfloat16, device=device).unbind()
     slots = torch.arange(count, device=device)
     return lambda: operations.rotary_write_kv(q, k, v, slots, table, *caches, slots)
@@ -169,7 +166,8 @@ def main() -> None:
     out = arguments.out or launch.tuned_file(torch.cuda.get_device_capability(device))
     tuned: dict[str, launch.Options] = json.loads(out.read_text()) if out.exists() else {}
     for key in list(launch.table(device)):
-        if arguments.only and key.split("/")[0] not in arguments.only:
+        kind, *details = key.split("/")
+        if (arguments.only and kind not in arguments.only) or (kind in ("prefill", "decode") and details[0] == "32"):
             continue
         options, share = best(key, device, arguments.quick)
         tuned[key] = dict(options)

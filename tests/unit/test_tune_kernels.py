@@ -16,16 +16,13 @@ from vllm_mp.kernels.triton import launch
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "tune_kernels.py"
 
 
-def test_the_tool_saves_options_for_every_kernel_that_the_table_has(tmp_path):
+def test_the_tool_saves_options_for_every_kernel_that_a_model_is_served_with(tmp_path):
     out = tmp_path / "tuned.json"
     command = [sys.executable, str(TOOL), "--device", "cpu", "--quick", "--out", str(out)]
-    kinds = ["merge", "splits", "norm", "elementwise", "heads", "argmax", "sample"]
-    done = subprocess.run(
-        [*command, "--only", *kinds], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, check=False
-    )
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
-    assert set(found) == {key for key in launch._HOPPER if key.split("/")[0] in kinds}
+    assert set(found) == {key for key in launch._HOPPER if "/32/" not in key}
     for key, options in found.items():
         assert set(options) <= set(launch._HOPPER[key])
 
