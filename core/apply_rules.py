@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.core.batch import Batch, Rows
+from vllm_mp.core.host_copies import to_device
 from vllm_mp.core.logit_rules import Ids, as_ids
 
 
@@ -45,7 +46,7 @@ def apply_rules(logits: Tensor, batch: Batch, rows: Rows) -> None:
     if limited:
         index = allowed.index(vocab_size, logits.device)
         kept = flat[index]
-        logits[torch.tensor(limited, device=logits.device)] = -torch.inf
+        logits[to_device(np.array(limited), logits.device)] = -torch.inf
         flat[index] = kept
     if bars:
         flat[bars.index(vocab_size, logits.device)] = -torch.inf
@@ -82,11 +83,11 @@ class _Entries:
     def index(self, vocab_size: int, device: torch.device) -> Tensor:
         """Where the entries lie in the flattened logits, int64 [total]."""
         starts = np.repeat(np.array(self._rows, np.int64) * vocab_size, [len(ids) for ids in self._ids])
-        return torch.from_numpy(starts + np.concatenate(self._ids)).to(device)
+        return to_device(starts + np.concatenate(self._ids), device)
 
     def terms(self, device: torch.device) -> Tensor:
         """The terms of all entries, float32 [..., total]."""
-        return torch.from_numpy(np.concatenate(self._terms, axis=-1)).to(device)
+        return to_device(np.concatenate(self._terms, axis=-1), device)
 
 
 def _stop_tokens(batch: Batch, row: int) -> Ids:

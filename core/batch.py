@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vllm_mp.core.request import NO_ROW, Request
 
 Rows = npt.NDArray[np.int64]
+NO_ROWS: Rows = np.zeros(0, np.int64)
 Vector = npt.NDArray[np.float32]
 
 
@@ -27,9 +28,9 @@ class Batch:
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
-        """Tokens known: prompt and answer."""
+        """Prompt and answer, with the token that a step in flight samples."""
         self.num_computed = np.zeros(max_num_seqs, np.int64)
-        """Tokens whose keys and values are in the cache."""
+        """Tokens whose keys and values are in the cache, or will be after the step in flight."""
         self.num_registered = np.zeros(max_num_seqs, np.int64)
         """Full blocks that the pool has been told of, or more than there can be where it is told of none."""
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
@@ -39,6 +40,8 @@ class Batch:
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.has_stop_ids = np.zeros(max_num_seqs, np.bool_)
         self.has_rules = np.zeros(max_num_seqs, np.bool_)
+        self.reads_answer = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose next token is chosen by rules that look at the tokens before it."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
@@ -82,6 +85,7 @@ class Batch:
         self.stops_at_eos[row] = not params.ignore_eos
         self.has_stop_ids[row] = bool(params.stop_token_ids)
         self.has_rules[row] = request.rules is not None
+        self.reads_answer[row] = request.rules is not None and request.rules.reads_answer
         self.num_logprobs[row] = request.num_logprobs
         self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         self.temperature[row] = params.temperature

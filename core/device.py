@@ -52,6 +52,13 @@ def choose_step_size(config: VllmConfig, device: torch.device) -> None:
         scheduler.max_num_batched_tokens = max(usual, scheduler.max_num_seqs, whole_prompt)
 
 
+def choose_overlap(config: VllmConfig, device: torch.device) -> None:
+    """Write to `scheduler_config` whether steps overlap, unless it was said: where the host is not the device."""
+    scheduler = config.scheduler_config
+    if scheduler.async_scheduling is None:
+        scheduler.async_scheduling = device.type != "cpu"
+
+
 def set_threads(config: VllmConfig) -> None:
     """Give the CPU kernels the configured number of threads, or one for each core that may be used."""
     torch.set_num_threads(config.device_config.num_threads or len(os.sched_getaffinity(0)))

@@ -1,31 +1,49 @@
-"""The core's loop: receive, schedule, run, publish."""
+"""The core's loop: receive, schedule, launch, finish what was launched before, publish."""
 
+import functools
 import logging
 import os
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 import zmq
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.batch import Batch
+from vllm_mp.core.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.block_pool import BlockPool
 from vllm_mp.core.invariants import check_invariants
-from vllm_mp.core.model_runner import ModelRunner
+from vllm_mp.core.model_runner import Computing, ModelRunner
 from vllm_mp.core.pause import Pause
 from vllm_mp.core.sampler import Sampler
-from vllm_mp.core.scheduler import Scheduler
+from vllm_mp.core.scheduler import Scheduler, Step
 from vllm_mp.core.server import Server
 from vllm_mp.core.stop_signal import StopSignal
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import StatusPage, StepRequests
 
 logger = logging.getLogger(__name__)
 
 _BEAT_MS = 500
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Flight(NamedTuple):
+    """A step that the device may still be computing."""
+
+    number: int
+    step: Step
+    computing: Computing
+
 
 class EngineCore:
     """Runs requests until it is told to stop: never sleeping while there is work, blocked in poll without.
+
+    With `async_scheduling` one step stays in flight while the next one is scheduled and launched, so that the device
+    never waits for the host. Without, each is finished as soon as it is launched.
 
     Work is what may run: what a pause holds back is none, so a paused core costs nothing, and one that is told to
     finish its work before it stops does not wait for a `resume` that may never come.
@@ -49,6 +67,9 @@ class EngineCore:
         self._sampler = Sampler(self._batch, device)
         self._pause = Pause(self._scheduler, server.send_ends)
         self._checks_invariants = scheduler_config.check_invariants
+        self._in_flight: deque[_Flight] = deque()
+        self._num_ahead = int(bool(scheduler_config.async_scheduling))
+        """Steps that stay in flight while there is a next one to launch."""
         self._runner = runner
         self._server = server
         self._page = page
@@ -62,8 +83,8 @@ class EngineCore:
             {
                 "ping": lambda: None,
                 "status": self.status,
-                "reset_prefix_cache": self._scheduler.forget_prefixes,
-                "pause": self._pause.pause,
+                "reset_prefix_cache": self._when_finished(self._scheduler.forget_prefixes),
+                "pause": self._when_finished(self._pause.pause),
                 "resume": self._pause.resume,
             },
         )
@@ -96,22 +117,59 @@ class EngineCore:
 
     def _wait(self) -> None:
         """Return at once while there is work, else when a message or the stop arrives, and beat now and then."""
-        if not self._scheduler.has_work:
+        if not (self._scheduler.has_work or self._in_flight):
             self._poller.poll(_BEAT_MS)
             self._page.beat()
 
     def _run_step(self) -> None:
+        """Launch the next step, if there is one that can go ahead, and finish those before it that are due."""
         step = self._scheduler.schedule()
-        if step is None:
-            return
+        if step is not None:
+            self._launch(step)
+        self._finish_all_but(self._num_ahead if step is not None else 0)
+
+    def _launch(self, step: Step) -> None:
         self._step += 1
+        self._page.begin_step(self._step, *self._requests_with(step))
+        computing = self._runner.launch(step, self._batch, self._sampler)
+        self._scheduler.launched(step)
+        self._in_flight.append(_Flight(self._step, step, computing))
+
+    def _finish_all_but(self, count: int) -> None:
+        """Wait for the steps in flight but for the last `count`, and publish what they have brought."""
+        while len(self._in_flight) > count:
+            number, step, computing = self._in_flight.popleft()
+            computed = computing.wait()
+            result = self._scheduler.update(step, computed.tokens, computed.vectors)
+            self._note_state()
+            self._server.publish(number, result, computed)
+
+    def _when_finished(self, call: Callable[P, T]) -> Callable[P, T]:
+        """`call`, which is not for the middle of a step, made with none in flight."""
+
+        @functools.wraps(call)
+        def finish_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._finish_all_but(0)
+            return call(*args, **kwargs)
+
+        return finish_and_call
+
+    def _requests_with(self, step: Step) -> StepRequests:
+        """Those of `step`, which is about to be launched, and of the steps in flight."""
         batch, rows = self._batch, step.rows
         num_output = batch.num_tokens[rows] - batch.num_prompt[rows]
-        self._page.begin_step(self._step, batch.client[rows], batch.slot[rows], num_output)
-        computed = self._runner.execute(step, self._batch, self._sampler)
-        result = self._scheduler.update(step, computed.tokens, computed.vectors)
-        self._note_state()
-        self._server.publish(self._step, result, computed)
+        requests = StepRequests(batch.client[rows], batch.slot[rows], num_output)
+        if not self._in_flight:
+            return requests
+        before = self._requests_in_flight(without=rows)
+        return StepRequests(*(np.concatenate(pair) for pair in zip(requests, before, strict=True)))
+
+    def _requests_in_flight(self, without: Rows = NO_ROWS) -> StepRequests:
+        batch, scheduler = self._batch, self._scheduler
+        rows = np.setdiff1d(scheduler.rows_in_flight(), without)
+        # The token that a step in flight samples is not in the answer yet.
+        num_output = batch.num_tokens[rows] - batch.num_prompt[rows] - np.isin(rows, scheduler.awaited_rows())
+        return StepRequests(batch.client[rows], batch.slot[rows], num_output)
 
     def _note_state(self) -> None:
         self._page.end_step(
@@ -119,4 +177,5 @@ class EngineCore:
             self._scheduler.num_waiting,
             self._pool.num_free,
             self._pool.num_blocks,
+            self._requests_in_flight() if self._in_flight else None,
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm_mp.core.batch import Batch, Rows
-    from vllm_mp.core.model_runner import ModelRunner
+    from vllm_mp.core.model_runner import Computing, ModelRunner
     from vllm_mp.core.sampler import Sampler
     from vllm_mp.core.scheduler import Computed, Step, StepResult
     from vllm_mp.core.server import Server
@@ -46,6 +46,8 @@ class FaultHooks:
         self._chances = {one: random.Random(f"{one.seed} {launch.incarnation}") for one in self._all}
         self._folder = None if launch.runtime_dir is None else Path(launch.runtime_dir)
         self._struck: set[Fault] = set()
+        self._latest_of: Callable[[int], int] | None = None
+        """The token that a row was last given, which the host may not have been told yet."""
         self._step = 0
         logger.warning("faults are injected: %s", launch.config.liveness_config.fault_injection)
 
@@ -57,14 +59,17 @@ class FaultHooks:
 
     def install(self, runner: "ModelRunner", server: "Server") -> None:
         """Let the faults of steps and of their messages strike in `runner` and `server`."""
-        execute, publish = runner.execute, server.publish
+        launch, publish = runner.launch, server.publish
         in_steps, in_messages = self._at(STEP), self._at(PUBLISH)
-        due: list[Fault] = []
+        due: dict[int, list[Fault]] = {}  # by step: another may be launched before one is published
         model = _PoisonedModel(runner._model)
+        self._latest_of = runner.latest_token
 
-        def faulty_execute(step: "Step", batch: "Batch", sampler: "Sampler") -> "Computed":
+        def faulty_launch(step: "Step", batch: "Batch", sampler: "Sampler") -> "Computing":
             self._step += 1
-            due[:] = [one for one in in_messages if len(self._rows_hit(one, step, batch)) and self._is_due(one)]
+            due[self._step] = [
+                one for one in in_messages if len(self._rows_hit(one, step, batch)) and self._is_due(one)
+            ]
             model.poisoned = np.zeros(int(step.counts.sum()), np.bool_)
             for fault in in_steps:
                 rows = self._rows_hit(fault, step, batch)
@@ -73,15 +78,16 @@ class FaultHooks:
                         model.poisoned |= np.repeat(np.isin(step.rows, rows), step.counts)
                     else:
                         _strike(fault)
-            return execute(step, batch, sampler)
+            return launch(step, batch, sampler)
 
         def faulty_publish(step: int, result: "StepResult", computed: "Computed") -> None:
-            if not due:
+            faults = due.pop(step, None)
+            if not faults:
                 return publish(step, result, computed)
             messages = step_outputs(self._incarnation, step, result, computed)
-            for client, message in itertools.islice(messages, due[0].messages):
+            for client, message in itertools.islice(messages, faults[0].messages):
                 server._send_to(client, message)
-            for fault in due:
+            for fault in faults:
                 _strike(fault)
             for client, message in messages:
                 server._send_to(client, message)
@@ -90,7 +96,7 @@ class FaultHooks:
         if any(one.action == "nan" for one in in_steps):
             runner._model = model
         if in_steps or in_messages:
-            runner.execute = faulty_execute  # type: ignore[method-assign]
+            runner.launch = faulty_launch  # type: ignore[method-assign]
         if in_messages:
             server.publish = faulty_publish  # type: ignore[method-assign]
 
@@ -121,8 +127,30 @@ class FaultHooks:
             return step.rows[:0]
         if not fault.is_about_a_request:
             return step.rows
-        hit = [_is_hit(fault, step, batch, i) for i in range(len(step.rows))]
+        hit = [self._is_hit(fault, step, batch, i) for i in range(len(step.rows))]
         return step.rows[np.array(hit, np.bool_)]
+
+    def _is_hit(self, fault: Fault, step: "Step", batch: "Batch", i: int) -> bool:
+        """Whether the request in row `i` of `step` is one that `fault` is about."""
+        row = int(step.rows[i])
+        request = batch.request(row)
+        begin, known = int(batch.num_computed[row]), int(batch.num_tokens[row])
+        return (
+            (fault.request is None or fault.request in request.request_id)
+            and (fault.token is None or fault.token in self._tokens(step, batch, i))
+            and (fault.position is None or (bool(step.samples[i]) and known - request.num_prompt == fault.position))
+            and (fault.computed is None or begin >= fault.computed)
+        )
+
+    def _tokens(self, step: "Step", batch: "Batch", i: int) -> list[int]:
+        """What `step` computes of its row `i`."""
+        row = int(step.rows[i])
+        if i in step.awaits:
+            assert self._latest_of is not None
+            return [self._latest_of(row)]
+        begin = int(batch.num_computed[row])
+        tokens: list[int] = batch.token_ids[row, begin : begin + int(step.counts[i])].tolist()
+        return tokens
 
 
 class _PoisonedModel:
@@ -142,19 +170,6 @@ class _PoisonedModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-def _is_hit(fault: Fault, step: "Step", batch: "Batch", i: int) -> bool:
-    """Whether the request in row `i` of `step` is one that `fault` is about."""
-    row = int(step.rows[i])
-    request = batch.request(row)
-    begin, known = int(batch.num_computed[row]), int(batch.num_tokens[row])
-    return (
-        (fault.request is None or fault.request in request.request_id)
-        and (fault.token is None or fault.token in batch.token_ids[row, begin : begin + int(step.counts[i])])
-        and (fault.position is None or (bool(step.samples[i]) and known - request.num_prompt == fault.position))
-        and (fault.computed is None or begin >= fault.computed)
-    )
 
 
 def _strike(fault: Fault) -> None:

@@ -37,6 +37,11 @@ class LogitRules:
             return None
         return cls(params, bad_words)
 
+    @property
+    def reads_answer(self) -> bool:
+        """Whether what is allowed next depends on the tokens so far."""
+        return self.counts is not None or bool(self._barred_after)
+
     def barred(self, output: npt.NDArray[np.int32]) -> list[int]:
         """The tokens that would complete a bad word behind `output` [n], the answer so far."""
         barred = self._always_barred

@@ -1,7 +1,7 @@
 """Runs the model over the rows that the scheduler chose."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.batch import Batch
+from vllm_mp.core.batch import Batch, Vector
 from vllm_mp.core.device import cache_blocks
-from vllm_mp.core.logprobs import StepLogprobs, prompt_logprobs, wants_logprobs
+from vllm_mp.core.host_copies import HostCopies, to_device
+from vllm_mp.core.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
 from vllm_mp.core.pooler import Pooler
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
@@ -20,6 +21,24 @@ from vllm_mp.core.step_inputs import step_inputs
 from vllm_mp.core.weights import load_model
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.sampling_params import SamplingParams
+
+_NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+
+
+class Computing(NamedTuple):
+    """A step that the device may still be computing."""
+
+    tokens: Tensor
+    """Int64 [num_sampled], on its way to the host."""
+    logprobs: Callable[[], list[Owned]]
+    prompt_logprobs: Callable[[], list[Owned]]
+    vectors: Callable[[], list[Vector]]
+    copies: HostCopies
+
+    def wait(self) -> Computed:
+        """What the step has brought, when it has been computed."""
+        self.copies.wait()
+        return Computed(self.tokens.numpy(), self.logprobs(), self.prompt_logprobs(), self.vectors())
 
 
 class ModelRunner:
@@ -45,6 +64,11 @@ class ModelRunner:
         model_config = config.model_config
         self._model: Any = load_model(model_config, dtype, device, progress)
         self._beat = beat
+        self._latest: Tensor | None = None
+        """Int64 [max_num_seqs] on the device, the token that was last sampled for each row, if the next step reads it.
+        """
+        if config.scheduler_config.async_scheduling:
+            self._latest = torch.zeros(config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
         for layer in _layers(cast("nn.Module", self._model)):
             layer.register_forward_pre_hook(lambda *_: beat())
         self._pooler = Pooler()
@@ -54,29 +78,52 @@ class ModelRunner:
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
 
     @torch.inference_mode()
-    def execute(self, step: Step, batch: Batch, sampler: Sampler) -> Computed:
-        """Compute the step."""
+    def launch(self, step: Step, batch: Batch, sampler: Sampler) -> Computing:
+        """Have the device compute the step, without waiting for it; all that it needs of `batch` is read now.
+
+        The step that `step.awaits` tokens of must have been launched as the last one before.
+        """
+        copies = HostCopies(self._device)
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._model(input_ids, positions, self._kv_caches, metadata)
         if self._kv_caches and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows spoils what comes before it in its prompt, and so blocks that others share.
             hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
-        vectors = self._pooler.pool(hidden, step, batch)
+        vectors = self._pooler.pool(hidden, step, batch, copies.take)
         vocab_size = self._config.model_config.architecture.vocab_size
-        of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size)
+        of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size, copies.take)
+        tokens, logprobs = self._sample(hidden, step, batch, sampler, copies)
+        copies.end()
+        return Computing(tokens, logprobs, of_prompts, vectors, copies)
+
+    def latest_token(self, row: int) -> int:
+        """The token that `row` was last given, which may not have reached the host yet; waits for the device."""
+        assert self._latest is not None, "without async_scheduling no step reads it"
+        return int(self._latest[row])
+
+    def _sample(
+        self, hidden: Tensor, step: Step, batch: Batch, sampler: Sampler, copies: HostCopies
+    ) -> tuple[Tensor, Callable[[], list[Owned]]]:
+        """The tokens [num_sampled] on their way to the host, and what gives the messages of their log-probabilities."""
         if not step.samples.any():
-            return Computed(np.zeros(0, np.int64), [], of_prompts, vectors)
+            return _NO_TOKENS, list
         rows = step.rows[step.samples]
         if len(rows) < len(hidden):
             last = (np.cumsum(step.counts) - 1)[step.samples]
             hidden = hidden[self._to_device(last)]
         if sampler.takes_highest(rows) and not wants_logprobs(batch, rows):
             self._beat()
-            return Computed(self._model.argmax(hidden).cpu().numpy(), [], of_prompts, vectors)
-        logits = self._compute_logits(hidden)
-        logprobs = StepLogprobs(logits, batch, rows)
-        tokens = sampler.sample(logits, rows)
-        return Computed(tokens.cpu().numpy(), logprobs.messages(tokens), of_prompts, vectors)
+            tokens = self._model.argmax(hidden)
+            messages: Callable[[], list[Owned]] = list
+        else:
+            logits = self._compute_logits(hidden)
+            logprobs = StepLogprobs(logits, batch, rows)
+            tokens = sampler.sample(logits, rows)
+            messages = logprobs.messages(tokens, copies.take)
+        if self._latest is not None:
+            # Where there is no token, its row goes on with any: nobody gets what comes of it.
+            self._latest.index_copy_(0, self._to_device(rows), tokens.clamp(min=0))
+        return copies.take(tokens), messages
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         self._beat()
@@ -85,13 +132,14 @@ class ModelRunner:
 
     def _inputs(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
-        return step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
+        input_ids, positions, metadata = step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
+        if self._latest is not None and len(step.awaits):
+            sampled = self._latest.index_select(0, self._to_device(step.rows[step.awaits]))
+            input_ids.index_copy_(0, self._to_device(step.awaits), sampled)
+        return input_ids, positions, metadata
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return to_device(array, self._device)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
         """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; none for an encoder.
@@ -127,7 +175,7 @@ class ModelRunner:
         for done in (0, count - 1):
             batch.num_computed[0] = done
             step = Step(np.array([0]), np.array([count - done]), int(done > 0), np.array([True]), np.array([False]))
-            self.execute(step, batch, Sampler(batch, self._device))
+            self.launch(step, batch, Sampler(batch, self._device)).wait()
         self._kv_caches = []
         logits = torch.zeros(
             (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device

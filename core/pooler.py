@@ -1,10 +1,13 @@
 """From hidden states to one vector a prompt."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_mp.core.batch import Batch, Vector
+from vllm_mp.core.host_copies import ToHost, on_host
 from vllm_mp.core.scheduler import Step
 from vllm_mp.pooling_params import PoolingParams
 
@@ -23,14 +26,15 @@ class Pooler:
         self._partial: dict[int, Tensor] = {}
         """Float32 [hidden_size] by row: at most one for each."""
 
-    def pool(self, hidden: Tensor, step: Step, batch: Batch) -> list[Vector]:
+    def pool(self, hidden: Tensor, step: Step, batch: Batch, to_host: ToHost = on_host) -> Callable[[], list[Vector]]:
         """The vectors of the rows that `step.pools` marks, in order, from `hidden` [num_tokens, hidden_size].
 
-        Called before the step is booked, with every step: `batch.num_computed` is where its chunks begin.
+        Called with every step as it is launched: `batch.num_computed` is where its chunks begin. The result is to be
+        called for the vectors when what `to_host` has taken is there.
         """
         is_pooled = batch.is_pooled[step.rows]
         if not is_pooled.any():
-            return []
+            return list
         pooled, ends = [], np.cumsum(step.counts)
         for i in np.flatnonzero(is_pooled).tolist():
             row, count = int(step.rows[i]), int(step.counts[i])
@@ -45,9 +49,10 @@ class Pooler:
             else:
                 pooled.append(value.float())
         if not pooled:
-            return []
+            return list
         params = [_pooling_of(batch, row) for row in step.rows[step.pools].tolist()]
-        return [_finish(vector, one) for vector, one in zip(torch.stack(pooled).cpu().numpy(), params, strict=True)]
+        vectors = to_host(torch.stack(pooled))
+        return lambda: [_finish(vector, one) for vector, one in zip(vectors.numpy(), params, strict=True)]
 
     def _value(self, row: int, states: Tensor, pooling_type: str | None, continues: bool) -> Tensor:
         """What `states` [count, hidden_size] and the chunks before them come to: a sum where the mean is wanted."""

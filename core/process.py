@@ -109,7 +109,7 @@ def _load(
     """The core with its weights loaded; None if it was told to stop meanwhile."""
     started = time.monotonic()
     # Torch takes a second or more to import: after the address is known to be good, so that a bad one costs nothing.
-    from vllm_mp.core.device import choose_device, choose_dtype, choose_step_size, set_threads
+    from vllm_mp.core.device import choose_device, choose_dtype, choose_overlap, choose_step_size, set_threads
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.model_runner import ModelRunner
 
@@ -120,6 +120,7 @@ def _load(
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     choose_step_size(config, device)
+    choose_overlap(config, device)
     set_threads(config)
     page.enter(CoreState.LOADING)
     faults = None

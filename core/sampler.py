@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vllm_mp.core.apply_rules import apply_rules
 from vllm_mp.core.batch import Batch, Rows
+from vllm_mp.core.host_copies import to_device
 from vllm_mp.kernels import ops
 
 NO_TOKEN = ops.NO_PLACE
@@ -37,7 +38,7 @@ class Sampler:
             return ops.argmax(logits)
         uniform = uniform_draws(batch.seed[rows], batch.num_tokens[rows] - batch.num_prompt[rows])
         columns = (batch.temperature[rows], batch.min_p[rows], batch.top_k[rows], batch.top_p[rows], uniform)
-        return ops.sample(logits, *(torch.from_numpy(column).to(self._device) for column in columns))
+        return ops.sample(logits, *(to_device(column, self._device) for column in columns))
 
     def takes_highest(self, rows: Rows) -> bool:
         """Whether `sample` would give each of `rows` [n] what `ops.argmax` finds in its logits."""

@@ -9,12 +9,18 @@ same step may build on blocks that rows before it are about to fill, and request
 common beginning once, also when they come together. What makes this right is an invariant of every model: each layer
 writes the keys and values of all rows of a step before it attends for any of them.
 
+A step may be scheduled while the one before it is computed. The tokens that this one samples count as there, but what
+they are only the device knows: nothing that depends on it is decided before `update` has booked it. A request that such
+a token ends is then in the next step already, which makes a token more of it that nobody gets. Where that does not do,
+`schedule` gives no step until the one in flight is booked.
+
 Suspects, requests that an earlier core may have died of, go before all others, one at a time and each in steps of its
 own until it has got beyond what that core died of. So one that kills the core dies alone, and the status page says
 which it was.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import SchedulerConfig
-from vllm_mp.core.batch import Batch, Rows, Vector
+from vllm_mp.core.batch import NO_ROWS, Batch, Rows, Vector
 from vllm_mp.core.block_pool import BlockPool, chain_hash
 from vllm_mp.core.request import NO_ROW, Request
 from vllm_mp.core.request_memory import RequestMemory
@@ -45,6 +51,8 @@ class Step(NamedTuple):
     """[num_rows] which rows reach their last known token and so get a new one."""
     pools: npt.NDArray[np.bool_]
     """[num_rows] which rows reach their last token and so get their vector."""
+    awaits: Rows = NO_ROWS
+    """[n] places in `rows`, all among the decodes, of those whose token the step in flight samples."""
 
 
 class Computed(NamedTuple):
@@ -72,6 +80,23 @@ class StepResult(NamedTuple):
     """(client, slot, tokens found in the cache) of requests that have their first token, where there were any."""
     vectors: list[tuple[int, int, Vector]]
     """(client, slot, vector) of requests that end with one."""
+    gone: set[tuple[int, int]]
+    """(client, slot) of requests that had ended when the step was booked: of these nothing may be sent any more."""
+
+
+class _Flight(NamedTuple):
+    """A step that is being computed."""
+
+    step: Step
+    ends: npt.NDArray[np.int64]
+    """[num_rows] tokens computed of each row when it is done, and so the place of the token of a row that samples."""
+    gone: dict[int, tuple[int, int]]
+    """(client, slot) by row of the requests that have left their rows since."""
+
+    @property
+    def live(self) -> npt.NDArray[np.bool_]:
+        """[num_rows] which rows are still those of the step's requests."""
+        return ~np.isin(self.step.rows, list(self.gone))
 
 
 class Scheduler:
@@ -97,6 +122,8 @@ class Scheduler:
         """The suspect whose turn it is: it has a row, and no other suspect has."""
         self._is_paused = False
         self._is_frozen = False
+        self._in_flight: deque[_Flight] = deque()
+        """Oldest first: at most one when a step is scheduled."""
 
     @property
     def num_running(self) -> int:
@@ -159,7 +186,10 @@ class Scheduler:
         self.batch.num_registered[self.batch.order] = _NEVER_REGISTERS
 
     def preempt_all(self) -> None:
-        """Take the blocks of every running request; its tokens are computed anew when it runs again."""
+        """Take the blocks of every running request; its tokens are computed anew when it runs again.
+
+        No step may be in flight.
+        """
         for row in self.batch.order[::-1].tolist():
             self._preempt(self.batch.request(row))
 
@@ -180,49 +210,93 @@ class Scheduler:
                 self._leave_line(request)
         else:
             num_output = int(self.batch.num_tokens[request.row]) - request.num_prompt
+            num_output -= int(request.row in self.awaited_rows())
             self._release(request)
         return Finished(slot, num_output, "abort")
 
     def schedule(self) -> Step | None:
-        """Choose the next step's tokens, making room and admitting as the budget allows; None if nothing may run."""
+        """Choose the next step's tokens, making room and admitting as the budget allows.
+
+        None if nothing may run, or not before the step in flight is booked, which decides on what there is room for. A
+        step must be computed and booked: `launched` when the device has been told what to compute, then `update`.
+        """
         if not self.has_work:
             return None
         if self._suspect is not None or (self._waiting and self._waiting[0][1].suspect):
+            if self._in_flight:
+                return None
             step = self._schedule_suspect()
             if step is not None:
                 return step
         batch = self.batch
-        self._give_blocks_to_growing_rows()
+        awaited = self.awaited_rows()
+        complete = awaited[batch.num_tokens[awaited] >= batch.max_total[awaited]] if len(awaited) else awaited
+        if len(awaited) and batch.reads_answer[awaited].any():
+            return None
+        if not self._give_blocks_to_growing_rows(complete):
+            return None
         rows = batch.order
         wanted = batch.num_tokens[rows] - batch.num_computed[rows]
         decodes = rows[wanted == 1]
-        self._register_full_blocks(decodes)
+        if len(complete):
+            decodes = decodes[~np.isin(decodes, complete)]
+        places = np.flatnonzero(np.isin(decodes, awaited)) if len(awaited) else NO_ROWS
+        self._register_full_blocks(decodes, places)
         chunks = self._chunk_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
         if chunks:
             rows = np.concatenate([decodes, np.array([row for row, _ in chunks], np.int64)])
             counts = np.array([1] * len(decodes) + [count for _, count in chunks], np.int64)
         else:
             rows, counts = decodes, np.ones(len(decodes), np.int64)
-        return self._step(rows, counts, len(decodes))
+        return self._step(rows, counts, len(decodes), places) if len(rows) else None
+
+    def launched(self, step: Step) -> None:
+        """Note that `step`, the latest of `schedule`, is being computed: its tokens count as there from now on."""
+        batch = self.batch
+        ends = batch.num_computed[step.rows] + step.counts
+        batch.num_computed[step.rows] = ends
+        batch.num_tokens[step.rows[step.samples]] = ends[step.samples] + 1
+        self._in_flight.append(_Flight(step, ends, {}))
+
+    def awaited_rows(self) -> Rows:
+        """The rows [n] whose last token is known to the device alone, as a step in flight samples it."""
+        if not self._in_flight:
+            return NO_ROWS
+        return np.concatenate([flight.step.rows[flight.step.samples & flight.live] for flight in self._in_flight])
+
+    def rows_in_flight(self) -> Rows:
+        """The rows [n] of requests that are in a step in flight."""
+        if not self._in_flight:
+            return NO_ROWS
+        return np.unique(np.concatenate([flight.step.rows[flight.live] for flight in self._in_flight]))
 
     def update(self, step: Step, tokens: npt.NDArray[np.int64], vectors: Sequence[Vector] = ()) -> StepResult:
-        """Book the step: `tokens` [num_sampled] are those of the rows that `step.samples` marks, in order.
+        """Book the step that has been in flight for longest: `tokens` [num_sampled] are those of the rows that
+        `step.samples` marks, in order.
 
         `vectors` are those of the rows that `step.pools` marks. A row whose token is negative could not be sampled, one
-        whose vector is not finite could not be pooled, and either ends with an error.
+        whose vector is not finite could not be pooled, and either ends with an error. What is of requests that have
+        ended since is dropped.
         """
         batch = self.batch
-        batch.num_computed[step.rows] += step.counts
-        rows = step.rows[step.samples]
-        finished = self._fail(rows[tokens < 0])
-        if finished:
-            rows, tokens = rows[tokens >= 0], tokens[tokens >= 0]
-        before = batch.num_tokens[rows]
+        flight = self._in_flight.popleft()
+        if flight.step is not step:
+            raise RuntimeError("steps are booked in the order in which they were launched")
+        samples, pools = step.samples, step.pools
+        if flight.gone:
+            live = flight.live
+            tokens = tokens[live[samples]]
+            vectors = [vector for vector, is_live in zip(vectors, live[pools].tolist(), strict=True) if is_live]
+            samples, pools = samples & live, pools & live
+        rows, before = step.rows[samples], flight.ends[samples]
+        finished = []
+        if len(failed := np.flatnonzero(tokens < 0)):
+            finished = self._fail(rows[failed], before[failed])
+            rows, before, tokens = (np.delete(column, failed) for column in (rows, before, tokens))
         batch.token_ids[rows, before] = tokens
-        batch.num_tokens[rows] = before + 1
         suspect = self._suspect
         if suspect is not None and (
-            step.pools.any() or batch.num_tokens[suspect.row] - suspect.num_prompt >= suspect.suspect
+            pools.any() or batch.num_tokens[suspect.row] - suspect.num_prompt >= suspect.suspect
         ):
             suspect.suspect, self._suspect = 0, None
         slots, clients = batch.slot[rows], batch.client[rows]
@@ -247,23 +321,22 @@ class Scheduler:
             reason = "stop" if at_eos[i] or i in stopped_by else "length"
             num_output = int(before[i]) + 1 - request.num_prompt
             finished.append((request.client, Finished(request.slot, num_output, reason, stopped_by.get(i))))
+            self._register_blocks(request.row, int(before[i]))  # where its last token was awaited, they may not be yet
             self._release(request)
-        pooled = [
-            (batch.request(row), vector) for row, vector in zip(step.rows[step.pools].tolist(), vectors, strict=True)
-        ]
+        pooled = [(batch.request(row), vector) for row, vector in zip(step.rows[pools].tolist(), vectors, strict=True)]
         for request, vector in pooled:
             finished.append((request.client, _end_of_pooling(request, vector)))
             if request.num_cached:
                 cached.append((request.client, request.slot, request.num_cached))
             self._release(request)
         sent = [(request.client, request.slot, vector) for request, vector in pooled]
-        return StepResult(clients, slots, tokens, positions, finished, cached, sent)
+        return StepResult(clients, slots, tokens, positions, finished, cached, sent, set(flight.gone.values()))
 
-    def _step(self, rows: Rows, counts: npt.NDArray[np.int64], num_decodes: int) -> Step:
+    def _step(self, rows: Rows, counts: npt.NDArray[np.int64], num_decodes: int, awaits: Rows = NO_ROWS) -> Step:
         batch = self.batch
         ends = batch.num_computed[rows] + counts == batch.num_tokens[rows]
         is_pooled = batch.is_pooled[rows]
-        return Step(rows, counts, num_decodes, ends & ~is_pooled, ends & is_pooled)
+        return Step(rows, counts, num_decodes, ends & ~is_pooled, ends & is_pooled, awaits)
 
     def _schedule_suspect(self) -> Step | None:
         """A step of the suspect whose turn it is, for which others give up their places; None if there is none."""
@@ -288,12 +361,12 @@ class Scheduler:
         self._register_blocks(row, computed + count)
         return self._step(np.array([row]), np.array([count]), int(count == 1))
 
-    def _fail(self, rows: Rows) -> list[tuple[int, Finished]]:
-        """End the requests whose logits allow no token."""
+    def _fail(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> list[tuple[int, Finished]]:
+        """End the requests of `rows` [n] with so many tokens, whose logits allow no other."""
         finished = []
-        for row in rows.tolist():
+        for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
             request = self.batch.request(row)
-            num_output = int(self.batch.num_tokens[row]) - request.num_prompt
+            num_output = count - request.num_prompt
             error = (
                 "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias and min_tokens "
                 "together allow no token; lift one of these, or give the model another prompt"
@@ -400,10 +473,11 @@ class Scheduler:
             hashes.append(chain_hash(hashes[-1], data[start : start + size]))
             yield hashes[-1]
 
-    def _register_full_blocks(self, decodes: Rows) -> None:
-        """Register the blocks that one token more fills, of `decodes` [n]."""
+    def _register_full_blocks(self, decodes: Rows, awaits: Rows) -> None:
+        """Register the blocks that one token more fills, of `decodes` [n], those at `awaits` with a token not known."""
         batch = self.batch
         num_tokens = batch.num_computed[decodes] + 1
+        num_tokens[awaits] -= 1
         due = num_tokens // self.block_size > batch.num_registered[decodes]
         for row, count in zip(decodes[due].tolist(), num_tokens[due].tolist(), strict=True):
             self._register_blocks(row, count)
@@ -423,20 +497,31 @@ class Scheduler:
             self.pool.register(block, digest)
         batch.num_registered[row] = num_full
 
-    def _give_blocks_to_growing_rows(self) -> None:
-        """A block more for every row whose last token has no place yet, preempting from the end of the order."""
+    def _give_blocks_to_growing_rows(self, complete: Rows = NO_ROWS) -> bool:
+        """A block more for every row whose last token has no place yet, preempting from the end of the order.
+
+        The rows that are `complete` need none. False, and nothing is done, where somebody would have to be preempted
+        while a step is in flight: that may make room, and what it samples of whom is preempted would be lost.
+        """
         batch = self.batch
         while True:
             rows = batch.order
             growing = rows[batch.num_tokens[rows] > batch.num_blocks[rows] * self.block_size]
+            if len(complete):
+                growing = growing[~np.isin(growing, complete)]
             if len(growing) <= self.pool.num_free:
                 break
+            if self._in_flight:
+                return False
             self._preempt(batch.request(int(rows[-1])))
         if len(growing):
             batch.block_table[growing, batch.num_blocks[growing]] = self.pool.allocate(len(growing))
             batch.num_blocks[growing] += 1
+        return True
 
     def _preempt(self, request: Request) -> None:
+        if self._in_flight:
+            raise RuntimeError("nobody is preempted while a step is in flight: what it samples would be lost")
         self._vacate(request)
         self.num_preemptions += 1
         self._wait(request)
@@ -450,6 +535,8 @@ class Scheduler:
         self.memory.give_back(request.client, request.num_bytes)
 
     def _vacate(self, request: Request) -> None:
+        for flight in self._in_flight:
+            flight.gone.setdefault(request.row, (request.client, request.slot))
         self.pool.free(self.batch.remove(request.row))
         if request is self._suspect:
             self._suspect = None

@@ -15,7 +15,10 @@ from vllm_mp.kernels.ops import AttentionMetadata
 def step_inputs(
     step: Step, batch: Batch, block_size: int, to_device: Callable[[npt.NDArray[Any]], Tensor]
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-    """Token ids and positions, int64 [num_tokens] each, and where attention looks."""
+    """Token ids and positions, int64 [num_tokens] each, and where attention looks.
+
+    The id of a token that `step.awaits` is whatever the batch has in its place.
+    """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
     row_of = np.repeat(rows, counts)

@@ -22,10 +22,14 @@ def step_outputs(
     What belongs to one token, its log-probabilities and the end that it brings, is in one message. Vectors and what
     belongs to prompts may go ahead.
     """
+    gone = result.gone
     ends = by_client(result.finished)
     cached = by_client((client, (slot, count)) for client, slot, count in result.cached)
     vectors = by_client((client, (slot, vector.astype("<f4").tobytes())) for client, slot, vector in result.vectors)
-    logprobs, of_prompts = by_client(computed.logprobs), by_client(computed.prompt_logprobs)
+    logprobs, of_prompts = (
+        by_client(one for one in owned if not gone or (one[0], one[1].slot) not in gone)
+        for owned in (computed.logprobs, computed.prompt_logprobs)
+    )
     for client in {*result.clients.tolist(), *ends, *of_prompts}:
         *ahead, last = _parts(of_prompts.get(client, []), _num_bytes)
         for messages in ahead:

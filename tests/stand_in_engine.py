@@ -1,11 +1,14 @@
 """A scheduler without a model, whose tokens are chosen by the test."""
 
+from collections import deque
+
 import numpy as np
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.block_pool import BlockPool, root_hash
 from vllm_mp.core.invariants import check_invariants
+from vllm_mp.core.logit_rules import LogitRules
 from vllm_mp.core.pause import Pause
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import NO_TOKEN
@@ -18,9 +21,9 @@ BLOCK = 4
 
 
 class Engine:
-    """A scheduler and what it owns."""
+    """A scheduler and what it owns, with `ahead` steps in flight while the next is scheduled."""
 
-    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, **config):
+    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, ahead=0, **config):
         settings = {
             "max_num_partial_prefills": 1,
             "enable_chunked_prefill": True,
@@ -34,6 +37,11 @@ class Engine:
         )
         self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK)
         self.pause = Pause(self.scheduler, self.end)
+        self.ahead = ahead
+        self.in_flight = deque()
+        """(step, tokens and vectors that it will bring), oldest first."""
+        self.latest: dict[int, int] = {}
+        """What the device has sampled last, by row: the scheduler may not know it yet."""
         self.contents: dict[int, list[int]] = {}
         """What the model has written: the tokens up to and including each block."""
         self.max_model_len = max_model_len
@@ -79,29 +87,54 @@ class Engine:
             pooling=PoolingParams() if pooled else None,
             suspect=suspect,
         )
+        request.rules = LogitRules.of(request.params, [])
         self.scheduler.add(request)
         return request
 
     def step(self, token=7, failing=()):
-        """Run a step that gives each row `token` or a vector, but those of the slots `failing`; None without work."""
+        """Launch a step that gives each row `token` or a vector, but those of slots `failing`, and book what is due.
+
+        The step, or what was booked instead if there was none to launch; None without work. `token` may be a function
+        of slot and position.
+        """
         step = self.scheduler.schedule()
-        if step is None:
-            return None
-        self.check_suspects(step)
-        self.compute(step)
-        sampled = step.rows[step.samples]
-        tokens = np.where(np.isin(self.batch.slot[sampled], list(failing)), NO_TOKEN, token)
-        slots = self.batch.slot[step.rows[step.pools]].tolist()
-        vectors = [np.full(2, np.nan if slot in failing else 1, np.float32) for slot in slots]
-        result = self.scheduler.update(step, tokens, vectors)
-        for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
-            output = self.outputs.setdefault(int(slot), [])
-            assert position == len(output), "positions are consecutive"
-            output.append(int(tok))
-        self.end(result.finished)
+        if step is not None:
+            self.check_suspects(step)
+            self.launch(step, token if callable(token) else lambda slot, position: token, failing)
+        booked = self.finish_all_but(self.ahead if step is not None else 0)
         self.pause.settle()
         check_invariants(self.scheduler)
-        return step
+        return booked if step is None else step
+
+    def launch(self, step, token, failing):
+        self.compute(step)
+        assert not self.batch.reads_answer[step.rows[step.awaits]].any(), "rules see the whole answer"
+        rows = step.rows[step.samples]
+        positions = self.batch.num_tokens[rows] - self.batch.num_prompt[rows]
+        tokens = [
+            NO_TOKEN if slot in failing else token(slot, position)
+            for slot, position in zip(self.batch.slot[rows].tolist(), positions.tolist(), strict=True)
+        ]
+        self.latest |= zip(rows.tolist(), tokens, strict=True)
+        slots = self.batch.slot[step.rows[step.pools]].tolist()
+        vectors = [np.full(2, np.nan if slot in failing else 1, np.float32) for slot in slots]
+        self.scheduler.launched(step)
+        self.in_flight.append((step, np.array(tokens, np.int64), vectors))
+
+    def finish_all_but(self, count):
+        """Book the steps in flight but for the last `count`; one of them, or None."""
+        booked = None
+        while len(self.in_flight) > count:
+            booked, tokens, vectors = self.in_flight.popleft()
+            result = self.scheduler.update(booked, tokens, vectors)
+            for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
+                output = self.outputs.setdefault(int(slot), [])
+                assert position == len(output), "positions are consecutive"
+                assert int(slot) not in self.ends, "nothing comes after the end"
+                output.append(int(tok))
+            assert not {(client, slot) for client, slot, _ in result.vectors} & result.gone
+            self.end(result.finished)
+        return booked
 
     def check_suspects(self, step):
         """A suspect is alone in its step, and while one may run nothing else does."""
@@ -120,12 +153,14 @@ class Engine:
 
         A layer writes for all rows before it reads for any.
         """
-        rows = [
-            (self.batch.token_ids[row].tolist(), self.batch.block_table[row].tolist(), done, done + count)
-            for row, done, count in zip(
-                step.rows.tolist(), self.batch.num_computed[step.rows].tolist(), step.counts.tolist(), strict=True
-            )
-        ]
+        rows = []
+        for place, (row, count) in enumerate(zip(step.rows.tolist(), step.counts.tolist(), strict=True)):
+            tokens, done = self.batch.token_ids[row].tolist(), int(self.batch.num_computed[row])
+            if place in step.awaits:
+                assert (place < step.num_decodes, count) == (True, 1)
+                tokens[done] = self.latest[row]
+            assert NO_TOKEN not in tokens[: done + count] or place in step.awaits
+            rows.append((tokens, self.batch.block_table[row].tolist(), done, done + count))
         for tokens, blocks, done, end in rows:
             for block in range(done // BLOCK, -(-end // BLOCK)):
                 self.contents[blocks[block]] = tokens[: min(end, (block + 1) * BLOCK)]
@@ -136,6 +171,7 @@ class Engine:
 
     def pause_for(self, mode, clears_cache):
         """Pause, and have the model forget its cache where the pause forbids to use it; the answer to come."""
+        self.finish_all_but(0)
         done = self.pause.pause(mode, clears_cache)
         if clears_cache:
             done.add_done_callback(lambda done: done.exception() or self.contents.clear())

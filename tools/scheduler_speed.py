@@ -107,6 +107,7 @@ class Bench:
         laid_out = time.thread_time()
         tokens = np.full(int(step.samples.sum()), ANY_TOKEN)
         begin = time.thread_time()
+        self.scheduler.launched(step)
         self.scheduler.update(step, tokens)
         return chosen - start, laid_out - chosen, time.thread_time() - begin
 

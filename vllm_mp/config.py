@@ -88,6 +88,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
     policy: str
     stream_interval: int
     """Tokens between two outputs of a stream; the first and the last come at once."""
+    async_scheduling: bool | None = None
+    """Schedule and launch a step while the one before is computed; None until the core has chosen for its device."""
     check_invariants: bool = False
     """Check after each step that no block, row or request is lost or used twice; slow, and ends the core if one is."""
 

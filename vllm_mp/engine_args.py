@@ -110,6 +110,9 @@ class EngineArgs:
     scheduling_policy: str = _option(
         "fcfs", "order of waiting requests; priority: lower values first", choices=("fcfs", "priority")
     )
+    async_scheduling: bool | None = _option(
+        None, "schedule the next step while the current one is computed (on CUDA by default)"
+    )
     stream_interval: int = _option(
         1, "tokens between two outputs of a stream; the first and the last come at once", low=1
     )
@@ -330,6 +333,7 @@ class EngineArgs:
             enable_chunked_prefill=chunked,
             policy=self.scheduling_policy,
             stream_interval=self.stream_interval,
+            async_scheduling=self.async_scheduling,
             check_invariants=self.check_invariants,
         )
 

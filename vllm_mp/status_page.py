@@ -1,7 +1,7 @@
 """A page of shared memory in which the core says what it is doing.
 
 The core writes it before and after every step without a call to the system, and it outlives a kill: whoever
-supervises the core reads from it whether the core makes progress and which requests were in the step that was
+supervises the core reads from it whether the core makes progress and which requests were in the steps that were
 executing. One writer, any number of readers; a sequence number that is odd during a write (a seqlock) keeps
 readers from taking half an update.
 """
@@ -53,6 +53,15 @@ class _Field(enum.IntEnum):
     NUM_STEP_REQUESTS = 13
 
 
+class StepRequests(NamedTuple):
+    """The requests of a step, or of several, [n] each."""
+
+    clients: npt.NDArray[np.uint32]
+    slots: npt.NDArray[np.uint32]
+    num_output: npt.NDArray[np.integer]
+    """Tokens that their answers have."""
+
+
 class CoreStatus(NamedTuple):
     """One consistent reading of the page. Times are in seconds."""
 
@@ -63,7 +72,7 @@ class CoreStatus(NamedTuple):
     heartbeat_age: float
     """Since the core last wrote the page."""
     state_age: float
-    """Since the state was entered; while STEPPING, how long the step has been running."""
+    """Since the state was entered; while STEPPING, since a step was last begun or ended."""
     load_progress: float
     """0 to 1."""
     num_running: int
@@ -71,7 +80,8 @@ class CoreStatus(NamedTuple):
     free_blocks: int
     total_blocks: int
     step_requests: list[tuple[int, int, int]]
-    """(client index, slot, tokens of the answer) of each request in the step that is executing; empty between steps."""
+    """(client index, slot, tokens of the answer) of each request in the steps that are executing; empty between steps.
+    """
 
     def __str__(self) -> str:
         return (
@@ -159,30 +169,47 @@ class StatusPage:
         slots: npt.NDArray[np.uint32],
         num_output: npt.NDArray[np.integer],
     ) -> None:
-        """Put the requests of the step about to execute on the page, with the tokens that their answers have."""
-        header, count = self._header, min(len(slots), MAX_STEP_REQUESTS)
+        """Put the requests of the step about to execute, and of those that still do, on the page.
+
+        `num_output` are the tokens that their answers have. No request may be there twice.
+        """
+        header = self._header
         header[_Field.SEQUENCE] += 1
-        self._step_requests[:count, 0] = clients[:count]
-        self._step_requests[:count, 1] = slots[:count]
-        self._step_requests[:count, 2] = num_output[:count]
-        header[_Field.NUM_STEP_REQUESTS] = count
+        self._write_requests(clients, slots, num_output)
         header[_Field.STATE] = CoreState.STEPPING
         header[_Field.STEP] = step
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
         header[_Field.SEQUENCE] += 1
 
-    def end_step(self, num_running: int, num_waiting: int, free_blocks: int, total_blocks: int) -> None:
-        """Take the step's requests off the page and note what the core holds."""
+    def end_step(
+        self, num_running: int, num_waiting: int, free_blocks: int, total_blocks: int, left: StepRequests | None = None
+    ) -> None:
+        """Note what the core holds and take the requests off the page but for those `left` in steps that execute."""
         header = self._header
         header[_Field.SEQUENCE] += 1
-        header[_Field.NUM_STEP_REQUESTS] = 0
-        header[_Field.STATE] = CoreState.IDLE
+        if left is None:
+            header[_Field.NUM_STEP_REQUESTS] = 0
+            header[_Field.STATE] = CoreState.IDLE
+        else:
+            self._write_requests(*left)
         header[_Field.NUM_RUNNING] = num_running
         header[_Field.NUM_WAITING] = num_waiting
         header[_Field.FREE_BLOCKS] = free_blocks
         header[_Field.TOTAL_BLOCKS] = total_blocks
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
         header[_Field.SEQUENCE] += 1
+
+    def _write_requests(
+        self,
+        clients: npt.NDArray[np.uint32],
+        slots: npt.NDArray[np.uint32],
+        num_output: npt.NDArray[np.integer],
+    ) -> None:
+        count = min(len(slots), MAX_STEP_REQUESTS)
+        self._step_requests[:count, 0] = clients[:count]
+        self._step_requests[:count, 1] = slots[:count]
+        self._step_requests[:count, 2] = num_output[:count]
+        self._header[_Field.NUM_STEP_REQUESTS] = count
 
     @property
     def state(self) -> CoreState:

@@ -25,10 +25,10 @@ FAIL = """
 from vllm_mp.core.model_runner import ModelRunner
 import torch
 
-def execute(self, step, batch, sampler):
+def launch(self, step, batch, sampler):
     {failure}
 
-ModelRunner.execute = execute
+ModelRunner.launch = launch
 """
 CHATTER = """
 import logging, sys, warnings

@@ -50,5 +50,5 @@ def test_a_step_beats_at_every_layer(name, tmp_path, monkeypatch):
         request = Request(0, 0, "long", SamplingParams(seed=1), prompt, COUNT, 60, (0, 0), pooling=pooling)
         batch.add(request, np.arange(1, 1 + COUNT // BLOCK, dtype=np.int32))
         pools = np.array([pooling is not None])
-        runner.execute(Step(np.array([0]), np.array([COUNT]), 0, ~pools, pools), batch, Sampler(batch, runner._device))
+        runner.launch(Step(np.array([0]), np.array([COUNT]), 0, ~pools, pools), batch, Sampler(batch, runner._device))
     assert SIZES["num_hidden_layers"] <= len(beats) <= SIZES["num_hidden_layers"] + 1

@@ -65,6 +65,7 @@ class Core:
             self.batch.add(request, np.array([slot + 1], np.int32), computed)
         self.step = Step(np.array([0, 1]), np.array([1, 2]), 1, np.array([True, True]), np.array([False, False]))
         self.sent = []
+        self.number = 0
         self._model = lambda *_: torch.ones(3, 2)
         liveness = SimpleNamespace(fault_injection=text)
         launch = SimpleNamespace(
@@ -75,7 +76,10 @@ class Core:
         self.hooks = FaultHooks(launch)
         self.hooks.install(self, self)
 
-    def execute(self, step, batch, sampler):
+    def latest_token(self, row):
+        return int(self.batch.token_ids[row, self.batch.num_tokens[row] - 1])
+
+    def launch(self, step, batch, sampler):
         return self._model()
 
     def publish(self, step, result, computed):
@@ -83,8 +87,9 @@ class Core:
 
     def run(self):
         """One step; which of its three tokens have hidden states that are numbers."""
-        hidden = self.execute(self.step, self.batch, None)
-        self.publish(0, None, None)
+        self.number += 1
+        hidden = self.launch(self.step, self.batch, None)
+        self.publish(self.number, None, None)
         return torch.isfinite(hidden).all(-1).tolist()
 
     def steps_until_it_strikes(self, most=10):
@@ -157,5 +162,5 @@ def test_a_fault_of_messages_strikes_between_them(monkeypatch, messages, sent):
 
 def test_nothing_stands_in_the_way_of_faults_of_other_places():
     core = Core("raise@load;raise@step=1,incarnation=7")
-    assert "execute" not in vars(core)
+    assert "launch" not in vars(core)
     assert "publish" not in vars(core)

@@ -75,9 +75,9 @@ def test_equally_likely_tokens_are_the_same_ones_beside_rows_that_want_more():
     vocab = 1000
     logits = (torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))).round().to(torch.bfloat16)
     alone = make_batch(make_request(0, [1], 1, num_logprobs=3))
-    (expected,) = StepLogprobs(logits, alone, alone.order).messages(torch.tensor([5]))
+    (expected,) = StepLogprobs(logits, alone, alone.order).messages(torch.tensor([5]))()
     beside = make_batch(make_request(0, [1], 1, num_logprobs=3), make_request(1, [1], 1, num_logprobs=900))
-    got = StepLogprobs(logits.repeat(2, 1), beside, beside.order).messages(torch.tensor([5, 5]))
+    got = StepLogprobs(logits.repeat(2, 1), beside, beside.order).messages(torch.tensor([5, 5]))()
     assert got[0] == expected
 
 
@@ -93,7 +93,7 @@ def test_each_row_gets_as_many_as_it_wants_of_the_raw_distribution(dtype):
     wanted = StepLogprobs(logits, batch, batch.order)
     tokens = Sampler(batch, torch.device("cpu")).sample(logits, batch.order)
     assert tokens.tolist() == [7] * 6, "the rules did change the logits"
-    messages = wanted.messages(tokens)
+    messages = wanted.messages(tokens)()
     assert [message.slot for _, message in messages] == [0, 2, 3, 4, 5]
     for client, message in messages:
         ids, values, ranks = unpack(message)
@@ -108,7 +108,7 @@ def test_rows_that_got_no_token_have_none_and_shift_no_other():
     logits[1] = torch.nan
     batch = make_batch(*[make_request(i, [1, 2], 2, 2) for i in range(4)])
     wanted = StepLogprobs(logits, batch, batch.order)
-    messages = wanted.messages(torch.tensor([4, NO_TOKEN, 6, NO_TOKEN]))
+    messages = wanted.messages(torch.tensor([4, NO_TOKEN, 6, NO_TOKEN]))()
     assert [message.slot for _, message in messages] == [0, 2]
     for (_, message), token in zip(messages, (4, 6), strict=True):
         ids, values, ranks = unpack(message)
@@ -118,7 +118,7 @@ def test_rows_that_got_no_token_have_none_and_shift_no_other():
 def test_rows_of_a_step_in_any_order_and_number_get_their_own():
     batch = make_batch(*[make_request(i, [1, 2], 2, i - 1) for i in range(5)])
     rows, logits = np.array([4, 0, 2]), logits_of(3)
-    messages = StepLogprobs(logits, batch, rows).messages(torch.tensor([9, 8, 7]))
+    messages = StepLogprobs(logits, batch, rows).messages(torch.tensor([9, 8, 7]))()
     assert [message.slot for _, message in messages] == [4, 2]
     for (_, message), at, token in zip(messages, (0, 2), (9, 7), strict=True):
         ids, values, ranks = unpack(message)
@@ -127,7 +127,7 @@ def test_rows_of_a_step_in_any_order_and_number_get_their_own():
 
 def test_where_no_row_wants_any_the_logits_are_not_looked_at():
     batch = make_batch(make_request(0, [1, 2], 2))
-    assert StepLogprobs(None, batch, batch.order).messages(torch.tensor([1])) == []
+    assert StepLogprobs(None, batch, batch.order).messages(torch.tensor([1]))() == []
 
 
 def test_equally_likely_tokens_share_the_better_rank():
@@ -158,7 +158,7 @@ class Prefill:
         samples = done[rows] + numbers == batch.num_tokens[rows]
         for client, message in prompt_logprobs(
             Step(rows, numbers, 0, samples, np.zeros_like(samples)), batch, hidden, self.compute_logits, VOCAB
-        ):
+        )():
             ids, values, ranks = unpack(message)
             assert client == message.slot + 10
             for i in range(len(ranks)):

@@ -68,7 +68,8 @@ class Engine:
             for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True)
             for token in self.batch.token_ids[row, self.batch.num_computed[row] :][:count].tolist()
         ]
-        vectors = self.pooler.pool(self.states[ids], step, self.batch)
+        vectors = self.pooler.pool(self.states[ids], step, self.batch)()
+        self.scheduler.launched(step)
         result = self.scheduler.update(step, np.full(int(step.samples.sum()), 7), vectors)
         self.vectors |= {slot: vector for _, slot, vector in result.vectors}
         self.ends |= {end.slot: end for _, end in result.finished}

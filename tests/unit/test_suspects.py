@@ -19,6 +19,7 @@ def test_suspects_run_one_at_a_time_in_their_order_before_everything_else():
     for _ in range(4):
         step = engine.scheduler.schedule()
         steps.append(slots_of(engine, step))
+        engine.scheduler.launched(step)
         engine.scheduler.update(step, np.full(step.samples.sum(), 7))
     assert steps[:3] == [[1], [3], [4]]
     assert sorted(steps[3]) == [0, 1, 2, 3, 4]
