@@ -157,18 +157,19 @@ class EngineCore:
     def _requests_with(self, step: Step) -> StepRequests:
         """Those of `step`, which is about to be launched, and of the steps in flight."""
         batch, rows = self._batch, step.rows
-        num_output = batch.num_tokens[rows] - batch.num_prompt[rows]
-        requests = StepRequests(batch.client[rows], batch.slot[rows], num_output)
+        requests = StepRequests(batch.client[rows], batch.slot[rows], batch.num_tokens[rows] - batch.num_prompt[rows])
         if not self._in_flight:
             return requests
-        before = self._requests_in_flight(without=rows)
+        before = self._requests_in_flight(but=rows)
         return StepRequests(*(np.concatenate(pair) for pair in zip(requests, before, strict=True)))
 
-    def _requests_in_flight(self, without: Rows = NO_ROWS) -> StepRequests:
-        batch, scheduler = self._batch, self._scheduler
-        rows = np.setdiff1d(scheduler.rows_in_flight(), without)
+    def _requests_in_flight(self, but: Rows = NO_ROWS) -> StepRequests:
+        """Those of the steps in flight, but for those in the rows `but` [n]."""
+        batch, is_in_flight = self._batch, self._scheduler.is_in_flight()
+        is_in_flight[but] = False
+        rows = np.flatnonzero(is_in_flight)
         # The token that a step in flight samples is not in the answer yet.
-        num_output = batch.num_tokens[rows] - batch.num_prompt[rows] - np.isin(rows, scheduler.awaited_rows())
+        num_output = batch.num_tokens[rows] - batch.num_prompt[rows] - self._scheduler.is_awaited()[rows]
         return StepRequests(batch.client[rows], batch.slot[rows], num_output)
 
     def _note_state(self) -> None:

@@ -77,15 +77,14 @@ def _check_counters(scheduler: Scheduler) -> None:
     tokens, computed, blocks = batch.num_tokens[rows], batch.num_computed[rows], batch.num_blocks[rows]
     _require("the prompt is among the known tokens", rows[tokens < batch.num_prompt[rows]])
     _require("no request is longer than it may get", rows[tokens > batch.max_total[rows]])
-    in_flight = scheduler.rows_in_flight()
-    is_done = (computed == tokens) & batch.is_pooled[rows] & np.isin(rows, in_flight)
+    is_in_flight = scheduler.is_in_flight()
+    is_done = (computed == tokens) & batch.is_pooled[rows] & is_in_flight[rows]
     _require(
         "the last token is not computed, but where it is pooled in flight",
         rows[(computed < 0) | (computed >= tokens) & ~is_done],
     )
-    awaited = scheduler.awaited_rows()
-    _require("a token is awaited of each row once", _repeated(awaited.tolist()))
-    _require("steps in flight are of rows in use", set(in_flight.tolist()) - set(rows.tolist()))
+    awaited = np.flatnonzero(scheduler.is_awaited())
+    _require("steps in flight are of rows in use", set(np.flatnonzero(is_in_flight).tolist()) - set(rows.tolist()))
     _require(
         "a token that is awaited is the last one",
         awaited[batch.num_computed[awaited] != batch.num_tokens[awaited] - 1],
@@ -124,7 +123,7 @@ def _check_block_users(scheduler: Scheduler) -> None:
 def _check_hashes(scheduler: Scheduler) -> None:
     """What is found under a hash is what the request that has it there has computed."""
     batch, pool = scheduler.batch, scheduler.pool
-    awaited = scheduler.awaited_rows().tolist()
+    is_awaited = scheduler.is_awaited()
     for row in batch.order.tolist():
         hashes, num_full = batch.request(row).hashes, int(batch.num_computed[row]) // scheduler.block_size
         for place, block in enumerate(batch.block_table[row, : batch.num_blocks[row]].tolist()):
@@ -134,7 +133,7 @@ def _check_hashes(scheduler: Scheduler) -> None:
                 f"block {block} is found under the hash of row {row} at place {place}, of computed tokens",
                 [] if digest is None or is_right else [digest],
             )
-            known = batch.num_tokens[row] - (row in awaited)
+            known = batch.num_tokens[row] - int(is_awaited[row])
             _require(
                 f"block {block} of row {row} is found by tokens that are known",
                 [] if digest is None or (place + 1) * scheduler.block_size <= known else [digest],

@@ -21,7 +21,7 @@ which it was.
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,6 +96,8 @@ class _Flight(NamedTuple):
     @property
     def live(self) -> npt.NDArray[np.bool_]:
         """[num_rows] which rows are still those of the step's requests."""
+        if not self.gone:
+            return np.ones(len(self.step.rows), np.bool_)
         return ~np.isin(self.step.rows, list(self.gone))
 
 
@@ -210,7 +212,7 @@ class Scheduler:
                 self._leave_line(request)
         else:
             num_output = int(self.batch.num_tokens[request.row]) - request.num_prompt
-            num_output -= int(request.row in self.awaited_rows())
+            num_output -= int(self.is_awaited()[request.row])
             self._release(request)
         return Finished(slot, num_output, "abort")
 
@@ -224,23 +226,25 @@ class Scheduler:
             return None
         if self._suspect is not None or (self._waiting and self._waiting[0][1].suspect):
             if self._in_flight:
-                return None
+                return None  # it is alone, also in what the device is doing
             step = self._schedule_suspect()
             if step is not None:
                 return step
         batch = self.batch
-        awaited = self.awaited_rows()
-        complete = awaited[batch.num_tokens[awaited] >= batch.max_total[awaited]] if len(awaited) else awaited
-        if len(awaited) and batch.reads_answer[awaited].any():
-            return None
-        if not self._give_blocks_to_growing_rows(complete):
+        is_awaited = is_complete = None
+        if self._in_flight:
+            is_awaited = self.is_awaited()
+            if (is_awaited & batch.reads_answer).any():
+                return None
+            is_complete = is_awaited & (batch.num_tokens >= batch.max_total)
+        if not self._give_blocks_to_growing_rows(is_complete):
             return None
         rows = batch.order
         wanted = batch.num_tokens[rows] - batch.num_computed[rows]
-        decodes = rows[wanted == 1]
-        if len(complete):
-            decodes = decodes[~np.isin(decodes, complete)]
-        places = np.flatnonzero(np.isin(decodes, awaited)) if len(awaited) else NO_ROWS
+        decodes, places = rows[wanted == 1], NO_ROWS
+        if is_awaited is not None and is_complete is not None:
+            decodes = decodes[~is_complete[decodes]]
+            places = np.flatnonzero(is_awaited[decodes])
         self._register_full_blocks(decodes, places)
         chunks = self._chunk_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
         if chunks:
@@ -258,17 +262,20 @@ class Scheduler:
         batch.num_tokens[step.rows[step.samples]] = ends[step.samples] + 1
         self._in_flight.append(_Flight(step, ends, {}))
 
-    def awaited_rows(self) -> Rows:
-        """The rows [n] whose last token is known to the device alone, as a step in flight samples it."""
-        if not self._in_flight:
-            return NO_ROWS
-        return np.concatenate([flight.step.rows[flight.step.samples & flight.live] for flight in self._in_flight])
+    def is_awaited(self) -> npt.NDArray[np.bool_]:
+        """[max_num_seqs] the rows whose last token only the device knows, as a step in flight samples it."""
+        return self._mark(lambda flight: flight.step.samples & flight.live)
 
-    def rows_in_flight(self) -> Rows:
-        """The rows [n] of requests that are in a step in flight."""
-        if not self._in_flight:
-            return NO_ROWS
-        return np.unique(np.concatenate([flight.step.rows[flight.live] for flight in self._in_flight]))
+    def is_in_flight(self) -> npt.NDArray[np.bool_]:
+        """[max_num_seqs] the rows of live requests that are in a step in flight."""
+        return self._mark(lambda flight: flight.live)
+
+    def _mark(self, which: Callable[[_Flight], npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
+        """[max_num_seqs] the rows of the steps in flight that `which` chooses of each."""
+        marks = np.zeros(len(self.batch.requests), np.bool_)
+        for flight in self._in_flight:
+            marks[flight.step.rows[which(flight)]] = True
+        return marks
 
     def update(self, step: Step, tokens: npt.NDArray[np.int64], vectors: Sequence[Vector] = ()) -> StepResult:
         """Book the step that has been in flight for longest: `tokens` [num_sampled] are those of the rows that
@@ -497,18 +504,18 @@ class Scheduler:
             self.pool.register(block, digest)
         batch.num_registered[row] = num_full
 
-    def _give_blocks_to_growing_rows(self, complete: Rows = NO_ROWS) -> bool:
+    def _give_blocks_to_growing_rows(self, is_complete: npt.NDArray[np.bool_] | None = None) -> bool:
         """A block more for every row whose last token has no place yet, preempting from the end of the order.
 
-        The rows that are `complete` need none. False, and nothing is done, where somebody would have to be preempted
-        while a step is in flight: that may make room, and what it samples of whom is preempted would be lost.
+        The rows that `is_complete` [max_num_seqs] marks need none. False, and nothing is done, where somebody would
+        have to be preempted while a step is in flight: that may make room, and what it samples would be lost.
         """
         batch = self.batch
         while True:
             rows = batch.order
             growing = rows[batch.num_tokens[rows] > batch.num_blocks[rows] * self.block_size]
-            if len(complete):
-                growing = growing[~np.isin(growing, complete)]
+            if is_complete is not None:
+                growing = growing[~is_complete[growing]]
             if len(growing) <= self.pool.num_free:
                 break
             if self._in_flight:
