@@ -10,16 +10,19 @@ from transformers import AutoTokenizer
 from vllm_mp.architecture import Architecture
 
 
-@pytest.fixture(scope="module")
-def played(default_model, tmp_path_factory):
-    """A judge's means, and 60 cases with what was answered to them, in company and alone."""
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
+def played(request, default_model, tmp_path_factory):
+    """A judge's means, and 60 cases with what was answered to them, in company and alone.
+
+    In company also with the next step scheduled while one is computed.
+    """
     folder = tmp_path_factory.mktemp("small")
     with one_thread():
         model = save_small_model(folder, default_model)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bytes_per_token = Architecture.from_hf_config(model.config.to_dict()).kv_bytes_per_token(4)
         with (
-            running_engine(folder, **company(bytes_per_token), num_threads=1) as shared,
+            running_engine(folder, **company(bytes_per_token), num_threads=1, async_scheduling=request.param) as shared,
             running_engine(folder, **ALONE, num_threads=1) as private,
         ):
             plays = play(shared, private, random_cases(1, 60, tokenizer))

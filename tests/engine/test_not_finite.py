@@ -15,6 +15,7 @@ PROMPTS = [[token if token != BAD else BAD + 1 for token in prompt] for prompt i
 SHARED = PROMPTS[0]
 WHOLE = {"max_model_len": 128, "block_size": 4, "kv_cache_memory_bytes": 2**22}
 CHUNKED = {**WHOLE, "max_num_batched_tokens": 16}
+OVERLAPPING = {**WHOLE, "async_scheduling": True}
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral-windowed", "gpt2-scaled"])
@@ -46,7 +47,7 @@ async def ask_badly(engine, tokens, **params):
         await answer(engine, {"prompt_token_ids": tokens}, SamplingParams(max_tokens=6, output_kind=kind, **params))
 
 
-@pytest.mark.parametrize("options", [WHOLE, CHUNKED], ids=["whole", "chunked"])
+@pytest.mark.parametrize("options", [WHOLE, CHUNKED, OVERLAPPING], ids=["whole", "chunked", "overlapping"])
 def test_a_prefix_that_is_shared_with_a_bad_request_stays_good(poisoned, options):
     async def run(engine):
         expected, _ = await ask(engine, [*SHARED, 5])
@@ -79,7 +80,8 @@ def test_blocks_that_hold_what_is_not_finite_are_used_again(poisoned):
         asyncio.run(run(engine))
 
 
-def test_whatever_a_bad_request_asks_for_it_fails_alone(poisoned):
+@pytest.mark.parametrize("options", [WHOLE, OVERLAPPING], ids=["in turn", "overlapping"])
+def test_whatever_a_bad_request_asks_for_it_fails_alone(poisoned, options):
     wishes = [
         {"temperature": 0},
         {"temperature": 1, "seed": 1},
@@ -105,5 +107,5 @@ def test_whatever_a_bad_request_asks_for_it_fails_alone(poisoned):
         assert [tokens for tokens, _ in results[: len(PROMPTS)]] == [tokens for tokens, _ in expected]
         await eventually(lambda: is_empty(engine))
 
-    with running(poisoned[1], **WHOLE, max_logprobs=-1) as engine:
+    with running(poisoned[1], **options, max_logprobs=-1) as engine:
         asyncio.run(run(engine))

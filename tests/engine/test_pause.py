@@ -6,7 +6,7 @@ import signal
 
 import psutil
 import pytest
-from harness import answer, eventually, greedy, is_empty
+from harness import answer, eventually, greedy, is_empty, running_engine
 from standalone_core import standalone
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
@@ -14,11 +14,18 @@ from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
 PROMPT = "The quick brown fox"
 
 
-@pytest.fixture
-def engine(llm):
-    yield llm
-    asyncio.run(llm.resume_generation())
-    asyncio.run(eventually(lambda: is_empty(llm)))
+@pytest.fixture(scope="module")
+def overlapping(default_model):
+    with running_engine(default_model, async_scheduling=True) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["llm", "overlapping"])
+def engine(request):
+    engine = request.getfixturevalue(request.param)
+    yield engine
+    asyncio.run(engine.resume_generation())
+    asyncio.run(eventually(lambda: is_empty(engine)))
 
 
 def streaming(llm, max_tokens=400, request_id=None):

@@ -1,5 +1,6 @@
 """Every scenario of tools/faults, on a small model; and short soaks."""
 
+import copy
 import os
 import shutil
 import tempfile
@@ -15,6 +16,10 @@ _TRIED_ELSEWHERE = {
 }
 """In other tests of faults, or by a scenario that differs in little."""
 _TRIED_HERE = [one for name, one in SCENARIOS.items() if name not in _TRIED_ELSEWHERE]
+_WITH_A_STEP_IN_FLIGHT = [
+    SCENARIOS[name]
+    for name in ("kill", "exit-before-message", "exit-before-last-message", "culprit-in-mid-answer", "nan")
+]
 _TOGETHER = [one for one in _TRIED_HERE if not one.options and not one.stands_alone]
 _ON_THEIR_OWN = [one for one in _TRIED_HERE if one not in _TOGETHER]
 
@@ -58,3 +63,26 @@ def test_nothing_is_lost_or_left_while_requests_come_and_go_and_cores_die_in_eve
     record = soak(arena, seconds=10, seed=1, is_random=True, fault_injection=arena.pace)
     assert record.broken == []
     assert record.kills > 1
+
+
+@pytest.fixture(scope="module")
+def overlapping(arena):
+    """The same requests, answered with the next step launched while one is computed; the same answers are due."""
+    other = copy.copy(arena)
+    other.options = {**arena.options, "async_scheduling": True}
+    with other.share_engine() as engine:
+        assert engine.vllm_config.scheduler_config.async_scheduling
+        yield other
+
+
+@pytest.mark.parametrize("scenario", _WITH_A_STEP_IN_FLIGHT, ids=lambda one: one.name)
+def test_the_promise_is_kept_with_a_step_in_flight(overlapping, scenario):
+    assert play(scenario, overlapping).broken == []
+
+
+def test_nothing_is_lost_over_many_kills_with_a_step_in_flight(overlapping):
+    other = copy.copy(overlapping)
+    other.shared = None
+    record = soak(other, kills=4, fault_injection=other.pace)
+    assert record.broken == []
+    assert record.kills == record.restarts == 4

@@ -253,7 +253,11 @@ def make_core(tmp_path):
     def make(async_scheduling):
         folder = save_config(CONFIGS["llama"], tmp_path)
         config = AsyncEngineArgs(
-            str(folder), load_format="dummy", skip_tokenizer_init=True, async_scheduling=async_scheduling, check_invariants=True
+            str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            async_scheduling=async_scheduling,
+            check_invariants=True,
         ).create_engine_config()
         config.cache_config.num_blocks = 50
         config.model_config.hf_config["architectures"] = ["LlamaForCausalLM"]
@@ -294,7 +298,7 @@ def test_without_overlap_each_step_is_finished_before_the_next_is_launched(make_
 
 
 def test_the_page_names_the_requests_of_every_step_in_flight_with_the_tokens_they_have(make_core):
-    core, runner, server, add = make_core(True)
+    core, runner, _, add = make_core(True)
     add(0, max_tokens=2)
     add(1, max_tokens=4)
     core.run()
