@@ -64,11 +64,11 @@ def set_threads(config: VllmConfig) -> None:
     torch.set_num_threads(config.device_config.num_threads or len(os.sched_getaffinity(0)))
 
 
-def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int) -> int:
+def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, graph_bytes: int = 0) -> int:
     """How many KV blocks to allocate, the padding block included; to be called with the weights loaded.
 
     `token_bytes` is what one token takes over all layers; where it is nothing, as with an encoder, there are as many
-    blocks as can be of use.
+    blocks as can be of use. `graph_bytes` are kept free on a CUDA device for the graphs that are made afterwards.
     Raises ValueError when a single request of `max_model_len` tokens would not fit.
     """
     model, cache = config.model_config, config.cache_config
@@ -80,7 +80,10 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int) -> 
     if cache.kv_cache_memory_bytes is not None:
         memory, source = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif device.type == "cuda":
-        memory, source = _free_cuda_memory(cache.gpu_memory_utilization, device), "gpu_memory_utilization"
+        memory, source = (
+            max(0, _room_on_cuda(cache.gpu_memory_utilization, device) - graph_bytes),
+            "gpu_memory_utilization",
+        )
     else:
         memory, source = min(_CPU_CACHE_LIMIT, available_memory() // 4), "a quarter of the free memory"
     blocks = min(memory // block_bytes, useful + 1)
@@ -123,7 +126,13 @@ def available_memory() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
-def _free_cuda_memory(utilization: float, device: torch.device) -> int:
+def free_cuda_memory(device: torch.device) -> int:
+    """Bytes of the device that nobody has taken."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free
+
+
+def _room_on_cuda(utilization: float, device: torch.device) -> int:
     """Bytes that weights and the largest step leave of the share of the device that the core may use."""
     free, total = torch.cuda.mem_get_info(device)
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

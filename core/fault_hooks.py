@@ -95,6 +95,7 @@ class FaultHooks:
 
         if any(one.action == "nan" for one in in_steps):
             runner._model = model
+            runner.give_up_graphs()
         if in_steps or in_messages:
             runner.launch = faulty_launch  # type: ignore[method-assign]
         if in_messages:

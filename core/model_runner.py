@@ -1,6 +1,8 @@
 """Runs the model over the rows that the scheduler chose."""
 
-from collections.abc import Callable, Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -8,9 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch, Vector
-from vllm_mp.core.device import cache_blocks
+from vllm_mp.core.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
+from vllm_mp.core.device import cache_blocks, free_cuda_memory
 from vllm_mp.core.host_copies import HostCopies, to_device
 from vllm_mp.core.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
 from vllm_mp.core.pooler import Pooler
@@ -19,8 +23,11 @@ from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Computed, Step
 from vllm_mp.core.step_inputs import step_inputs
 from vllm_mp.core.weights import load_model
+from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
@@ -51,10 +58,12 @@ class ModelRunner:
         dtype: torch.dtype,
         progress: Callable[[float], None] | None = None,
         beat: Callable[[], None] = lambda: None,
+        make_capture: Callable[[torch.device], Capture] | None = None,
     ) -> None:
         """Load the model; `progress` is called with the share that is done, 0 to 1.
 
         `beat` is called again and again within a step, so that a long one can be told from one that hangs.
+        `make_capture` says how decode steps are captured; by default in CUDA graphs, where device and kernels allow it.
 
         Raises ValueError for weights that are missing or do not fit, and when the cache has no space.
         """
@@ -72,10 +81,14 @@ class ModelRunner:
         for layer in _layers(cast("nn.Module", self._model)):
             layer.register_forward_pre_hook(lambda *_: beat())
         self._pooler = Pooler()
+        self._graphs: DecodeGraphs | None = None
+        self._make_capture = make_capture or self._usual_capture()
+        graph_bytes = 0
         if device.type == "cuda" and not model_config.architecture.is_encoder:
-            self._profile()
-        config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes())
+            graph_bytes = self._profile()
+        config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
+        self._graphs = self._make_graphs(batch_sizes(config.scheduler_config.max_num_seqs))
 
     @torch.inference_mode()
     def launch(self, step: Step, batch: Batch, sampler: Sampler) -> Computing:
@@ -85,7 +98,7 @@ class ModelRunner:
         """
         copies = HostCopies(self._device)
         input_ids, positions, metadata = self._inputs(step, batch)
-        hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+        hidden = self._forward(step, input_ids, positions, metadata)
         if self._kv_caches and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows spoils what comes before it in its prompt, and so blocks that others share.
             hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
@@ -95,6 +108,51 @@ class ModelRunner:
         tokens, logprobs = self._sample(hidden, step, batch, sampler, copies)
         copies.end()
         return Computing(tokens, logprobs, of_prompts, vectors, copies)
+
+    def give_up_graphs(self) -> None:
+        """Compute every step by calling the model; for whoever takes its place."""
+        self._graphs = None
+
+    def _forward(self, step: Step, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Hidden states [num_tokens, hidden] of the step, by a graph if there is one that fits it."""
+        if self._graphs is not None and self._graphs.fits(step):
+            hidden = self._graphs.run(input_ids, positions, metadata)
+            if hidden is not None:
+                return hidden
+        computed: Tensor = self._model(input_ids, positions, self._kv_caches, metadata)
+        return computed
+
+    def _usual_capture(self) -> Callable[[torch.device], Capture] | None:
+        """CUDA graphs for the models that were written to be captured; None where every step is launched anew."""
+        model = self._config.model_config
+        if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
+            return None
+        if not ops.can_capture(self._device):
+            logger.info("decode steps are launched anew each, as torch's attention reads lengths on the host")
+            return None
+        return cuda_capture
+
+    @torch.inference_mode()
+    def _make_graphs(self, sizes: Sequence[int]) -> DecodeGraphs | None:
+        """Graphs of decode steps of so many rows, on the cache that is there; None where none can be had."""
+        if self._make_capture is None or not self._kv_caches:
+            return None
+        started = time.monotonic()
+        model, block_size = self._config.model_config, self._config.cache_config.block_size
+        graphs = DecodeGraphs(
+            lambda input_ids, positions, metadata: self._model(input_ids, positions, self._kv_caches, metadata),
+            -(-model.max_model_len // block_size),
+            model.max_model_len,
+            self._device,
+        )
+        try:
+            graphs.capture(sizes, self._make_capture(self._device), self._beat)
+        except CaptureError as error:
+            self._make_capture = None
+            logger.warning("decode steps are launched anew each, as they cannot be captured: %s", error)
+            return None
+        logger.info("decode steps of up to %d rows captured in %.1f s", max(sizes), time.monotonic() - started)
+        return graphs
 
     def latest_token(self, row: int) -> int:
         """The token that `row` was last given, which may not have reached the host yet; waits for the device."""
@@ -158,8 +216,8 @@ class ModelRunner:
         elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
         return self._dtype.itemsize * elements
 
-    def _profile(self) -> None:
-        """Run the largest prefill, a decode and the largest draw once.
+    def _profile(self) -> int:
+        """Run the largest prefill, a decode and the largest draw once; the bytes that graphs will take.
 
         Their peak of memory is what the cache must leave, and no first step has to load or compile what they use.
         """
@@ -176,6 +234,7 @@ class ModelRunner:
             batch.num_computed[0] = done
             step = Step(np.array([0]), np.array([count - done]), int(done > 0), np.array([True]), np.array([False]))
             self.launch(step, batch, Sampler(batch, self._device)).wait()
+        graph_bytes = self._graph_bytes()
         self._kv_caches = []
         logits = torch.zeros(
             (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device
@@ -184,6 +243,24 @@ class ModelRunner:
         logits.sort(dim=-1).values.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         del distribution
         torch.cuda.synchronize(self._device)
+        return graph_bytes
+
+    def _graph_bytes(self) -> int:
+        """The bytes that the graphs of all sizes will take, from those of the largest and of one that fits its memory.
+
+        The graphs themselves can only be made when the cache, which they are bound to, is there.
+        """
+        sizes = batch_sizes(self._config.scheduler_config.max_num_seqs)
+        taken = []
+        for trial in (sizes[-1:], sizes[-2:]):
+            torch.cuda.empty_cache()
+            before = free_cuda_memory(self._device)
+            graphs = self._make_graphs(trial)
+            taken.append(before - free_cuda_memory(self._device))
+            del graphs
+        torch.cuda.empty_cache()
+        largest, both = taken
+        return max(0, largest) + (len(sizes) - 1) * max(0, both - largest)
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

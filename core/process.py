@@ -75,7 +75,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         logger.error("%s", error)
         return True
     server = Server(listener.socket, launch.config, launch.incarnation)
-    core, page = None, None
+    core, page, failure = None, None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
         core = _load(launch, page, server, listener, stop)
@@ -85,6 +85,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         listener.close(_LINGER_MS)
         return False
     except Exception as error:
+        failure = error
         if isinstance(error, ValueError) and core is None:
             reason = str(error)  # written for whoever configured the core
             logger.error("%s", reason)
@@ -101,6 +102,15 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
             with contextlib.suppress(OSError):
                 os.unlink(launch.status_path)
         listener.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
+        if failure is not None and _uses_cuda():
+            # After a CUDA error whatever has something on the device may hang when it is destroyed.
+            logging.shutdown()
+            os._exit(1)
+
+
+def _uses_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def _load(

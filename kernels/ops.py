@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ __all__ = [
     "PackedLinear",
     "add_rms_norm",
     "argmax",
+    "can_capture",
     "encoder_attention",
     "fuse_decoder",
     "gelu",
@@ -173,6 +175,11 @@ def fuse_decoder(
     if kernels is None:
         return None
     return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization)
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether decodes on `device` can be captured in a graph: Triton's attention can, torch's reads on the host."""
+    return device.type == "cuda" and triton.operations(device.type) is not None
 
 
 def _operations(x: Tensor) -> Any:
