@@ -30,6 +30,22 @@ def launch(self, step, batch, sampler):
 
 ModelRunner.launch = launch
 """
+HANG_WHEN_DESTROYED = """
+import time
+from vllm_mp.core import process
+from vllm_mp.core.model_runner import ModelRunner
+
+class Graph:
+    def __del__(self):
+        time.sleep(1000)
+
+def launch(self, step, batch, sampler):
+    self.graph = Graph()
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+ModelRunner.launch = launch
+process._uses_cuda = lambda: True
+"""
 CHATTER = """
 import logging, sys, warnings
 
@@ -151,6 +167,14 @@ def test_an_exception_in_a_step_ends_the_core_and_leaves_on_the_page_what_was_in
     status = core.page.read()
     assert status.state == CoreState.STEPPING
     assert status.step_requests == [(core.welcome.client, 3, 0)]
+
+
+def test_a_core_whose_device_has_failed_waits_for_nothing_that_it_had_there(start, tmp_path):
+    core = start(HANG_WHEN_DESTROYED)
+    core.add(3)
+    assert core.process.wait(30) == 1
+    assert "illegal memory access" in (tmp_path / "log").read_text()
+    assert core.page.read().step_requests == [(core.welcome.client, 3, 0)]
 
 
 @pytest.mark.parametrize("kind", ["full", "closed", "broken"])

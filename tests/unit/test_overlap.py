@@ -52,6 +52,14 @@ def test_no_token_is_computed_past_the_length_that_an_answer_may_have():
     assert computed == {0: 10 + 6 - 1, 1: 5 + 3 - 1}, "the last token of an answer is not computed"
 
 
+def test_the_last_token_of_an_answer_takes_no_block():
+    engine = overlapping()
+    engine.add(0, num_prompt=BLOCK, max_tokens=BLOCK + 1)
+    while engine.step() is not None:
+        assert engine.pool.num_blocks - engine.pool.num_free <= 2
+    assert len(engine.outputs[0]) == BLOCK + 1
+
+
 def test_what_is_computed_after_the_end_of_sequence_is_nobodys_token():
     engine = overlapping(max_num_seqs=1)
     engine.add(0)
@@ -205,6 +213,9 @@ class Runner:
 
     def note(self, what):
         self.log.append(what)
+        self.note_page(what)
+
+    def note_page(self, what):
         self.on_page[what] = {slot: num_output for _, slot, num_output in self.page.read().step_requests}
 
     def launch(self, step, batch, sampler):
@@ -228,6 +239,7 @@ class Server:
         self.published = []
         self.wishes = []
         self.stop = None
+        self.note = None
 
     def serve(self, scheduler, calls):
         self.scheduler, self.calls = scheduler, calls
@@ -237,6 +249,7 @@ class Server:
 
     def publish(self, number, result, computed):
         self.published.append((number, result.slots.tolist(), result.positions.tolist()))
+        self.note(f"publish {number}")
 
     def receive(self, admit):
         if self.wishes:
@@ -264,7 +277,7 @@ def make_core(tmp_path):
         config.scheduler_config.max_num_batched_tokens = 64
         page = StatusPage.create(None, 1)
         runner, server, stop = Runner(page), Server(), StopSignal()
-        server.stop = stop
+        server.stop, server.note = stop, runner.note_page
         core = EngineCore(config, torch.device("cpu"), runner, server, context.socket(zmq.ROUTER), stop, page)
 
         def add(slot, num_prompt=5, max_tokens=3):
@@ -304,6 +317,8 @@ def test_the_page_names_the_requests_of_every_step_in_flight_with_the_tokens_the
     core.run()
     assert runner.on_page["launch 1"] == {0: 0, 1: 0}
     assert runner.on_page["launch 2"] == runner.on_page["wait 1"] == {0: 1, 1: 1}
+    assert runner.on_page["publish 1"] == {0: 1, 1: 1}, "the second is in flight"
+    assert runner.on_page["publish 2"] == {1: 2}
     assert runner.on_page["launch 3"] == runner.on_page["wait 2"] == {0: 1, 1: 2}, "0 is still in the second"
     assert runner.on_page["launch 4"] == runner.on_page["wait 3"] == {1: 3}
     assert runner.page.read().step_requests == []
@@ -317,6 +332,18 @@ def test_a_request_that_has_ended_is_not_on_the_page_though_its_token_is_compute
     core.run()
     assert runner.on_page["wait 1"] == {0: 1, 1: 1}
     assert runner.on_page["launch 3"] == {1: 2}
+
+
+def test_a_step_in_flight_is_finished_before_the_core_waits_for_messages(make_core):
+    core, runner, server, add = make_core(True)
+    add(0, max_tokens=9)
+    polls = []
+    core._poller = SimpleNamespace(poll=lambda timeout: polls.append(len(core._in_flight)))
+    server.wishes = [lambda: None, lambda: None, lambda: server.scheduler.abort(0, 0), lambda: None, lambda: None]
+    core.run()
+    assert runner.log == ["launch 1", "launch 2", "wait 1", "wait 2"]
+    assert polls
+    assert not any(polls)
 
 
 def test_a_pause_comes_between_two_steps_and_after_what_the_last_has_brought(make_core):

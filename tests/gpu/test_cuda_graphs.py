@@ -1,0 +1,154 @@
+"""Captured decode steps are those that are launched anew each, and take no more memory than was kept for them."""
+
+import pytest
+import torch
+from gpu_device import DEVICE, ON_DEVICE
+from greedy_parity import assert_engine_is_greedy
+from harness import running_engine
+from local_engine import LocalEngine
+from random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, one_thread, random_prompts, save_random_model
+
+from vllm_mp.core import model_runner
+from vllm_mp.core.cuda_graphs import cuda_capture
+from vllm_mp.core.device import free_cuda_memory
+from vllm_mp.kernels import ops
+
+pytestmark = [
+    *ON_DEVICE,
+    pytest.mark.skipif(
+        DEVICE == "cuda" and torch.cuda.is_available() and not ops.can_capture(torch.device("cuda")),
+        reason="the kernels that can be captured are not there",
+    ),
+]
+
+PROMPTS = random_prompts((9, 3, 30, 1, 12, 5, 26, 2, 17, 8, 4, 11, 6, 21))
+
+
+def make_capture(device):
+    """Captures into graphs; on a CPU, which proves the tests, into calls."""
+    if DEVICE == "cuda":
+        return cuda_capture(device)
+
+    def capture(compute):
+        compute()
+        return compute
+
+    return capture
+
+
+def running(folder, **options):
+    return LocalEngine(folder, device=DEVICE, load_format="auto", **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_tf32():
+    with pytest.MonkeyPatch.context() as patch, one_thread():
+        patch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        torch.set_float32_matmul_precision("highest")
+        yield
+
+
+@pytest.fixture(scope="module", params=NATIVE)
+def folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    save_random_model(CONFIGS[request.param], folder)
+    return folder
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_replay_gives_what_the_same_launches_give_to_the_bit(folder, dtype, overlaps):
+    rows = []
+
+    def comparing(device):
+        capture = make_capture(device)
+
+        def both(compute):
+            replay = capture(compute)
+
+            def compare():
+                captured = replay().clone()
+                launched = compute()
+                assert torch.equal(captured.isnan(), launched.isnan())
+                assert torch.equal(captured.nan_to_num(), launched.nan_to_num())
+                rows.append(len(captured))
+                return captured
+
+            return compare
+
+        return both
+
+    engine = running(folder, make_capture=comparing, dtype=dtype, async_scheduling=overlaps)
+    for slot, prompt in enumerate(PROMPTS):
+        engine.add(slot, prompt, max_tokens=4 + 5 * slot % 29)
+        for _ in range(slot % 4):
+            engine.step()
+    engine.run()
+    assert set(rows) == {1, 2, 4, 8, 12}
+
+
+def test_tokens_that_stay_on_the_device_are_those_that_the_host_would_send_back(folder):
+    def play(**options):
+        engine = running(folder, **options)
+        for slot, prompt in enumerate(PROMPTS):
+            sampled = {"temperature": 1.0, "top_k": 20} if slot % 2 else {}
+            engine.add(slot, prompt, max_tokens=24, **sampled)
+        engine.run()
+        return engine.tokens
+
+    assert play(make_capture=make_capture, async_scheduling=True) == play(make_capture=make_capture)
+
+
+def test_a_step_is_launched_without_waiting_for_the_one_before(folder):
+    """With the device kept busy, the host is through with the next launch before the device is with the last step."""
+    if DEVICE == "cpu":
+        pytest.skip("a processor computes within the launch")
+    engine = running(folder, make_capture=make_capture, async_scheduling=True)
+    for slot in range(4):
+        engine.add(slot, PROMPTS[slot], max_tokens=30, temperature=1.0, seed=slot, top_k=0, num_logprobs=-1)
+    while (step := engine.step()).num_decodes < 4:
+        pass
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    step = engine.scheduler.schedule()
+    computing = engine.runner.launch(step, engine.batch, engine.sampler)
+    assert not computing.copies._event.query(), "the launch has waited for what was before it"
+    computing.wait()
+
+
+def test_an_engine_with_graphs_answers_as_transformers_would(tmp_path):
+    for name in ("llama", "qwen3"):
+        folder = tmp_path / name
+        reference = save_random_model(CONFIGS[name], folder)
+        with running_engine(
+            folder, skip_tokenizer_init=True, device=DEVICE, num_threads=1, async_scheduling=True, **WHOLE_PROMPTS
+        ) as engine:
+            assert_engine_is_greedy(engine, reference, PROMPTS, 24)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_graphs_are_made_unless_that_is_forbidden_and_fit_what_was_kept_for_them(tmp_path, monkeypatch, enforce_eager):
+    if DEVICE == "cpu":
+        pytest.skip("the memory of graphs is a device's")
+    kept = []
+    cache_blocks = model_runner.cache_blocks
+
+    def watch(config, device, token_bytes, graph_bytes):
+        kept.append(graph_bytes)
+        return cache_blocks(config, device, token_bytes, graph_bytes)
+
+    monkeypatch.setattr(model_runner, "cache_blocks", watch)
+    save_random_model(CONFIGS["llama"], tmp_path)
+    taken = []
+    make = model_runner.ModelRunner._make_graphs
+
+    def measure(runner, sizes):
+        before = free_cuda_memory(runner._device)
+        graphs = make(runner, sizes)
+        taken.append(before - free_cuda_memory(runner._device))
+        return graphs
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_make_graphs", measure)
+    engine = running(tmp_path, enforce_eager=enforce_eager, max_num_seqs=64)
+    assert (engine.runner._graphs is None) == enforce_eager
+    assert taken[-1] <= kept[0] + 64 * 2**20, "what a share of the device leaves covers a reading that is off by little"
