@@ -106,6 +106,7 @@ def test_whatever_a_bad_request_asks_for_it_fails_alone(poisoned, options):
         )
         assert [tokens for tokens, _ in results[: len(PROMPTS)]] == [tokens for tokens, _ in expected]
         await eventually(lambda: is_empty(engine))
+        assert (await engine.core_status())["restarts"] == 0, "no step has met a token that is none"
 
     with running(poisoned[1], **options, max_logprobs=-1) as engine:
         asyncio.run(run(engine))

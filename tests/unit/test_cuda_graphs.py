@@ -100,7 +100,10 @@ def test_what_a_step_writes_is_its_own_or_padding(folders, monkeypatch):
         for old, new in zip(before, contents(), strict=True):
             written = (old.view(torch.int32) != new.view(torch.int32)).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(written) - {0} <= set(metadata.slot_mapping.tolist())
-        padded.append(len(metadata.seq_lens) not in graphs._sizes)
+        count = len(metadata.seq_lens)
+        size = next(size for size in graphs._sizes if size >= count)
+        assert not graphs._seq_lens[count:size].any(), "padding has no context that could be read"
+        padded.append(size > count)
         return hidden
 
     monkeypatch.setattr(DecodeGraphs, "run", watch)

@@ -55,8 +55,11 @@ def test_no_token_is_computed_past_the_length_that_an_answer_may_have():
 def test_the_last_token_of_an_answer_takes_no_block():
     engine = overlapping()
     engine.add(0, num_prompt=BLOCK, max_tokens=BLOCK + 1)
-    while engine.step() is not None:
-        assert engine.pool.num_blocks - engine.pool.num_free <= 2
+    for _ in range(BLOCK + 1):
+        engine.step()
+    assert engine.scheduler.schedule() is None, "its last token is awaited"
+    assert engine.pool.num_blocks - engine.pool.num_free == 2
+    engine.run()
     assert len(engine.outputs[0]) == BLOCK + 1
 
 
@@ -210,6 +213,7 @@ class Runner:
         self.page = page
         self.log = []
         self.on_page = {}
+        self.token = 7
 
     def note(self, what):
         self.log.append(what)
@@ -221,7 +225,7 @@ class Runner:
     def launch(self, step, batch, sampler):
         number = sum(what.startswith("launch") for what in self.log) + 1
         self.note(f"launch {number}")
-        tokens = np.full(int(step.samples.sum()), 7)
+        tokens = np.full(int(step.samples.sum()), self.token)
 
         def wait():
             self.note(f"wait {number}")
@@ -337,11 +341,13 @@ def test_a_request_that_has_ended_is_not_on_the_page_though_its_token_is_compute
 def test_a_step_in_flight_is_finished_before_the_core_waits_for_messages(make_core):
     core, runner, server, add = make_core(True)
     add(0, max_tokens=9)
+    runner.token = core._batch.eos_token_ids[0]
     polls = []
     core._poller = SimpleNamespace(poll=lambda timeout: polls.append(len(core._in_flight)))
-    server.wishes = [lambda: None, lambda: None, lambda: server.scheduler.abort(0, 0), lambda: None, lambda: None]
+    server.wishes = [lambda: None] * 4
     core.run()
-    assert runner.log == ["launch 1", "launch 2", "wait 1", "wait 2"]
+    assert runner.log == ["launch 1", "launch 2", "wait 1", "wait 2"], "the second brings nobody anything"
+    assert [number for number, slots, _ in server.published if slots] == [1]
     assert polls
     assert not any(polls)
 
