@@ -31,6 +31,9 @@ _STOP_GRACE_S = 5.0
 _LINGER_MS = 1000
 _FAILED_LINGER_MS = 200
 """Less, because somebody waits for the end of this core to start the next."""
+_kept: list[Exception] = []
+"""What has ended the core, and by its frames all that the core had, until the process is gone without taking anything
+apart: after an error of the device, what lies there may hang when it is destroyed."""
 
 
 def main() -> int:
@@ -75,7 +78,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         logger.error("%s", error)
         return True
     server = Server(listener.socket, launch.config, launch.incarnation)
-    core, page, failure = None, None, None
+    core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
         core = _load(launch, page, server, listener, stop)
@@ -85,7 +88,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         listener.close(_LINGER_MS)
         return False
     except Exception as error:
-        failure = error
+        _kept.append(error)
         if isinstance(error, ValueError) and core is None:
             reason = str(error)  # written for whoever configured the core
             logger.error("%s", reason)
@@ -102,15 +105,6 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
             with contextlib.suppress(OSError):
                 os.unlink(launch.status_path)
         listener.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
-        if failure is not None and _uses_cuda():
-            # After a CUDA error whatever has something on the device may hang when it is destroyed.
-            logging.shutdown()
-            os._exit(1)
-
-
-def _uses_cuda() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def _load(

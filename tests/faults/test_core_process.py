@@ -32,19 +32,17 @@ ModelRunner.launch = launch
 """
 HANG_WHEN_DESTROYED = """
 import time
-from vllm_mp.core import process
 from vllm_mp.core.model_runner import ModelRunner
 
 class Graph:
-    def __del__(self):
-        time.sleep(1000)
+    def __del__(self, sleep=time.sleep):
+        sleep(1000)
 
 def launch(self, step, batch, sampler):
     graph = Graph()
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 ModelRunner.launch = launch
-process._uses_cuda = lambda: True
 """
 CHATTER = """
 import logging, sys, warnings

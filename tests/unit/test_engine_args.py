@@ -55,6 +55,7 @@ SERVED = {
     "enable_chunked_prefill": (False, ["--no-enable-chunked-prefill"]),
     "scheduling_policy": ("priority", ["--scheduling-policy", "priority"]),
     "quantization": ("int8", ["--quantization", "int8"]),
+    "async_scheduling": (True, ["--async-scheduling"]),
     "stream_interval": (2, ["--stream-interval", "2"]),
     "check_invariants": (True, ["--check-invariants"]),
     "generation_config": ("vllm", ["--generation-config", "vllm"]),
