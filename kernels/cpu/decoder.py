@@ -56,9 +56,7 @@ class FusedDecoder(nn.Module):
         run = library.function("decoder", norm.dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
-    def _packed(
-        self, library: Library, layer: LayerWeights, quantization: str | None, arena: Arena
-    ) -> CDecoderLayer:
+    def _packed(self, library: Library, layer: LayerWeights, quantization: str | None, arena: Arena) -> CDecoderLayer:
         projections = [
             PackedLinear(library, *layer.qkv_proj, quantization, arena=arena),
             PackedLinear(library, *layer.o_proj, quantization, arena=arena),

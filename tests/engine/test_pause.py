@@ -20,9 +20,9 @@ def overlapping(default_model):
         yield engine
 
 
-@pytest.fixture(params=["llm", "overlapping"])
+@pytest.fixture
 def engine(request):
-    engine = request.getfixturevalue(request.param)
+    engine = request.getfixturevalue(getattr(request, "param", "llm"))
     yield engine
     asyncio.run(engine.resume_generation())
     asyncio.run(eventually(lambda: is_empty(engine)))
@@ -46,6 +46,10 @@ def num_waiting_is(llm, count):
     return condition
 
 
+with_and_without_overlap = pytest.mark.parametrize("engine", ["llm", "overlapping"], indirect=True)
+
+
+@with_and_without_overlap
 def test_abort_ends_what_runs_and_later_requests_wait_for_the_resume(engine):
     async def run():
         stream = streaming(engine)
@@ -63,6 +67,7 @@ def test_abort_ends_what_runs_and_later_requests_wait_for_the_resume(engine):
     asyncio.run(run())
 
 
+@with_and_without_overlap
 def test_wait_returns_when_what_runs_has_ended(engine):
     async def run():
         stream = streaming(engine, 60)
@@ -75,6 +80,7 @@ def test_wait_returns_when_what_runs_has_ended(engine):
     asyncio.run(run())
 
 
+@with_and_without_overlap
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_keep_freezes_a_stream_which_goes_on_as_if_nothing_had_been(engine, clear_cache):
     async def run():
