@@ -1,7 +1,6 @@
 """Whether Triton serves, which is known without importing it."""
 
 import functools
-import importlib
 import importlib.util
 import logging
 import os
@@ -27,4 +26,6 @@ def operations(device_type: str) -> ModuleType | None:
     elif importlib.util.find_spec("triton") is None:
         logger.warning("triton is not there, so torch serves, several times slower; install vllm-mp[cuda]")
         return None
-    return importlib.import_module("vllm_mp.kernels.triton.operations")
+    from vllm_mp.kernels.triton import operations as computed
+
+    return computed

@@ -69,14 +69,6 @@ def test_with_requests_preempted_for_want_of_blocks(make_engine, reference):
         assert_greedy(reference, output)
 
 
-def test_with_the_next_step_scheduled_while_one_is_computed(make_engine, reference):
-    engine = make_engine(async_scheduling=True)
-    for output in generate_all(engine, PROMPTS, FEW_TOKENS):
-        assert_greedy(reference, output)
-    for output in generate_all(engine, PROMPTS[:2], NUM_TOKENS, concurrent=False):
-        assert_greedy(reference, output)
-
-
 def test_text_and_stop_are_those_of_generate(llm, model, tokenizer):
     prompts = PROMPTS[0:1] + PROMPTS[28:30]
 
