@@ -3,6 +3,7 @@
 import asyncio
 import os
 
+import pytest
 from harness import answer, greedy, running_engine
 from random_models import CONFIGS, random_prompts, save_random_model
 
