@@ -361,6 +361,23 @@ class AsyncLLM:
         """Whether `pause_generation` has been called, by any client, and not `resume_generation` since."""
         return bool((await self.core_status())["is_paused"])
 
+    async def start_profile(self) -> None:
+        """Let PyTorch's profiler note what the core does in its next steps, at most 256 of them.
+
+        Raises EngineError when it does so already.
+        """
+        await self._ask("start_profile")
+
+    async def stop_profile(self) -> str:
+        """End what `start_profile` began, and write it as a trace that Chrome and Perfetto show.
+
+        Returns the folder that it is in, on the core's machine: that which the environment variable
+        VLLM_TORCH_PROFILER_DIR names to the core, else one for temporary files, which is left to the caller. A core
+        that dies takes its notes with it. Raises EngineError when `start_profile` has not been called.
+        """
+        folder: str = await self._ask("stop_profile")
+        return folder
+
     async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:
         """Return when this client has no unfinished request and the core has released what they held.
 

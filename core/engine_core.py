@@ -17,6 +17,7 @@ from vllm_mp.core.block_pool import BlockPool
 from vllm_mp.core.invariants import check_invariants
 from vllm_mp.core.model_runner import Computing, ModelRunner
 from vllm_mp.core.pause import Pause
+from vllm_mp.core.profiler import Profiler
 from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Scheduler, Step
 from vllm_mp.core.server import Server
@@ -66,6 +67,7 @@ class EngineCore:
         self._scheduler = Scheduler(scheduler_config, self._batch, self._pool, cache.block_size)
         self._sampler = Sampler(self._batch, device)
         self._pause = Pause(self._scheduler, server.send_ends)
+        self._profiler = Profiler(device)
         self._checks_invariants = scheduler_config.check_invariants
         self._in_flight: deque[_Flight] = deque()
         self._num_ahead = int(bool(scheduler_config.async_scheduling))
@@ -86,6 +88,8 @@ class EngineCore:
                 "reset_prefix_cache": self._when_finished(self._scheduler.forget_prefixes),
                 "pause": self._when_finished(self._pause.pause),
                 "resume": self._pause.resume,
+                "start_profile": self._when_finished(self._profiler.start),
+                "stop_profile": self._when_finished(self._profiler.stop),
             },
         )
 
@@ -143,6 +147,7 @@ class EngineCore:
             result = self._scheduler.update(step, computed.tokens, computed.vectors)
             self._note_state()
             self._server.publish(number, result, computed)
+            self._profiler.count_step()
 
     def _when_finished(self, call: Callable[P, T]) -> Callable[P, T]:
         """`call`, which is not for the middle of a step, made with none in flight."""

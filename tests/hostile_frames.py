@@ -266,7 +266,7 @@ class ClientFrames:
         if kind < 0.8:
             return wire.AbortRequests(incarnation, [self._slot() for _ in range(chance.choice((0, 1, 8)))])
         if kind < 0.9:
-            name = chance.choice(("ping", "status", "reset_prefix_cache", "resume", "pause", "no such", "__init__"))
+            name = chance.choice(("ping", "status", "reset_prefix_cache", "resume", "pause", "start_profile", "none"))
             args = [chance.choice((None, "keep", "wait", True, 3, 0.5)) for _ in range(chance.choice((0, 0, 1, 2, 5)))]
             return wire.Call(incarnation, chance.randrange(2**32), name, args)
         if kind < 0.985:

@@ -2,13 +2,16 @@
 
 import asyncio
 import gc
+import gzip
 import itertools
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
 from harness import answer, eventually, greedy, is_empty
 
-from vllm_mp import RequestOutputKind, SamplingParams
+from vllm_mp import EngineError, RequestOutputKind, SamplingParams
 
 PROMPT = "The quick brown fox"
 
@@ -210,3 +213,17 @@ def test_a_second_loop_at_the_same_time_is_told_so(llm):
 
     (message,) = asyncio.run(run())
     assert "another thread" in message
+
+
+def test_a_profile_of_the_core_is_written_where_the_reply_says(llm):
+    async def run():
+        with pytest.raises(EngineError, match="call start_profile first"):
+            await llm.stop_profile()
+        await llm.start_profile()
+        await answer(llm, PROMPT, greedy(4))
+        return Path(await llm.stop_profile())
+
+    folder = asyncio.run(run())
+    (trace,) = folder.iterdir()
+    assert b'"name"' in gzip.decompress(trace.read_bytes())
+    shutil.rmtree(folder)
