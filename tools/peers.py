@@ -318,28 +318,6 @@ async def drive_llama_server(port: int, requests: Sequence[LoadRequest]) -> list
         return await asyncio.gather(*map(one, requests))
 
 
-_GENERATE = """
-import json, sys, time, statistics, torch
-from transformers import AutoModelForCausalLM
-folder, batches, prompts, prompt_len, output_len = json.loads(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-
-def seconds(batch, length, new):
-    ids = torch.randint(0, model.config.vocab_size, (batch, length))
-    begun = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new, max_new_tokens=new,
-                   pad_token_id=0)
-    return time.perf_counter() - begun
-
-def median(*sizes):
-    seconds(*sizes)
-    return statistics.median(seconds(*sizes) for _ in range(3))
-
-decode = {b: b * output_len / (median(b, prompt_len, output_len + 1) - median(b, prompt_len, 1)) for b in batches}
-print(json.dumps([decode, {n: n / median(1, n, 1) for n in prompts}]))
-"""
-
-
 class Transformers:
     """`model.generate`, in this environment; it takes no requests that come and go."""
 
@@ -349,9 +327,11 @@ class Transformers:
         resolve_model(MODEL)
 
     def measure(self, workloads: Workloads) -> Figures:
-        sizes = [str(resolve_model(MODEL)), list(workloads.batches), list(workloads.prompts), PROMPT_LEN, OUTPUT_LEN]
-        printed = run([sys.executable, "-c", _GENERATE, json.dumps(sizes)])
-        decode, prefill = json.loads(printed.splitlines()[-1])
-        return {decode_name(int(batch)): rate for batch, rate in decode.items()} | {
-            prefill_name(int(length)): rate for length, rate in prefill.items()
+        command = [sys.executable, str(ROOT / "tools" / "transformers_speed.py"), str(resolve_model(MODEL))]
+        for option, sizes in (("--batches", workloads.batches), ("--prompts", workloads.prompts)):
+            command += [option, *map(str, sizes)]
+        printed = run([*command, "--prompt-len", str(PROMPT_LEN), "--output-len", str(OUTPUT_LEN)])
+        found = json.loads(printed.splitlines()[-1])
+        return {decode_name(int(batch)): rate for batch, rate in found["decode"].items()} | {
+            prefill_name(int(length)): rate for length, rate in found["prefill"].items()
         }
