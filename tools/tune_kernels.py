@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import triton
+from attention_steps import BLOCK_SIZE, scattered_step
 from torch import Tensor
 
-from vllm_mp.kernels.reference import AttentionMetadata
 from vllm_mp.kernels.triton import launch, operations
 
 Run = Callable[[], Any]
@@ -38,7 +38,6 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "sample": {"ELEMENTS": [2048, 4096, 8192], "num_warps": [8, 16, 32]},
 }
 """Of each kind of kernel, by the first word of its entries' names."""
-BLOCK_SIZE = 16
 
 
 def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
@@ -83,25 +82,10 @@ def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _attention(rows: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, device: torch.device) -> Run:
-    """One step of scattered rows, single-token rows first."""
-    blocks = [-(-context // BLOCK_SIZE) for _, context in rows]
-    table = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
-    scattered = torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)
-    for row, own in zip(table, scattered, strict=True):
-        row[: len(own)] = own
-    starts = [0, *itertools.accumulate(queries for queries, _ in rows)]
-    metadata = AttentionMetadata(
-        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([context for _, context in rows], dtype=torch.int32, device=device),
-        block_table=table.to(device),
-        slot_mapping=torch.zeros(starts[-1], dtype=torch.int64, device=device),
-        query_lens=[queries for queries, _ in rows],
-        host_seq_lens=[context for _, context in rows],
-        num_decodes=sum(queries == 1 for queries, _ in rows),
-        max_seq_len=max(context for _, context in rows),
-    )
-    q = _random((starts[-1], heads, head_dim), device)
-    caches = _random((2, sum(blocks), BLOCK_SIZE, kv_heads, head_dim), device).unbind()
+    metadata, num_blocks = scattered_step(rows, device)
+    num_tokens = sum(queries for queries, _ in rows)
+    q = _random((num_tokens, heads, head_dim), device)
+    caches = _random((2, num_blocks, BLOCK_SIZE, kv_heads, head_dim), device).unbind()
     return lambda: operations.paged_attention(q, *caches, metadata, head_dim**-0.5)
 
 

@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Measure paged attention, over scattered blocks, beside torch's own over keys and values that lie in one piece.
+
+Prints one JSON object, `{"steps": [...]}`: for each step the seconds of both, and the bytes and operations that it
+needs at least. The heads are those of Llama-3.1-8B. On a GPU captured graphs are timed, so that launching does not count.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from attention_steps import BLOCK_SIZE, scattered_step
+from torch import Tensor
+
+from vllm_mp.kernels import ops
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+_ROUNDS = 5
+"""On a CPU, after one to warm up."""
+
+
+class Case(NamedTuple):
+    """Equal rows; lengths in tokens."""
+
+    num_rows: int
+    queries: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        kind = "decode" if self.queries == 1 else "prefill"
+        return f"{kind} {self.num_rows} x {self.queries} of {self.context}"
+
+    def least(self, itemsize: int) -> dict[str, int]:
+        """What must be moved, each key and value once, and what must be computed."""
+        elements = 2 * KV_HEADS * self.context + 2 * HEADS * self.queries
+        seen = self.queries * self.context - self.queries * (self.queries - 1) // 2
+        return {
+            "memory_bytes": self.num_rows * elements * HEAD_DIM * itemsize,
+            "flops": self.num_rows * 4 * HEADS * HEAD_DIM * seen,
+        }
+
+
+FULL = [
+    *(Case(rows, 1, context) for rows, context in ((1, 32_768), (16, 4096), (64, 2048), (256, 1024))),
+    *(Case(rows, queries, context) for rows, queries, context in ((1, 2048, 2048), (16, 512, 512), (1, 2048, 8192))),
+]
+QUICK = [Case(2, 1, 40), Case(2, 20, 20), Case(1, 8, 40)]
+
+
+def paged(case: Case, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Ours."""
+    metadata, num_blocks = scattered_step([(case.queries, case.context)] * case.num_rows, device)
+    q = torch.randn(case.num_rows * case.queries, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    caches = torch.randn(2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, device=device).unbind()
+    return lambda: ops.paged_attention(q, *caches, metadata, HEAD_DIM**-0.5)
+
+
+def contiguous(case: Case, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor] | None:
+    """Torch's; None for queries that follow others, whose mask would not let it choose its best kernel."""
+    if 1 < case.queries < case.context:
+        return None
+    q = torch.randn(case.num_rows, HEADS, case.queries, HEAD_DIM, dtype=dtype, device=device)
+    k, v = torch.randn(2, case.num_rows, KV_HEADS, case.context, HEAD_DIM, dtype=dtype, device=device).unbind()
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=case.queries > 1, enable_gqa=True)
+
+
+def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
+    """Of one run, the median of many."""
+    if device.type == "cuda":
+        from triton.testing import do_bench_cudagraph
+
+        run()  # what is compiled must not be captured
+        return float(do_bench_cudagraph(run, rep=100, return_mode="median")) / 1e3
+    spent = []
+    for _ in range(1 + _ROUNDS):
+        started = time.perf_counter()
+        run()
+        spent.append(time.perf_counter() - started)
+    return statistics.median(spent[1:])
+
+
+@torch.inference_mode()
+def measure(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    theirs = contiguous(case, dtype, device)
+    return {
+        "step": case.name,
+        "seconds": seconds(paged(case, dtype, device), device),
+        "sdpa_seconds": None if theirs is None else seconds(theirs, device),
+        **case.least(dtype.itemsize),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="small steps, to try this tool")
+    args = parser.parse_args()
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    print(json.dumps({"steps": [measure(case, dtype, device) for case in (QUICK if args.quick else FULL)]}))
+
+
+if __name__ == "__main__":
+    main()
