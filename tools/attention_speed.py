@@ -2,7 +2,7 @@
 """Measure paged attention, over scattered blocks, beside torch's own over keys and values that lie in one piece.
 
 Prints one JSON object, `{"steps": [...]}`: for each step the seconds of both, and the bytes and operations that it
-needs at least. The heads are those of Llama-3.1-8B. On a GPU captured graphs are timed, so that launching does not count.
+needs at least. The heads are those of Llama-3.1-8B. On a GPU captured graphs are timed, which leaves launching out.
 """
 
 import argparse

@@ -2,19 +2,24 @@
 
 import asyncio
 import contextlib
+import gzip
+import json
 import random
+import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from vllm_mp import AsyncLLM
+    from vllm_mp import AsyncLLM, RequestOutput
 
 # vllm_mp is imported where it is used: without a package that it needs, the rest of a report is still made.
 
 MEASUREMENT_LIMIT_S = 60
+LOAD_LIMIT_S = 180
+IDLE_STEPS = 50
 START_LIMIT_S = 120
 
 QWEN3_0_6B = {
@@ -68,44 +73,112 @@ TINY = {
 }
 
 
+class Load(NamedTuple):
+    """Requests that all come at once. Lengths are in tokens, each drawn from a range with both ends."""
+
+    num_requests: int
+    prompt_len: tuple[int, int]
+    output_len: tuple[int, int]
+    published: float | None = None
+    """Output tokens per second that NVIDIA publishes for TensorRT-LLM with FP8 on one H200."""
+
+
+class Subject(NamedTuple):
+    """An engine that is measured. Sizes are in tokens and requests."""
+
+    config: dict[str, Any]
+    """The model's config.json."""
+    options: dict[str, Any]
+    """Engine arguments."""
+    batches: tuple[int, ...]
+    """Requests that decode together."""
+    prefill_lens: tuple[int, ...]
+    loads: dict[str, Load]
+    starts: int = 1
+    idle: bool = False
+    """Whether to look for the time that the device is idle between the steps of a lone request."""
+    beside: bool = False
+    """Whether transformers is measured beside it."""
+
+
 class Workload(NamedTuple):
     """What is measured. Lengths are in tokens."""
 
-    models: dict[str, dict[str, Any]]
-    """By name: the model's config.json."""
-    batches: tuple[int, ...]
+    models: dict[str, Subject]
     prompt_len: int
     output_len: int
-    prefill_lens: tuple[int, ...]
     rounds: int
-    """After one to warm up; the median counts."""
-    max_model_len: int
+    """After one to warm up; the median counts. Loads have one."""
     num_threads: int
     """Of the core on a CPU; 0: as many as there are."""
     copy_bytes: int
     matrix_size: int
 
 
+def _fixed(num_requests: int, prompt_len: int, output_len: int, published: float) -> Load:
+    return Load(num_requests, (prompt_len, prompt_len), (output_len, output_len), published)
+
+
+_LONG_ANSWERS = {"128/2048": _fixed(512, 128, 2048, 26_221)}
+_PUBLISHED = {
+    **_LONG_ANSWERS,
+    "1000/1000": _fixed(512, 1000, 1000, 17_744),
+    "128/128": _fixed(1024, 128, 128, 27_911),
+    "2048/128": _fixed(256, 2048, 128, 3_538),
+}
+_THROUGHPUT = {"max_model_len": 4096, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
 FULL = Workload(
-    models={"Qwen3-0.6B": QWEN3_0_6B, "Llama-3.1-8B": LLAMA_3_1_8B},
-    batches=(1, 16, 64, 256),
+    models={
+        "Llama-3.1-8B": Subject(
+            LLAMA_3_1_8B,
+            _THROUGHPUT,
+            batches=(1, 16, 64, 256),
+            prefill_lens=(128, 512, 2048),
+            loads=_LONG_ANSWERS,
+            idle=True,
+            beside=True,
+        ),
+        "Llama-3.1-8B-FP8": Subject(
+            LLAMA_3_1_8B,
+            {**_THROUGHPUT, "quantization": "fp8", "kv_cache_dtype": "fp8"},
+            batches=(1, 64, 256),
+            prefill_lens=(2048,),
+            loads=_PUBLISHED,
+        ),
+        "Qwen3-0.6B": Subject(
+            QWEN3_0_6B,
+            _THROUGHPUT,
+            batches=(1, 16, 64, 256),
+            prefill_lens=(128, 512, 2048),
+            loads={"256 of 100-1024/100-1024": Load(256, (100, 1024), (100, 1024))},
+            starts=3,
+            idle=True,
+            beside=True,
+        ),
+    },
     prompt_len=128,
     output_len=128,
-    prefill_lens=(128, 512, 2048),
     rounds=3,
-    max_model_len=4096,
     num_threads=0,
     copy_bytes=4 * 2**30,
     matrix_size=8192,
 )
 QUICK = Workload(
-    models={"tiny": TINY},
-    batches=(1, 4),
+    models={
+        "tiny": Subject(
+            TINY,
+            {"max_model_len": 256, "kv_cache_memory_bytes": 2**26},
+            batches=(1, 4),
+            prefill_lens=(16, 64),
+            loads={"8 of 8-16/8-16": Load(8, (8, 16), (8, 16))},
+            starts=2,
+            idle=True,
+            beside=True,
+        )
+    },
     prompt_len=16,
     output_len=200,
-    prefill_lens=(16, 64),
     rounds=2,
-    max_model_len=256,
     num_threads=1,
     copy_bytes=64 * 2**20,
     matrix_size=256,
@@ -149,18 +222,24 @@ Arrivals = list[tuple[float, int]]
 """(time in seconds, new tokens) of each output of one stream."""
 
 
-async def stream_batch(engine: "AsyncLLM", batch: int, prompt_len: int, output_len: int) -> list[Arrivals]:
-    """Run `batch` requests with random prompts at once."""
+def generate(engine: "AsyncLLM", prompt_len: int, output_len: int) -> "AsyncGenerator[RequestOutput, None]":
+    """A request with a random prompt; its outputs hold what is new."""
     from vllm_mp import RequestOutputKind, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    vocabulary = range(engine.model_config.get_vocab_size())
+    prompt = random.choices(range(engine.model_config.get_vocab_size()), k=prompt_len)
+    return engine.generate(prompt, params)
 
-    async def one() -> Arrivals:
-        outputs = engine.generate(random.choices(vocabulary, k=prompt_len), params)
-        return [(time.perf_counter(), len(output.outputs[0].token_ids)) async for output in outputs]
 
-    return await asyncio.gather(*(one() for _ in range(batch)))
+async def stream_one(engine: "AsyncLLM", prompt_len: int, output_len: int) -> Arrivals:
+    """Run a request to its end."""
+    outputs = generate(engine, prompt_len, output_len)
+    return [(time.perf_counter(), len(output.outputs[0].token_ids)) async for output in outputs]
+
+
+async def stream_batch(engine: "AsyncLLM", batch: int, prompt_len: int, output_len: int) -> list[Arrivals]:
+    """Run `batch` requests with random prompts at once."""
+    return await asyncio.gather(*(stream_one(engine, prompt_len, output_len) for _ in range(batch)))
 
 
 def steady_tokens_per_s(streams: list[Arrivals]) -> float:
@@ -222,8 +301,61 @@ async def measure_prefill(engine: "AsyncLLM", workload: Workload, prompt_len: in
     return figure, step_cost(engine, 1, prompt_len, prompt_len / 2)
 
 
+async def measure_load(engine: "AsyncLLM", load: Load) -> dict[str, Any]:
+    """Tokens per second of all requests together, from the first request to the last token."""
+    lengths = random.Random(0)
+    sizes = [(lengths.randint(*load.prompt_len), lengths.randint(*load.output_len)) for _ in range(load.num_requests)]
+    # Once in small, so that no kernel is compiled in what is measured.
+    await asyncio.gather(*(stream_one(engine, prompt_len, 2) for prompt_len, _ in sizes[: load.num_requests // 8]))
+    begun = time.perf_counter()
+    async with asyncio.timeout(LOAD_LIMIT_S):
+        await asyncio.gather(*(stream_one(engine, *size) for size in sizes))
+    spent = time.perf_counter() - begun
+    generated = sum(output_len for _, output_len in sizes)
+    return {
+        "num_requests": load.num_requests,
+        "seconds": spent,
+        "output_tokens_per_s": generated / spent,
+        "total_tokens_per_s": (generated + sum(prompt_len for prompt_len, _ in sizes)) / spent,
+        "num_preemptions": (await engine.core_status())["num_preemptions"],
+        "of_published": None if load.published is None else generated / spent / load.published,
+    }
+
+
+async def measure_idle(engine: "AsyncLLM") -> dict[str, Any]:
+    """The share of the time of a lone request's decodes in which the device computes nothing, by PyTorch's profiler."""
+    count, folder = 0, None
+    async for output in generate(engine, 16, 4 * IDLE_STEPS):
+        before, count = count, count + len(output.outputs[0].token_ids)
+        if before < IDLE_STEPS <= count:
+            await engine.start_profile()
+        elif before < 2 * IDLE_STEPS <= count:
+            folder = Path(await engine.stop_profile())
+    assert folder is not None
+    (trace,) = folder.iterdir()
+    share = idle_share(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    shutil.rmtree(folder)
+    return {"steps": IDLE_STEPS, "idle_share": share}
+
+
+def idle_share(events: list[dict[str, Any]]) -> float | None:
+    """The part of the time from the first to the last event of the device in which there is none; None without any."""
+    spans = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    if not spans:
+        return None
+    busy, end = 0.0, spans[0][0]
+    for begin, stop in spans:
+        busy += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return 1 - busy / (end - spans[0][0])
+
+
 @contextlib.contextmanager
-def running_engine(folder: Path, workload: Workload, device: str, dtype: str) -> Iterator["AsyncLLM"]:
+def running_engine(folder: Path, subject: Subject, num_threads: int, device: str, dtype: str) -> Iterator["AsyncLLM"]:
     """An engine of the configuration in `folder`."""
     from vllm_mp import AsyncEngineArgs, AsyncLLM
 
@@ -234,10 +366,10 @@ def running_engine(folder: Path, workload: Workload, device: str, dtype: str) ->
             skip_tokenizer_init=True,
             device=device,
             dtype=dtype,
-            max_model_len=workload.max_model_len,
-            num_threads=workload.num_threads,
+            num_threads=num_threads,
             start_timeout_s=START_LIMIT_S,
             disable_log_requests=True,
+            **subject.options,
         )
     )
     try:

@@ -27,71 +27,20 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from engine_speed import FULL, QUICK, Workload, measure, running_engine
+from engine_speed import FULL, QUICK, Cost, Workload, measure, measure_idle, measure_load, running_engine
+from gpu_report import PACKAGES, Report, table
 
 if TYPE_CHECKING:
     from vllm_mp import AsyncLLM
 
-T = TypeVar("T")
-
 ROOT = Path(__file__).resolve().parent.parent
 
-CEILINGS_LIMIT_S = 120
+TOOL_LIMIT_S = 120
 TESTS_SHARE = 0.6
 """Of the budget, what the tests may take at most."""
 INTERRUPT_GRACE_S = 15
-
-PACKAGES = ("torch", "triton", "transformers", "numpy", "pyzmq", "msgspec")
-
-
-class Report:
-    """The findings, written to disk before every part, so that little is lost when the tool is stopped."""
-
-    def __init__(self, path: Path, budget_s: float, facts: dict[str, Any]) -> None:
-        self.found: dict[str, Any] = {
-            **facts,
-            "environment": {},
-            "ceilings": {},
-            "tests": {},
-            "benchmarks": {},
-            "errors": [],
-            "skipped": [],
-        }
-        self._path = path
-        self._started = time.monotonic()
-        self._budget_s = budget_s
-        self.save()
-
-    def save(self) -> None:
-        self.found["seconds"] = round(time.monotonic() - self._started, 1)
-        unfinished = self._path.with_name(self._path.name + ".partial")
-        unfinished.write_text(json.dumps(self.found, indent=2) + "\n")
-        unfinished.replace(self._path)
-
-    def attempt(self, what: str, run: Callable[[], T]) -> T | None:
-        """What `run` returns; None, noted under the name `what`, if it fails or the budget is spent before it."""
-        self.save()
-        seconds = time.monotonic() - self._started
-        if seconds >= self._budget_s:
-            self.found["skipped"].append(what)
-            return None
-        print(f"{seconds:6.1f} s  {what}", file=sys.stderr, flush=True)
-        try:
-            return run()
-        except Exception as error:
-            self.found["errors"].append({"part": what, "error": f"{type(error).__name__}: {error}"})
-            print(f"          failed: {error}", file=sys.stderr, flush=True)
-            return None
-
-    @property
-    def failed(self) -> bool:
-        """Whether anything failed, or no test was there to show that anything works."""
-        tests = self.found["tests"]
-        if self.found["errors"] or not tests or not tests["passed"]:
-            return True
-        return bool(tests["failed"] or tests["errors"] or tests["timed_out"])
 
 
 def environment() -> dict[str, Any]:
@@ -127,13 +76,18 @@ def _output_of(*command: str) -> str | None:
 
 
 def device_ceilings(workload: Workload, device: str, dtype: str) -> dict[str, Any]:
-    """What tools/device_ceilings.py finds, in a process that gives the device's memory back."""
-    command = [sys.executable, str(ROOT / "tools" / "device_ceilings.py"), "--device", device, "--dtype", dtype]
-    command += ["--copy-bytes", str(workload.copy_bytes), "--matrix-size", str(workload.matrix_size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CEILINGS_LIMIT_S, check=False)
+    """What tools/device_ceilings.py finds."""
+    sizes = ["--copy-bytes", str(workload.copy_bytes), "--matrix-size", str(workload.matrix_size)]
+    return _run_tool("device_ceilings.py", "--device", device, "--dtype", dtype, *sizes)
+
+
+def _run_tool(name: str, *arguments: str) -> dict[str, Any]:
+    """What a tool prints as JSON, run as a process of its own, which gives the device's memory back."""
+    command = [sys.executable, str(ROOT / "tools" / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S, check=False)
     if done.returncode:
         raise RuntimeError(f"{command[1]} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -192,23 +146,34 @@ def _read_junit(path: Path, interrupted: bool) -> dict[str, Any]:
     return {**counts, "failures": failures, "seconds": float(suite.get("time", 0))}
 
 
+def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> None:
+    """What tools/attention_speed.py finds, against the device's ceilings."""
+    found = _run_tool("attention_speed.py", "--device", device, "--dtype", dtype, *["--quick"] * quick)
+    for step in found["steps"]:
+        cost = Cost(step.pop("memory_bytes"), step.pop("flops"))
+        step["of_sdpa"] = step["sdpa_seconds"] and step["sdpa_seconds"] / step["seconds"]
+        report.found["attention"].append({**step, **cost.shares(step["seconds"], report.found["ceilings"])})
+
+
 def benchmark(report: Report, name: str, workload: Workload, device: str, dtype: str) -> None:
-    """Measure one model; each start and each figure is a part of its own."""
-    record: dict[str, Any] = {"dtype": dtype, "start_s": None, "start_s_rounds": [], "decode": [], "prefill": []}
+    """Measure one engine; each start and each figure is a part of its own."""
+    subject = workload.models[name]
+    record: dict[str, Any] = {"dtype": dtype, "options": subject.options, "start_s": None, "start_s_rounds": []}
+    record |= {"decode": [], "prefill": [], "loads": {}, "idle": None, "transformers": None}
     report.found["benchmarks"][name] = record
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        (Path(folder) / "config.json").write_text(json.dumps(workload.models[name]))
+        (Path(folder) / "config.json").write_text(json.dumps(subject.config))
 
         def start() -> "AsyncLLM":
             stack.close()
             begun = time.perf_counter()
-            engine = stack.enter_context(running_engine(Path(folder), workload, device, dtype))
+            engine = stack.enter_context(running_engine(Path(folder), subject, workload.num_threads, device, dtype))
             record["start_s_rounds"].append(time.perf_counter() - begun)
             record["start_s"] = statistics.median(record["start_s_rounds"])
             return engine
 
         engine = report.attempt(f"{name} start", start)
-        for _ in range(workload.rounds - 1):
+        for _ in range(subject.starts - 1):
             if engine is not None:
                 engine = report.attempt(f"{name} start", start)
         if engine is None:
@@ -218,44 +183,30 @@ def benchmark(report: Report, name: str, workload: Workload, device: str, dtype:
             figure = asyncio.run(measure(kind, size, engine, workload, report.found["ceilings"]))
             record[kind].append(figure)
 
-        figures = [("decode", batch) for batch in workload.batches]
-        figures += [("prefill", length) for length in workload.prefill_lens]
-        for kind, size in figures:
-            report.attempt(f"{name} {kind} {size}", functools.partial(add_figure, kind, size))
+        def add_load(load_name: str) -> None:
+            record["loads"][load_name] = asyncio.run(measure_load(engine, subject.loads[load_name]))
 
+        def add_idle() -> None:
+            record["idle"] = asyncio.run(measure_idle(engine))
 
-def table(found: dict[str, Any]) -> str:
-    """The findings for a reader."""
-    ceilings, tests = found["ceilings"], found["tests"]
-    lines = [f"commit {found['commit']}, {found['date']}, {found['seconds']:.0f} s"]
-    facts = found["environment"]
-    lines.append(", ".join(f"{key} {facts[key]}" for key in ("driver", "python", *PACKAGES) if facts.get(key)))
-    if ceilings:
-        copy, product = ceilings["copy_bytes_per_s"] / 1e9, ceilings["matmul_flops_per_s"] / 1e12
-        lines.append(f"{ceilings['device']['name']}: copy {copy:,.0f} GB/s, matrix product {product:,.1f} TFLOP/s")
-    if tests:
-        counts = ", ".join(f"{tests[kind]} {kind}" for kind in ("passed", "failed", "errors", "skipped"))
-        lines.append(f"tests: {counts}" + (", interrupted for want of time" if tests["timed_out"] else ""))
-        lines += [f"  {failure['test']}: {(failure['last_lines'] or ['?'])[-1]}" for failure in tests["failures"]]
-    lines.append(f"{'model':<14}{'measurement':<16}{'tokens/s':>12}{'of bandwidth':>14}{'of matrix rate':>16}")
-    for name, record in found["benchmarks"].items():
-        if record["start_s"] is not None:
-            lines.append(f"{name:<14}ready in {record['start_s']:.2f} s")
-        for kind, size in (("decode", "batch"), ("prefill", "prompt_len")):
-            for figure in record[kind]:
-                shares = (_percent(figure["share_of_bandwidth"]), _percent(figure["share_of_matrix_rate"]))
-                lines.append(
-                    f"{name:<14}{f'{kind} {figure[size]}':<16}{figure['tokens_per_s']:>12,.0f}"
-                    f"{shares[0]:>14}{shares[1]:>16}"
-                )
-    lines += [f"failed: {error['part']}: {error['error']}" for error in found["errors"]]
-    if found["skipped"]:
-        lines.append(f"skipped for want of time: {', '.join(found['skipped'])}")
-    return "\n".join(lines)
+        for kind, sizes in (("decode", subject.batches), ("prefill", subject.prefill_lens)):
+            for size in sizes:
+                report.attempt(f"{name} {kind} {size}", functools.partial(add_figure, kind, size))
+        if subject.idle:
+            report.attempt(f"{name} idle", add_idle)
+        for load_name in subject.loads:
+            report.attempt(f"{name} {load_name}", functools.partial(add_load, load_name))
+        stack.close()
 
+        def add_transformers() -> None:
+            arguments = [folder, "--dummy", "--device", device, "--dtype", dtype, "--rounds", "1"]
+            for option, sizes in (("--batches", subject.batches), ("--prompts", subject.prefill_lens)):
+                arguments += [option, *map(str, sizes)]
+            arguments += ["--prompt-len", str(workload.prompt_len), "--output-len", str(workload.output_len)]
+            record["transformers"] = _run_tool("transformers_speed.py", *arguments)
 
-def _percent(share: float | None) -> str:
-    return "?" if share is None else f"{100 * share:.1f} %"
+        if subject.beside:
+            report.attempt(f"{name} beside transformers", add_transformers)
 
 
 def main() -> int:
@@ -264,11 +215,12 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds, to try the tool itself")
     parser.add_argument(
-        "--budget-s", type=float, default=420, help="seconds after which no measurement begins (%(default)s)"
+        "--budget-s", type=float, default=480, help="seconds after which no measurement begins (%(default)s)"
     )
     parser.add_argument(
         "--tests", nargs="+", default=["tests/gpu"], help="what pytest runs, seen from the repository (%(default)s)"
     )
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run, of tests, attention and the engines")
     parser.add_argument("--commit", help="the commit, for a copy of the tree without git")
     args = parser.parse_args()
     # For this process, the tests and the cores: the repository need not be installed.
@@ -291,10 +243,22 @@ def main() -> int:
     found = report.found
     found["environment"] = environment()
     found["ceilings"] = report.attempt("ceilings", lambda: device_ceilings(workload, args.device, dtype)) or {}
-    limit_s = TESTS_SHARE * args.budget_s
-    found["tests"] = report.attempt("tests", lambda: run_tests(args.tests, args.device, limit_s)) or {}
-    for name in workload.models:
-        report.attempt(name, functools.partial(benchmark, report, name, workload, args.device, dtype))
+
+    def tests() -> None:
+        found["tests"] = run_tests(args.tests, args.device, TESTS_SHARE * args.budget_s)
+
+    parts: dict[str, Callable[[], None]] = {
+        "tests": tests,
+        "attention": lambda: attention_speed(report, args.quick, args.device, dtype),
+        **{name: functools.partial(benchmark, report, name, workload, args.device, dtype) for name in workload.models},
+    }
+    wanted = args.only or list(parts)
+    if unknown := set(wanted) - set(parts):
+        parser.error(f"--only {' '.join(sorted(unknown))}: the parts are {', '.join(parts)}")
+    if "tests" not in wanted:
+        found["tests"] = None
+    for name in wanted:
+        report.attempt(name, parts[name])
     report.save()
     print(table(report.found))
     return 1 if report.failed else 0

@@ -48,6 +48,13 @@ def test_a_good_run_holds_every_figure_against_the_limits_of_its_device(tmp_path
     assert 0 < record["start_s"] < 60
     assert [figure["batch"] for figure in record["decode"]] == [1, 4]
     assert [figure["prompt_len"] for figure in record["prefill"]] == [16, 64]
+    assert record["loads"]["8 of 8-16/8-16"]["output_tokens_per_s"] > 0
+    assert record["idle"] == {"steps": 50, "idle_share": None}, "on a CPU no event is one of a device"
+    assert record["transformers"]["decode"].keys() == {"1", "4"}
+    assert [step["sdpa_seconds"] is None for step in found["attention"]] == [False, False, True]
+    for figure in found["attention"]:
+        assert figure["seconds"] > 0
+        assert figure["share_of_bandwidth"] > 0
     for figure in record["decode"] + record["prefill"]:
         assert min(figure["rounds"]) <= figure["tokens_per_s"] <= max(figure["rounds"])
         assert figure["share_of_bandwidth"] > 0
@@ -79,7 +86,7 @@ def test_failed_tests_are_named_and_fail_the_run(tmp_path):
 def test_without_time_nothing_is_measured_and_nothing_counts_as_proved(tmp_path):
     code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--budget-s", "0")
     assert code == 1
-    assert found["skipped"] == ["ceilings", "tests", "tiny"]
+    assert found["skipped"] == ["ceilings", "tests", "attention", "tiny"]
     assert found["environment"]["torch"] == torch.__version__
     assert found["errors"] == []
 
@@ -91,9 +98,17 @@ def test_a_part_that_fails_leaves_the_others_and_the_report_whole(tmp_path):
     code, found = run_tool(tmp_path / "results.json", "--tests", str(sample))
     assert code == 1
     assert found["tests"]["passed"] == 1
-    assert {error["part"] for error in found["errors"]} == {"ceilings", "tiny start"}
+    assert {error["part"] for error in found["errors"]} == {"ceilings", "attention", "tiny start"}
     assert any("finds no CUDA device" in error["error"] for error in found["errors"])
     assert found["benchmarks"]["tiny"]["decode"] == []
+
+
+def test_only_the_parts_that_are_asked_for_are_run(tmp_path):
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--only", "attention")
+    assert code == 0
+    assert found["tests"] is None
+    assert found["benchmarks"] == {}
+    assert len(found["attention"]) == 3
 
 
 @pytest.fixture
@@ -110,9 +125,19 @@ def test_the_rate_is_that_of_the_time_in_which_all_streams_decode(engine_speed):
         engine_speed.steady_tokens_per_s([early[:2], late])
 
 
+def test_a_device_is_idle_where_none_of_its_events_lies(engine_speed):
+    def event(cat, ts, dur):
+        return {"ph": "X", "cat": cat, "ts": ts, "dur": dur}
+
+    kernels = [event("kernel", 10, 20), event("gpu_memcpy", 25, 15), event("kernel", 45, 5), event("kernel", 46, 2)]
+    others = [event("cpu_op", 0, 100), {"ph": "i", "cat": "kernel", "ts": 90}]
+    assert engine_speed.idle_share([*reversed(kernels), *others]) == pytest.approx(5 / 40)
+    assert engine_speed.idle_share(others) is None
+
+
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.1-8B"])
 def test_a_decode_step_must_read_every_matrix_once(engine_speed, name):
-    arch = Architecture.from_hf_config(engine_speed.FULL.models[name])
+    arch = Architecture.from_hf_config(engine_speed.FULL.models[name].config)
     model = build_model(arch, torch.bfloat16, "meta")
     matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.dim() == 2}
     count = sum(matrices.values()) - (0 if arch.tie_word_embeddings else arch.vocab_size * arch.hidden_size)

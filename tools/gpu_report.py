@@ -1,0 +1,121 @@
+"""What tools/gpu_check.py finds: kept on disk while it is found, and shown as a table."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "pyzmq", "msgspec")
+"""Whose versions are noted."""
+
+
+class Report:
+    """The findings, written to disk before every part, so that little is lost when the tool is stopped."""
+
+    def __init__(self, path: Path, budget_s: float, facts: dict[str, Any]) -> None:
+        self.found: dict[str, Any] = {
+            **facts,
+            "environment": {},
+            "ceilings": {},
+            "tests": {},
+            "attention": [],
+            "benchmarks": {},
+            "errors": [],
+            "skipped": [],
+        }
+        self._path = path
+        self._started = time.monotonic()
+        self._budget_s = budget_s
+        self.save()
+
+    def save(self) -> None:
+        self.found["seconds"] = round(time.monotonic() - self._started, 1)
+        unfinished = self._path.with_name(self._path.name + ".partial")
+        unfinished.write_text(json.dumps(self.found, indent=2) + "\n")
+        unfinished.replace(self._path)
+
+    def attempt(self, what: str, run: Callable[[], T]) -> T | None:
+        """What `run` returns; None, noted under the name `what`, if it fails or the budget is spent before it."""
+        self.save()
+        seconds = time.monotonic() - self._started
+        if seconds >= self._budget_s:
+            self.found["skipped"].append(what)
+            return None
+        print(f"{seconds:6.1f} s  {what}", file=sys.stderr, flush=True)
+        try:
+            return run()
+        except Exception as error:
+            self.found["errors"].append({"part": what, "error": f"{type(error).__name__}: {error}"})
+            print(f"          failed: {error}", file=sys.stderr, flush=True)
+            return None
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything failed, or no test, where tests were asked for, was there to show that anything works."""
+        tests = self.found["tests"]
+        if self.found["errors"]:
+            return True
+        if tests is None:
+            return False
+        return not tests or not tests["passed"] or bool(tests["failed"] or tests["errors"] or tests["timed_out"])
+
+
+def table(found: dict[str, Any]) -> str:
+    """The findings for a reader."""
+    ceilings, tests = found["ceilings"], found["tests"]
+    lines = [f"commit {found['commit']}, {found['date']}, {found['seconds']:.0f} s"]
+    facts = found["environment"]
+    lines.append(", ".join(f"{key} {facts[key]}" for key in ("driver", "python", *PACKAGES) if facts.get(key)))
+    if ceilings:
+        copy, product = ceilings["copy_bytes_per_s"] / 1e9, ceilings["matmul_flops_per_s"] / 1e12
+        lines.append(f"{ceilings['device']['name']}: copy {copy:,.0f} GB/s, matrix product {product:,.1f} TFLOP/s")
+    if tests:
+        counts = ", ".join(f"{tests[kind]} {kind}" for kind in ("passed", "failed", "errors", "skipped"))
+        lines.append(f"tests: {counts}" + (", interrupted for want of time" if tests["timed_out"] else ""))
+        lines += [f"  {failure['test']}: {(failure['last_lines'] or ['?'])[-1]}" for failure in tests["failures"]]
+    lines += _attention_lines(found["attention"])
+    if found["benchmarks"]:
+        lines.append(_row("engine", "measurement", "tokens/s", "of bandwidth", "of matrix rate", "of others"))
+    for name, record in found["benchmarks"].items():
+        lines += _benchmark_lines(name, record)
+    lines += [f"failed: {error['part']}: {error['error']}" for error in found["errors"]]
+    if found["skipped"]:
+        lines.append(f"skipped for want of time: {', '.join(found['skipped'])}")
+    return "\n".join(lines)
+
+
+def _attention_lines(steps: list[dict[str, Any]]) -> Iterator[str]:
+    if steps:
+        yield _row("attention", "", "µs", "of bandwidth", "of matrix rate", "of SDPA")
+    for step in steps:
+        shares = (step["share_of_bandwidth"], step["share_of_matrix_rate"], step["of_sdpa"])
+        yield _row(step["step"], "", f"{1e6 * step['seconds']:,.1f}", *map(_percent, shares))
+
+
+def _benchmark_lines(name: str, record: dict[str, Any]) -> Iterator[str]:
+    if record["start_s"] is not None:
+        yield _row(name, "start", f"{record['start_s']:.2f} s")
+    for kind, size in (("decode", "batch"), ("prefill", "prompt_len")):
+        for figure in record[kind]:
+            others = (record["transformers"] or {kind: {}})[kind].get(str(figure[size]))
+            shares = (figure["share_of_bandwidth"], figure["share_of_matrix_rate"])
+            of_others = others and figure["tokens_per_s"] / others
+            yield _row(
+                name, f"{kind} {figure[size]}", f"{figure['tokens_per_s']:,.0f}", *map(_percent, (*shares, of_others))
+            )
+    if record["idle"] is not None:
+        yield _row(name, "device idle", _percent(record["idle"]["idle_share"]))
+    for load_name, load in record["loads"].items():
+        yield _row(name, load_name, f"{load['output_tokens_per_s']:,.0f}", "", "", _percent(load["of_published"]))
+
+
+def _row(name: str, measurement: str, figure: str, *shares: str) -> str:
+    return f"{name:<28}{measurement:<26}{figure:>12}" + "".join(f"{share:>16}" for share in shares)
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.1f} %"
