@@ -1,6 +1,8 @@
 """What the core runs on: device, type of weights, threads and memory for the cache."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -104,6 +106,21 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
             "lower it"
         )
     return int(blocks)
+
+
+@contextlib.contextmanager
+def memory_to_start(config: VllmConfig) -> Iterator[None]:
+    """Makes a ValueError, with the remedies, of a device that has no memory for what is loaded and allocated inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+        raise ValueError(
+            f"no memory on the device to start model={model.model!r} in {model.dtype} with "
+            f"gpu_memory_utilization={cache.gpu_memory_utilization:g}, "
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} and max_num_seqs={scheduler.max_num_seqs}: "
+            f"{error}; end what else runs on the device, lower these, or take a smaller model"
+        ) from error
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -160,7 +160,7 @@ class EngineArgs:
         hints = typing.get_type_hints(type(self))
         for option in dataclasses.fields(self):
             _check(option, hints[option.name], getattr(self, option.name))
-        parse_faults(self.fault_injection)
+        parse_faults(self.fault_injection, self.device)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
 
     @classmethod
