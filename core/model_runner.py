@@ -81,6 +81,8 @@ class ModelRunner:
         for layer in _layers(cast("nn.Module", self._model)):
             layer.register_forward_pre_hook(lambda *_: beat())
         self._pooler = Pooler()
+        self._may_spoil = False
+        """Attention has to be asked to isolate where something is not finite, which the host finds out."""
         self._graphs: DecodeGraphs | None = None
         self._make_capture = make_capture or self._usual_capture()
         graph_bytes = 0
@@ -88,6 +90,7 @@ class ModelRunner:
             graph_bytes = self._profile()
         config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
+        self._may_spoil = not all(ops.isolates(*cache) for cache in self._kv_caches)
         self._graphs = self._make_graphs(batch_sizes(config.scheduler_config.max_num_seqs))
 
     @torch.inference_mode()
@@ -99,7 +102,7 @@ class ModelRunner:
         copies = HostCopies(self._device)
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._forward(step, input_ids, positions, metadata)
-        if self._kv_caches and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
+        if self._may_spoil and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows spoils what comes before it in its prompt, and so blocks that others share.
             hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
         vectors = self._pooler.pool(hidden, step, batch, copies.take)

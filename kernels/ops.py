@@ -34,6 +34,7 @@ __all__ = [
     "fuse_decoder",
     "gelu",
     "gelu_tanh",
+    "isolates",
     "layer_norm",
     "pack_linear",
     "paged_attention",
@@ -104,6 +105,15 @@ def paged_attention(
         return cpu_attention.attend(kernels, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     attended: Tensor = _operations(q).paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     return attended
+
+
+def isolates(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether a prefill's queries are kept from later tokens that are not finite in these caches without being asked.
+
+    Where they are not, `metadata.isolates` asks `paged_attention` for it, at the cost of time.
+    """
+    kernels = triton.operations(k_cache.device.type)
+    return kernels is not None and bool(kernels.isolates(k_cache, v_cache))
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -40,7 +40,9 @@ class AttentionMetadata(NamedTuple):
     num_decodes: int
     max_seq_len: int
     isolates: bool = False
-    """A prefill's queries are kept from keys and values of later tokens even where these are not finite."""
+    """A prefill's queries are kept from keys and values of later tokens even where these are not finite.
+
+    Some implementations do so in any case (`ops.isolates`)."""
     decode_splits: int | None = None
     """Into how many parts a GPU cuts the context of every decode; None leaves it to the kernel.
 
