@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.kernels import attention_backends
 
 _CPU_CACHE_LIMIT = 4 * 2**30
 _STEP_TOKENS, _CPU_STEP_TOKENS = 2048, 512
@@ -59,6 +60,20 @@ def choose_overlap(config: VllmConfig, device: torch.device) -> None:
     scheduler = config.scheduler_config
     if scheduler.async_scheduling is None:
         scheduler.async_scheduling = device.type != "cpu"
+
+
+def choose_attention(
+    config: VllmConfig, device: torch.device, dtype: torch.dtype, kv_shapes: attention_backends.KVShapes
+) -> attention_backends.Backend:
+    """What computes attention over caches of these shapes, its name written to `attention_config`.
+
+    Raises ValueError where what was asked for does not serve.
+    """
+    cache, attention = config.cache_config, config.attention_config
+    case = attention_backends.Case(device, dtype, cache.cache_dtype, cache.block_size, kv_shapes)
+    backend = attention_backends.choose(attention.backend, case)
+    attention.backend = backend.name
+    return backend
 
 
 def set_threads(config: VllmConfig) -> None:

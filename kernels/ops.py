@@ -101,6 +101,8 @@ def paged_attention(
     soft_cap: float | None = None,
 ) -> Tensor:
     """See `reference.paged_attention`."""
+    if metadata.attend is not None:
+        return metadata.attend(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     if cpu_attention.can_attend(q, k_cache, v_cache) and (kernels := library()):
         return cpu_attention.attend(kernels, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     attended: Tensor = _operations(q).paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)

@@ -5,7 +5,7 @@ Nothing in this file looks at the device: the same lines run on CPU and CUDA.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,8 @@ class AttentionMetadata(NamedTuple):
 
     A number holds for what is captured in a graph, whose launches stay as they are while contexts grow.
     """
+    attend: Callable[..., Tensor] | None = None
+    """Takes the place of `ops.paged_attention`; None where the types and the device of what is given decide."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
