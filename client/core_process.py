@@ -1,6 +1,7 @@
 """A core process that this process started: its launch, its end and the cause of it."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -14,8 +15,13 @@ import msgspec
 from vllm_mp.config import CoreLaunch, VllmConfig, core_environment
 from vllm_mp.status_page import StatusPage
 
+logger = logging.getLogger(__name__)
+
 _LOG_LINES = 8
 _STOP_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 20.0
+"""Until a process that was killed is gone; a device takes its time to give back many GB, one that has failed for ever.
+"""
 
 
 class CoreProcess:
@@ -56,6 +62,8 @@ class CoreProcess:
         self.pid = self._popen.pid
         self.pid_fd = _exit_descriptor(self.pid)
         """Readable once the core has ended."""
+        self._is_given_up = False
+        """It was killed, and the system does not get it to its end."""
 
     def launch(self, config: VllmConfig) -> None:
         """Tell the process what core to be."""
@@ -78,8 +86,8 @@ class CoreProcess:
 
     @property
     def was_killed(self) -> bool:
-        """The core, which must have ended, was ended by SIGKILL."""
-        return self._popen.wait() == -signal.SIGKILL
+        """The core, which must have ended or have been killed, was ended by SIGKILL."""
+        return self._popen.poll() == -signal.SIGKILL
 
     def status_page(self) -> StatusPage | None:
         """The core's status page, once there is one."""
@@ -88,13 +96,15 @@ class CoreProcess:
         return self._page
 
     def describe_end(self, log_stays: bool = True) -> str:
-        """How the core, which must have ended, came to its end: signal or exit code, last log lines, log path.
+        """How the core, which must have ended or have been killed, came to its end: signal or exit code, and its log.
 
-        Without the path unless `log_stays` after the error that this is for.
+        Of that the last lines, and the path if `log_stays` after the error that this is for.
         """
-        code = self._popen.wait()
+        code = self._popen.poll()
         cause = f"exit code {code}"
-        if code < 0:
+        if code is None:
+            cause = "SIGKILL, but the system has not let it go"
+        elif code < 0:
             cause = f"signal {-code}"
             with contextlib.suppress(ValueError):
                 cause = f"signal {signal.Signals(-code).name}"
@@ -113,9 +123,20 @@ class CoreProcess:
             return []
 
     def kill(self) -> None:
-        """End the core at once, also one that is stopped."""
+        """End the core at once, also one that is stopped; one that its device keeps from ending is given up."""
         self._popen.kill()
-        self._popen.wait()
+        if self._is_given_up:
+            return
+        try:
+            self._popen.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._is_given_up = True
+            logger.warning(
+                "the core process %d was killed %g s ago and is still there, with what it has of its device; if the "
+                "next core finds no memory there, restart the device or the machine",
+                self.pid,
+                _KILL_TIMEOUT_S,
+            )
 
     def stop(self, timeout: float | None = None) -> None:
         """End the core, by force after `timeout` seconds (10 by default); idempotent."""
@@ -126,6 +147,8 @@ class CoreProcess:
             self._popen.stdin.close()
         # A child that the app forked may hold the other end of the pipe open.
         self._popen.terminate()
+        if self._is_given_up:
+            timeout = 0.0
         try:
             self._popen.wait(_STOP_TIMEOUT_S if timeout is None else timeout)
         except subprocess.TimeoutExpired:

@@ -182,7 +182,7 @@ class CoreSupervisor:
                 poller.unregister(core.connection.monitor)
             if broken_since and time.monotonic() > broken_since + _EXIT_GRACE_S:
                 process.kill()
-                return self._death(core, f"the connection to the core process {process.pid} broke")
+                return self._death(core, f"the connection to it broke, and {process.describe_end()}")
             if core.page is not None and hang.is_hung(core.page, self._has_work()):
                 return self._end_hung(core)
             if time.monotonic() > standby_at:

@@ -46,6 +46,10 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
+class DeviceError(RuntimeError):
+    """The device has failed, and can compute nothing any more."""
+
+
 class DecodeGraphs:
     """Graphs of a model's decode steps, and the buffers that they read."""
 
@@ -62,8 +66,8 @@ class DecodeGraphs:
     def capture(self, sizes: Sequence[int], capture: Capture, beat: Callable[[], None]) -> None:
         """Make the graphs for `sizes`, as many as the time allows, the largest first, as the others fit its memory.
 
-        Writes to the padding block alone. `beat` is called before each. Raises CaptureError, and keeps none, where the
-        model cannot be captured.
+        Writes to the padding block alone. `beat` is called before each. Raises CaptureError, after which there are none
+        to be used, where the model cannot be captured, and DeviceError.
         """
         most = max(sizes)
 
@@ -85,8 +89,9 @@ class DecodeGraphs:
                 break
             try:
                 self._replays[size] = capture(self._computation(size))
+            except DeviceError:
+                raise
             except Exception as error:
-                self._replays.clear()
                 raise CaptureError(f"steps of {size} rows: {error}") from error
         self._sizes = sorted(self._replays)
 
@@ -145,7 +150,7 @@ def cuda_capture(device: torch.device) -> Capture:
     pool = torch.cuda.graph_pool_handle()
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # Once for real: compiling a kernel or making a library's handle is no part of a graph.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -153,7 +158,14 @@ def cuda_capture(device: torch.device) -> Capture:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            result = compute()
+            return graph, compute()
+
+    def capture(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        try:
+            graph, result = record(compute)
+        except Exception:
+            _raise_if_failed(device)
+            raise
 
         def replay() -> Tensor:
             graph.replay()
@@ -162,3 +174,11 @@ def cuda_capture(device: torch.device) -> Capture:
         return replay
 
     return capture
+
+
+def _raise_if_failed(device: torch.device) -> None:
+    """Raises DeviceError where `device` can do nothing any more, for which no graph is to blame."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error

@@ -1,11 +1,14 @@
 """What the core runs on: device, type of weights, threads and memory for the cache."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.kernels import attention_backends
 
 _CPU_CACHE_LIMIT = 4 * 2**30
 _STEP_TOKENS, _CPU_STEP_TOKENS = 2048, 512
@@ -59,6 +62,20 @@ def choose_overlap(config: VllmConfig, device: torch.device) -> None:
         scheduler.async_scheduling = device.type != "cpu"
 
 
+def choose_attention(
+    config: VllmConfig, device: torch.device, dtype: torch.dtype, kv_shapes: attention_backends.KVShapes
+) -> attention_backends.Backend:
+    """What computes attention over caches of these shapes, its name written to `attention_config`.
+
+    Raises ValueError where what was asked for does not serve.
+    """
+    cache, attention = config.cache_config, config.attention_config
+    case = attention_backends.Case(device, dtype, cache.cache_dtype, cache.block_size, kv_shapes)
+    backend = attention_backends.choose(attention.backend, case)
+    attention.backend = backend.name
+    return backend
+
+
 def set_threads(config: VllmConfig) -> None:
     """Give the CPU kernels the configured number of threads, or one for each core that may be used."""
     torch.set_num_threads(config.device_config.num_threads or len(os.sched_getaffinity(0)))
@@ -104,6 +121,21 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
             "lower it"
         )
     return int(blocks)
+
+
+@contextlib.contextmanager
+def memory_to_start(config: VllmConfig) -> Iterator[None]:
+    """Makes a ValueError, with the remedies, of a device that has no memory for what is loaded and allocated inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+        raise ValueError(
+            f"no memory on the device to start model={model.model!r} in {model.dtype} with "
+            f"gpu_memory_utilization={cache.gpu_memory_utilization:g}, "
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} and max_num_seqs={scheduler.max_num_seqs}: "
+            f"{error}; end what else runs on the device, lower these, or take a smaller model"
+        ) from error
 
 
 def _cpu_multiplies_bfloat16() -> bool:

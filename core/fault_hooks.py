@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import CoreLaunch
+from vllm_mp.core import device_faults
 from vllm_mp.core.step_messages import step_outputs
 from vllm_mp.fault_injection import LOAD, PUBLISH, STEP, Fault, parse_faults
 
@@ -41,7 +42,8 @@ class FaultHooks:
     """The faults of one incarnation, and the hooks that let them strike."""
 
     def __init__(self, launch: CoreLaunch) -> None:
-        self._all = parse_faults(launch.config.liveness_config.fault_injection)
+        config = launch.config
+        self._all = parse_faults(config.liveness_config.fault_injection, config.device_config.device)
         self._incarnation = launch.incarnation
         self._chances = {one: random.Random(f"{one.seed} {launch.incarnation}") for one in self._all}
         self._folder = None if launch.runtime_dir is None else Path(launch.runtime_dir)
@@ -49,7 +51,7 @@ class FaultHooks:
         self._latest_of: Callable[[int], int] | None = None
         """The token that a row was last given, which the host may not have been told yet."""
         self._step = 0
-        logger.warning("faults are injected: %s", launch.config.liveness_config.fault_injection)
+        logger.warning("faults are injected: %s", config.liveness_config.fault_injection)
 
     def while_loading(self, share: float) -> None:
         """To be called now and then while the model loads, with the share that is done."""
@@ -225,4 +227,7 @@ _STRIKES: dict[str, Callable[[Fault], object]] = {
     "oom": _run_out_of_memory,
     "fulldisk": _fill_disk,
     "clock": _set_clock,
+    "device_oom": lambda _: device_faults.run_out_of_memory(),
+    "illegal_access": lambda _: device_faults.access_illegally(),
+    "device_assert": lambda _: device_faults.fail_an_assertion(),
 }

@@ -14,7 +14,7 @@ from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch, Vector
 from vllm_mp.core.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
-from vllm_mp.core.device import cache_blocks, free_cuda_memory
+from vllm_mp.core.device import cache_blocks, choose_attention, free_cuda_memory
 from vllm_mp.core.host_copies import HostCopies, to_device
 from vllm_mp.core.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
 from vllm_mp.core.pooler import Pooler
@@ -72,6 +72,7 @@ class ModelRunner:
         self._dtype = dtype
         model_config = config.model_config
         self._model: Any = load_model(model_config, dtype, device, progress)
+        self._attention = choose_attention(config, device, dtype, self._model.kv_shapes)
         self._beat = beat
         self._latest: Tensor | None = None
         """Int64 [max_num_seqs] on the device, the token that was last sampled for each row, if the next step reads it.
@@ -81,6 +82,8 @@ class ModelRunner:
         for layer in _layers(cast("nn.Module", self._model)):
             layer.register_forward_pre_hook(lambda *_: beat())
         self._pooler = Pooler()
+        self._may_spoil = False
+        """Attention has to be asked to isolate where something is not finite, which the host finds out."""
         self._graphs: DecodeGraphs | None = None
         self._make_capture = make_capture or self._usual_capture()
         graph_bytes = 0
@@ -88,6 +91,7 @@ class ModelRunner:
             graph_bytes = self._profile()
         config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
+        self._may_spoil = not all(self._attention.isolates(*cache) for cache in self._kv_caches)
         self._graphs = self._make_graphs(batch_sizes(config.scheduler_config.max_num_seqs))
 
     @torch.inference_mode()
@@ -99,7 +103,7 @@ class ModelRunner:
         copies = HostCopies(self._device)
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._forward(step, input_ids, positions, metadata)
-        if self._kv_caches and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
+        if self._may_spoil and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows spoils what comes before it in its prompt, and so blocks that others share.
             hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
         vectors = self._pooler.pool(hidden, step, batch, copies.take)
@@ -127,7 +131,7 @@ class ModelRunner:
         model = self._config.model_config
         if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
             return None
-        if not ops.can_capture(self._device):
+        if not (self._attention.captures and ops.can_capture(self._device)):
             logger.info("decode steps are launched anew each, as torch's attention reads lengths on the host")
             return None
         return cuda_capture
@@ -194,7 +198,7 @@ class ModelRunner:
         if self._latest is not None and len(step.awaits):
             sampled = self._latest.index_select(0, self._to_device(step.rows[step.awaits]))
             input_ids.index_copy_(0, self._to_device(step.awaits), sampled)
-        return input_ids, positions, metadata
+        return input_ids, positions, metadata._replace(attend=self._attention.attend)
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
         return to_device(array, self._device)

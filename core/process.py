@@ -89,6 +89,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         return False
     except Exception as error:
         _kept.append(error)
+        gc.disable()
         if isinstance(error, ValueError) and core is None:
             reason = str(error)  # written for whoever configured the core
             logger.error("%s", reason)
@@ -113,7 +114,14 @@ def _load(
     """The core with its weights loaded; None if it was told to stop meanwhile."""
     started = time.monotonic()
     # Torch takes a second or more to import: after the address is known to be good, so that a bad one costs nothing.
-    from vllm_mp.core.device import choose_device, choose_dtype, choose_overlap, choose_step_size, set_threads
+    from vllm_mp.core.device import (
+        choose_device,
+        choose_dtype,
+        choose_overlap,
+        choose_step_size,
+        memory_to_start,
+        set_threads,
+    )
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.model_runner import ModelRunner
 
@@ -141,7 +149,8 @@ def _load(
             faults.while_loading(share)
 
     try:
-        runner = ModelRunner(config, device, dtype, progress, page.beat)
+        with memory_to_start(config):
+            runner = ModelRunner(config, device, dtype, progress, page.beat)
     except StopSignal.Stopped:
         return None
     if faults is not None:

@@ -34,6 +34,7 @@ __all__ = [
     "fuse_decoder",
     "gelu",
     "gelu_tanh",
+    "isolates",
     "layer_norm",
     "pack_linear",
     "paged_attention",
@@ -100,10 +101,21 @@ def paged_attention(
     soft_cap: float | None = None,
 ) -> Tensor:
     """See `reference.paged_attention`."""
+    if metadata.attend is not None:
+        return metadata.attend(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     if cpu_attention.can_attend(q, k_cache, v_cache) and (kernels := library()):
         return cpu_attention.attend(kernels, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     attended: Tensor = _operations(q).paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     return attended
+
+
+def isolates(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether a prefill's queries are kept from later tokens that are not finite in these caches without being asked.
+
+    Where they are not, `metadata.isolates` asks `paged_attention` for it, at the cost of time.
+    """
+    kernels = triton.operations(k_cache.device.type)
+    return kernels is not None and bool(kernels.isolates(k_cache, v_cache))
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Nothing in this file looks at the device: the same lines run on CPU and CUDA.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,12 +40,16 @@ class AttentionMetadata(NamedTuple):
     num_decodes: int
     max_seq_len: int
     isolates: bool = False
-    """A prefill's queries are kept from keys and values of later tokens even where these are not finite."""
+    """A prefill's queries are kept from keys and values of later tokens even where these are not finite.
+
+    Some implementations do so in any case (`ops.isolates`)."""
     decode_splits: int | None = None
     """Into how many parts a GPU cuts the context of every decode; None leaves it to the kernel.
 
     A number holds for what is captured in a graph, whose launches stay as they are while contexts grow.
     """
+    attend: Callable[..., Tensor] | None = None
+    """Takes the place of `ops.paged_attention`; None where the types and the device of what is given decide."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

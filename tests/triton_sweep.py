@@ -133,18 +133,26 @@ def test_queries_may_lie_within_a_wider_projection() -> None:
     assert_near(attend(batch, torch.float32, 0.125), expected, torch.float32)
 
 
-def test_what_is_not_finite_stays_with_the_tokens_that_see_it() -> None:
-    batch = PagedBatch([(1, 40), (30, 50), (3, 9)], 4, 2, 64, 16)
-    expected = attend(batch, torch.float32, 0.125)
-    batch.v_cache.flatten(0, 1)[batch.metadata.slot_mapping[1 + 20]] = torch.nan
-    got = attend(batch, torch.float32, 0.125, isolates=True)
-    assert got[21:31].isnan().all()
-    others = torch.ones(len(got), dtype=torch.bool)
-    others[21:31] = False
-    assert_near(got[others], expected[others].cpu(), torch.float32)
-    spoilt = attend(batch, torch.float32, 0.125)
-    assert spoilt[21:31].isnan().all(), "a NaN is not to be hidden from those who see it"
-    assert spoilt[[0, 31, 32, 33]].isfinite().all()
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("of_keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (20, 3.0)])
+def test_what_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
+    value: float, of_keys: bool, window: int | None, soft_cap: float | None
+) -> None:
+    batch = PagedBatch([(1, 40), (40, 60), (20, 60), (17, 17), (9, 9)], 4, 2, 32, 16)
+    # One among the new tokens of its row, one in the cached prefix, of which windows lose sight, one that has only
+    # itself to see, and one that only the last sees.
+    for row, position in ((1, 33), (2, 25), (3, 0), (4, 8)):
+        kept = (batch.keys if of_keys else batch.values)[row]
+        kept[position, 1, 5] = value
+        cache = batch.k_cache if of_keys else batch.v_cache
+        cache[batch.metadata.block_table[row, position // 16], position % 16] = kept[position]
+    expected = batch.expected(0.125, window, soft_cap)
+    finite = expected.isfinite().all(-1)
+    assert not finite.all() or (of_keys and soft_cap), "a cap leaves no score infinite"
+    got = attend(batch, torch.float32, 0.125, window, soft_cap).cpu()
+    assert torch.equal(got.isfinite().all(-1), finite)
+    assert_near(got[finite], expected[finite], torch.float32)
 
 
 def both(operation: str, *inputs: Any) -> "itertools.chain[tuple[Tensor, Tensor]]":

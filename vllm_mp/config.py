@@ -115,6 +115,12 @@ class DeviceConfig(msgspec.Struct, kw_only=True):
     """Threads of the core's CPU kernels; 0 means one for each core that the process may use."""
 
 
+class AttentionConfig(msgspec.Struct, kw_only=True):
+    """`backend` is "auto" until the core has chosen; then "triton", "flash_attn", "torch", or "cpu" for C++ kernels."""
+
+    backend: str = "auto"
+
+
 class LoRAConfig(msgspec.Struct, kw_only=True):
     """Adapters; none are served by this version."""
 
@@ -160,6 +166,7 @@ class VllmConfig(msgspec.Struct, kw_only=True):
     decoding_config: DecodingConfig
     observability_config: ObservabilityConfig
     liveness_config: LivenessConfig
+    attention_config: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     lora_config: LoRAConfig | None = None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_mp.architecture import Architecture, NativeArchitecture
 from vllm_mp.config import (
+    AttentionConfig,
     CacheConfig,
     DecodingConfig,
     DeviceConfig,
@@ -30,6 +31,7 @@ from vllm_mp.pooling_config import read_max_seq_length, read_pooling_config
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
+_ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
 _LARGEST = 2**63 - 1
 """The largest number that reaches the core as it is."""
 _DEFAULT_MAX_NUM_SEQS = 256
@@ -85,6 +87,11 @@ class EngineArgs:
     served_model_name: str | None = _option(None, "name of the model in answers; `model` by default")
     device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
     enforce_eager: bool = _option(False, "never capture CUDA graphs")
+    attention_backend: str = _option(
+        "auto",
+        "what computes attention; auto: FlashAttention where it is installed and serves, else Triton, on CPUs C++",
+        choices=("auto", "triton", "flash_attn", "torch", *_ATTENTION_BACKENDS),
+    )
     num_threads: int = _option(0, "threads of the core on a CPU; 0: one for each available core", low=0, high=1024)
     gpu_memory_utilization: float = _option(
         0.9, "share of the device's memory that the core may use", low=0.01, high=1.0
@@ -160,8 +167,9 @@ class EngineArgs:
         hints = typing.get_type_hints(type(self))
         for option in dataclasses.fields(self):
             _check(option, hints[option.name], getattr(self, option.name))
-        parse_faults(self.fault_injection)
+        parse_faults(self.fault_injection, self.device)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
+        self.attention_backend = _ATTENTION_BACKENDS.get(self.attention_backend, self.attention_backend)
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -253,6 +261,7 @@ class EngineArgs:
             scheduler_config=self._scheduler_config(max_model_len, is_encoder),
             parallel_config=ParallelConfig(),
             device_config=DeviceConfig(device=self.device, num_threads=self.num_threads),
+            attention_config=AttentionConfig(backend=self.attention_backend),
             decoding_config=DecodingConfig(),
             observability_config=self._observability_config(),
             liveness_config=LivenessConfig(

@@ -27,8 +27,12 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "fulldisk": _EVERYWHERE,
     "clock": _EVERYWHERE,
     "nan": (STEP,),
+    "device_oom": _EVERYWHERE,
+    "illegal_access": _EVERYWHERE,
+    "device_assert": _EVERYWHERE,
 }
 """Where each action may strike."""
+_NEED_CUDA = ("device_oom", "illegal_access", "device_assert")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +124,19 @@ _CONDITIONS: dict[str, _Condition] = {
 }
 
 
-def parse_faults(text: str) -> list[Fault]:
-    """The faults that `text` names; none for the empty text.
+def parse_faults(text: str, device: str) -> list[Fault]:
+    """The faults that `text` names, to strike on `device` ("auto", "cpu" or "cuda"); none for the empty text.
 
     Raises ValueError, naming the option, the part that is wrong and what is allowed there.
     """
-    return [_parse_fault(part.strip()) for part in text.split(";") if part.strip()]
+    faults = [_parse_fault(part.strip()) for part in text.split(";") if part.strip()]
+    for fault in faults:
+        if fault.action in _NEED_CUDA and device == "cpu":
+            raise ValueError(
+                f"fault_injection: {fault.action} in {fault.text!r} strikes a CUDA device, and the device is 'cpu'; "
+                "set device='cuda', or leave it out; see docs/faults.md"
+            )
+    return faults
 
 
 def _parse_fault(text: str) -> Fault:

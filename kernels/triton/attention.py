@@ -35,9 +35,10 @@ def paged_attention(
 ) -> Tensor:
     """What `reference.paged_attention` defines; decodes of no context, which pad a batch, get zeros.
 
-    Rows whose tokens may not be finite (`metadata.isolates`) and very long heads are left to the definition.
+    Queries are kept from later tokens that are not finite whatever `metadata.isolates` says. Very long heads are left
+    to the definition.
     """
-    if metadata.isolates or max(q.shape[2], v_cache.shape[3]) > MAX_HEAD_DIM:
+    if not isolates(k_cache, v_cache):
         return reference.paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -47,6 +48,11 @@ def paged_attention(
     if metadata.num_decodes < metadata.seq_lens.shape[0]:
         _prefill(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap, out)
     return out
+
+
+def isolates(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """See `ops.isolates`."""
+    return max(k_cache.shape[3], v_cache.shape[3]) <= MAX_HEAD_DIM
 
 
 def _decode(
@@ -239,6 +245,11 @@ def _add_keys(
         faded = tl.exp2(highest - base)
         total = total * faded + tl.sum(weights, 1)
         v = tl.load(v_head + slot[:, None] * (KV_HEADS * VALUE_DIM) + value_dims[None, :], mask=v_mask, other=0.0)
+        if CAUSAL:
+            # Zero times NaN is NaN: what is not finite reaches those who see it by their weights, and no others.
+            spoils = tl.max((~(tl.abs(v.to(PRODUCT)) < float("inf"))).to(tl.int32), 1) > 0
+            weights = tl.where(seen & spoils[None, :], float("nan"), weights)
+            v = tl.where(spoils[:, None], 0.0, v)
         attended = tl.dot(weights.to(PRODUCT), v.to(PRODUCT), attended * faded[:, None], input_precision="ieee")
         highest = raised
     return attended, highest, total
@@ -447,19 +458,21 @@ def _prefill_kernel(
     k_head = k_cache + kv_head * KEY_DIM
     v_head = v_cache + kv_head * VALUE_DIM
     blocks = block_table + row * table_stride
+    # The oldest keys that some query of the tile sees, those that all see, in whole tiles, and the newest.
+    oldest = 0
+    seen_by_all = 0
     if WINDOW > 0:
-        seen_by_some = tl.maximum(first_at - WINDOW + 1, 0)
-    else:
-        # Every query of the tile sees the keys up to the first query's own: the bulk, in whole tiles.
-        seen_by_some = (first_at + 1) // KEYS * KEYS
+        oldest = tl.maximum(first_at - WINDOW + 1, 0)
+        seen_by_all = oldest + tl.cdiv(tl.maximum(first_at + TOKENS - WINDOW - oldest, 0), KEYS) * KEYS
+        seen_by_all = tl.minimum(seen_by_all, stop)
         attended, highest, total = _add_keys(
             attended,
             highest,
             total,
             queries,
             query_at,
-            0,
-            seen_by_some,
+            oldest,
+            seen_by_all,
             k_head,
             v_head,
             blocks,
@@ -475,16 +488,43 @@ def _prefill_kernel(
             WINDOW,
             CAPPED,
             PRODUCT,
-            ENDS=False,
-            CAUSAL=False,
+            ENDS=True,
+            CAUSAL=True,
         )
+    newest = seen_by_all + tl.maximum(first_at + 1 - seen_by_all, 0) // KEYS * KEYS
     attended, highest, total = _add_keys(
         attended,
         highest,
         total,
         queries,
         query_at,
-        seen_by_some,
+        seen_by_all,
+        newest,
+        k_head,
+        v_head,
+        blocks,
+        scale,
+        soft_cap,
+        KEYS,
+        KV_HEADS,
+        KEY_DIM,
+        KEY_TILE,
+        VALUE_DIM,
+        VALUE_TILE,
+        BLOCK_SIZE,
+        WINDOW,
+        CAPPED,
+        PRODUCT,
+        ENDS=False,
+        CAUSAL=False,
+    )
+    attended, highest, total = _add_keys(
+        attended,
+        highest,
+        total,
+        queries,
+        query_at,
+        newest,
         stop,
         k_head,
         v_head,
@@ -504,7 +544,7 @@ def _prefill_kernel(
         ENDS=True,
         CAUSAL=True,
     )
-    attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
+    attended = attended / total[:, None]
     place = (token + in_row).to(tl.int64) * (KV_HEADS * GROUP) + head
     tl.store(
         out + place[:, None] * VALUE_DIM + value_dims[None, :],

@@ -1,7 +1,7 @@
 """All operations that Triton computes, under the names that kernels/ops.py has for them."""
 
 from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul
-from vllm_mp.kernels.triton.attention import paged_attention
+from vllm_mp.kernels.triton.attention import isolates, paged_attention
 from vllm_mp.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
 from vllm_mp.kernels.triton.sampling import argmax, sample
@@ -11,6 +11,7 @@ __all__ = [
     "argmax",
     "gelu",
     "gelu_tanh",
+    "isolates",
     "layer_norm",
     "paged_attention",
     "rms_norm",

@@ -4,17 +4,21 @@ import asyncio
 import os
 
 import pytest
+import torch
 from harness import answer, greedy, running_engine
+from local_engine import LocalEngine
 from random_models import CONFIGS, random_prompts, save_random_model
 
 from vllm_mp import RequestOutputKind, SamplingParams
-from vllm_mp.kernels.cpu.library import TRITON, VARIABLE
+from vllm_mp.kernels.cpu.library import TRITON, VARIABLE, library
+from vllm_mp.kernels.triton import available
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs engines on the GPU that is here"
 )
 
+BAD = 13
 PROMPTS = random_prompts((12, 1, 21, 5))
 PARAMS = [
     greedy(8, ignore_eos=True),
@@ -46,3 +50,39 @@ def test_answers_are_those_of_the_torch_definitions(tmp_path, monkeypatch):
     got = answers(tmp_path)
     monkeypatch.setenv(VARIABLE, "none")
     assert got == answers(tmp_path)
+
+
+@pytest.fixture(params=[TRITON, "none"])
+def kernels(request, monkeypatch):
+    """Which kernels serve in this process."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    for choice in (available.operations, library):
+        choice.cache_clear()
+    yield request.param
+    for choice in (available.operations, library):
+        choice.cache_clear()
+
+
+def test_a_prompt_with_a_token_that_is_not_finite_spoils_nothing_before_it(tmp_path, kernels):
+    """The blocks that it fills are shared; where attention isolates by itself no step is computed twice."""
+    config = CONFIGS["mistral-windowed"]
+    model = save_random_model(config, tmp_path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BAD] = torch.nan
+    model.save_pretrained(tmp_path)
+
+    def play(prompts):
+        engine = LocalEngine(tmp_path, load_format="auto")
+        called = []
+        engine.runner._model.register_forward_pre_hook(lambda *_: called.append(1))
+        for slot, prompt in enumerate(prompts):
+            engine.add(slot, prompt, max_tokens=1)
+            engine.run()
+        return engine.tokens, len(called)
+
+    good = [token if token != BAD else BAD + 1 for token in PROMPTS[3]]  # of one tile with the bad one
+    expected, num_steps = play([good])
+    found, num_with_bad = play([[*good, BAD, 5], good])
+    assert found[1] == expected[0]
+    assert found[0] == []
+    assert num_with_bad == num_steps + (1 if kernels == TRITON else 2)

@@ -1,4 +1,4 @@
-"""A core that is killed on the GPU: the device's memory comes back, and its streams go on or end with the cause."""
+"""A core that dies on the GPU, or of it: the memory comes back, and its streams go on or end with the cause."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from harness import answer, eventually, greedy, running_engine
 from random_models import random_prompts, save_config
 from transformers import LlamaConfig
 
-from vllm_mp import EngineDeadError, SamplingParams
+from vllm_mp import EngineDeadError, EngineStartError, SamplingParams
 
 pytestmark = ON_DEVICE
 
@@ -37,6 +37,14 @@ OPTIONS = {
     "max_model_len": 2048,
     "kv_cache_memory_bytes": 2**29,
 }
+CAUSES = {
+    "device_oom": "out of memory",
+    "illegal_access": "illegal memory access",
+    "device_assert": "device-side assert",
+    "raise": "injected fault",
+}
+FAULTS = ["kill", *(fault for fault in CAUSES if (fault == "raise") == (DEVICE == "cpu"))]
+"""A processor has no faults of its own that a core would outlive: an exception stands for those of a device."""
 SLACK = 64 * 2**20
 """Bytes by which two readings of the same state may differ."""
 
@@ -99,26 +107,54 @@ def test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back(fol
     asyncio.run(eventually(lambda: memory_is_back(before), timeout=60))
 
 
-def test_streams_go_on_with_the_next_core_as_if_nothing_had_been(folder):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_streams_go_on_with_the_next_core_as_if_nothing_had_been(folder, fault):
     before = device_memory_in_use()
     prompts = random_prompts((16,) * NUM_STREAMS)
-    with running_engine(folder, **OPTIONS) as engine:
+    injected = "" if fault == "kill" else f"{fault}@request=struck,position=7,once"
+    with running_engine(folder, **OPTIONS, fault_injection=injected) as engine:
         expected = [output.outputs[0].token_ids for output in generate_all(engine, prompts, 60)]
         held = device_memory_in_use()
 
         async def run():
-            answers = asyncio.gather(*(answer(engine, prompt, greedy(60, ignore_eos=True)) for prompt in prompts))
+            ids = [f"plain-{i}" for i in range(NUM_STREAMS - 1)] + ["struck"]
+            params = greedy(60, ignore_eos=True)
+            answers = asyncio.gather(*map(answer, [engine] * NUM_STREAMS, prompts, [params] * NUM_STREAMS, ids))
 
             async def all_under_way():
                 live = [answer for _, answer in engine._requests.live()]
                 return len(live) == NUM_STREAMS and all(len(answer.token_ids) > 3 for answer in live)
 
-            await eventually(all_under_way)
-            os.kill((await engine.core_status())["pid"], signal.SIGKILL)
+            if fault == "kill":
+                await eventually(all_under_way)
+                os.kill((await engine.core_status())["pid"], signal.SIGKILL)
             found = [output.outputs[0].token_ids for output in await answers]
             assert (await engine.core_status())["restarts"] == 1
             await eventually(lambda: memory_is_back(held), timeout=60)
             return found
 
         assert asyncio.run(run()) == expected
+    asyncio.run(eventually(lambda: memory_is_back(before), timeout=60))
+
+
+@pytest.mark.parametrize("fault", FAULTS[1:])
+def test_the_streams_of_a_core_that_is_not_replaced_learn_what_has_failed(folder, fault):
+    options = {**OPTIONS, "fault_injection": f"{fault}@request=struck,position=7", "recovery": False}
+
+    async def run(engine):
+        with pytest.raises(EngineDeadError, match=CAUSES[fault]):
+            await answer(engine, random_prompts((16,))[0], greedy(60, ignore_eos=True), "struck")
+
+    with running_engine(folder, **options) as engine:
+        asyncio.run(run(engine))
+
+
+@pytest.mark.parametrize("fault", FAULTS[1:])
+def test_a_device_that_fails_while_the_weights_are_read_is_named_at_the_start(folder, fault):
+    before = device_memory_in_use()
+    with (
+        pytest.raises(EngineStartError, match=CAUSES[fault]),
+        running_engine(folder, **OPTIONS, fault_injection=f"{fault}@load"),
+    ):
+        pass
     asyncio.run(eventually(lambda: memory_is_back(before), timeout=60))

@@ -4,7 +4,9 @@ A processor has no graphs, so what would be captured is called anew for each rep
 the lengths that a captured kernel could not read either. `tests/gpu` tries the graphs themselves.
 """
 
+import contextlib
 import logging
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -196,6 +198,17 @@ def test_a_model_that_cannot_be_captured_is_computed_without_and_says_so_once(fo
         "decode steps are launched anew each, as they cannot be captured: steps of 12 rows: operation not permitted "
         "when stream is capturing"
     ]
+
+
+def test_a_device_that_fails_while_it_captures_ends_the_start(folders, monkeypatch):
+    failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=failure))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", Mock())
+    monkeypatch.setattr(torch.cuda, "Stream", Mock())
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    with pytest.raises(cuda_graphs.DeviceError, match="illegal memory access"):
+        LocalEngine(folders["llama"], make_capture=cuda_graphs.cuda_capture)
 
 
 def test_attention_that_reads_lengths_on_the_host_is_not_captured(folders, monkeypatch, caplog):

@@ -44,6 +44,7 @@ SERVED = {
     "served_model_name": ("name", ["--served-model-name", "name"]),
     "device": ("cpu", ["--device", "cpu"]),
     "enforce_eager": (True, ["--enforce-eager"]),
+    "attention_backend": ("triton", ["--attention-backend", "triton"]),
     "num_threads": (2, ["--num-threads", "2"]),
     "gpu_memory_utilization": (0.5, ["--gpu-memory-utilization", "0.5"]),
     "kv_cache_memory_bytes": (2**35, ["--kv-cache-memory-bytes", str(2**35)]),
@@ -300,6 +301,14 @@ def test_older_names_of_types_are_understood(alias, dtype, model):
     assert AsyncEngineArgs(dtype=alias).dtype == dtype
     assert parse("--dtype", alias).dtype == dtype
     assert config_of(model(), dtype=alias).model_config.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("alias", "backend"), [("FLASH_ATTN", "flash_attn"), ("TRITON_ATTN", "triton"), ("TORCH_SDPA", "torch")]
+)
+def test_other_names_of_what_computes_attention_are_understood(alias, backend, model):
+    assert parse("--attention-backend", alias).attention_backend == backend
+    assert config_of(model(), attention_backend=alias).attention_config.backend == backend
 
 
 def test_the_configuration_holds_what_the_options_say(model):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vllm_mp import EngineArgs, SamplingParams
+from vllm_mp.core import device_faults
 from vllm_mp.core.batch import Batch
 from vllm_mp.core.fault_hooks import FaultHooks
 from vllm_mp.core.request import Request
@@ -16,13 +17,13 @@ from vllm_mp.fault_injection import Fault, parse_faults
 
 def test_conditions_are_read():
     text = "exit@step=20,incarnation=1; slow@step=*,seconds=0.2;exit@publish,messages=0,once ;exit@load,share=0.5"
-    assert parse_faults(text) == [
+    assert parse_faults(text, "cpu") == [
         Fault("exit@step=20,incarnation=1", "exit", step=20, incarnation=1),
         Fault("slow@step=*,seconds=0.2", "slow", seconds=0.2),
         Fault("exit@publish,messages=0,once", "exit", "publish", messages=0, once=True),
         Fault("exit@load,share=0.5", "exit", "load", share=0.5),
     ]
-    assert parse_faults("") == []
+    assert parse_faults("", "cpu") == []
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,19 @@ def test_what_is_not_of_the_grammar_is_refused_when_the_options_are_made(text, m
     assert text.strip() in str(caught.value)
 
 
+@pytest.mark.parametrize("action", ["device_oom", "illegal_access", "device_assert"])
+def test_a_fault_of_a_device_is_refused_where_there_is_none_as_soon_as_that_is_known(action):
+    text = f"slow@step=1; {action}@step=2"
+    for refuse in (lambda: EngineArgs(fault_injection=text, device="cpu"), lambda: Core(text)):
+        with pytest.raises(ValueError, match=rf"^fault_injection: {action} in '{action}@step=2' .*set device='cuda'"):
+            refuse()
+    EngineArgs(fault_injection=text)  # the core finds out which device there is
+
+
 class Core:
     """What the hooks are installed in: two requests, "alpha" in decode and "beta" at the second half of its prompt."""
 
-    def __init__(self, text, incarnation=1, folder=None):
+    def __init__(self, text, incarnation=1, folder=None, device="cpu"):
         self.batch = Batch(4, 16, 4, [])
         for slot, (name, known, computed) in enumerate((("alpha", [1, 2, 3, 4], 3), ("beta", [5, 6, 7, 8], 2))):
             request = Request(
@@ -69,7 +79,7 @@ class Core:
         self._model = lambda *_: torch.ones(3, 2)
         liveness = SimpleNamespace(fault_injection=text)
         launch = SimpleNamespace(
-            config=SimpleNamespace(liveness_config=liveness),
+            config=SimpleNamespace(liveness_config=liveness, device_config=SimpleNamespace(device=device)),
             incarnation=incarnation,
             runtime_dir=None if folder is None else str(folder),
         )
@@ -136,6 +146,24 @@ def test_a_fault_that_strikes_once_spares_the_later_incarnations(tmp_path):
     assert Core(text, 1, tmp_path).steps_until_it_strikes() == 2
     assert Core(text, 2, tmp_path).steps_until_it_strikes() == 4
     assert Core(text, 3, tmp_path).steps_until_it_strikes() is None
+
+
+@pytest.mark.parametrize(
+    ("action", "strike"),
+    [
+        ("device_oom", "run_out_of_memory"),
+        ("illegal_access", "access_illegally"),
+        ("device_assert", "fail_an_assertion"),
+    ],
+)
+def test_a_fault_of_the_device_comes_before_what_the_step_launches(monkeypatch, action, strike):
+    core = Core(f"{action}@step=2", device="cuda")
+    monkeypatch.setattr(device_faults, strike, lambda: done.append(action))
+    core._model = lambda *_: done.append("step") or torch.ones(3, 2)
+    done = []
+    core.run()
+    core.run()
+    assert done == ["step", action, "step"]
 
 
 def test_nan_reaches_the_tokens_of_the_request_alone():

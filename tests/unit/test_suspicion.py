@@ -24,7 +24,8 @@ class Book:
 
     def die(self, *slots, outside=False, others=0):
         """A core dies with these slots in its step, and so many of other clients; the id of the culprit."""
-        had = {slot: len(self.live[slot][1].token_ids) + self.unsent for slot in slots}
+        in_step = (answer for _, answer in self.live if answer.slot in slots)
+        had = {answer.slot: len(answer.token_ids) + self.unsent for answer in in_step}
         death = Death("cause", had, len(slots) + others, outside)
         culprit = self.suspicion.note(death, self.live)
         return culprit and culprit.request_id
@@ -33,7 +34,7 @@ class Book:
         self.live[slot][1].take_in(5, len(self.live[slot][1].token_ids))
 
     def suspects(self):
-        return [slot for slot, (_, answer) in enumerate(self.live) if self.suspicion.suspect_until(answer)]
+        return [answer.slot for _, answer in self.live if self.suspicion.suspect_until(answer)]
 
 
 def test_all_who_were_in_the_step_are_suspects_until_they_get_a_token():
@@ -107,3 +108,17 @@ def test_what_a_core_had_not_sent_yet_is_passed_again_alone():
     assert book.suspects() == []
     book.unsent = 0
     assert book.die(0) is None, "it has got beyond where it was"
+
+
+def test_where_no_request_can_be_computed_each_costs_two_deaths_and_no_more():
+    book = Book(*[1] * 5)
+    num_deaths = 0
+    while book.live:
+        suspects = book.suspects()
+        slots = suspects[:1] or [answer.slot for _, answer in book.live]
+        culprit = book.die(*slots)
+        num_deaths += 1
+        if culprit is not None:
+            book.live = [(stream, answer) for stream, answer in book.live if stream.request_id != culprit]
+        assert num_deaths <= 2 * 5
+    assert num_deaths == 2 * 5

@@ -1,0 +1,190 @@
+"""Which implementation computes attention, and how FlashAttention is called, by stand-ins of its own signatures."""
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+import torch
+from flash_stand_ins import flash_attn_varlen_func, flash_attn_with_kvcache, module
+from paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from torch import Tensor
+
+from vllm_mp.kernels import attention_backends, flash, ops, reference
+from vllm_mp.kernels.attention_backends import Case, choose
+from vllm_mp.kernels.cpu.library import VARIABLE, library
+from vllm_mp.kernels.triton import available
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+HEADS = [((2, 64), (2, 64))]
+CASE = Case(CUDA, torch.bfloat16, "auto", 16, HEADS)
+BLOCKS_OF_256 = CASE._replace(block_size=256)
+THREE, TWO = (9, 0), (8, 6)
+"""Compute capabilities for which there are the versions 3 and 2."""
+
+
+class Machine:
+    """A machine without any FlashAttention, and with a GPU of compute capability 9.0, until told otherwise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        for name in ("flash_attn_interface", "flash_attn"):
+            monkeypatch.setitem(sys.modules, name, None)
+        self.has(THREE)
+
+    def has(self, capability: tuple[int, int]) -> None:
+        self._monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    def install(self, name: str, **functions: Any) -> None:
+        self._monkeypatch.setitem(sys.modules, name, module(name, **functions))
+
+    def install_both(self) -> None:
+        self.install("flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache)
+        self.install("flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    caches = (available.operations, library)
+    for cache in caches:
+        cache.cache_clear()
+    yield Machine(monkeypatch)
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("version", [THREE, TWO], ids=["3", "2"])
+@pytest.mark.parametrize("rows", [DECODES_RAGGED, PREFILLS, MIXED], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (None, 3.0), (20, 3.0)])
+def test_flash_attention_computes_what_is_defined(
+    machine: Machine, version: Any, rows: Any, heads: int, kv_heads: int, window: int | None, soft_cap: float | None
+) -> None:
+    machine.install_both()
+    machine.has(version)
+    batch = PagedBatch(rows, heads, kv_heads, 16, 256 if version == TWO else 16)
+    chosen = choose("flash_attn", CASE if version == THREE else BLOCKS_OF_256)
+    assert chosen.name == "flash_attn"
+    metadata = batch.metadata._replace(attend=chosen.attend)
+    got = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, metadata, 0.2, window, soft_cap)
+    torch.testing.assert_close(got, batch.expected(0.2, window, soft_cap), atol=2e-5, rtol=1e-4)
+
+
+def test_prefills_alone_are_given_to_it_and_decodes_and_what_isolates_to_the_usual_kernels(machine: Machine) -> None:
+    batch = PagedBatch(MIXED, 4, 2, 16, 16)
+    called: list[Any] = []
+
+    def prefills(asked: flash.Prefills) -> Tensor:
+        called.append(("flash", len(asked.q), asked.query_start.tolist(), asked.max_query_len, asked.max_seq_len))
+        return torch.zeros_like(asked.q)
+
+    def usual(q: Tensor, *inputs: Any) -> Tensor:
+        metadata = inputs[2]
+        assert metadata.attend is None, "it would be asked again"
+        called.append(("usual", len(q), metadata.query_lens, metadata.host_seq_lens, metadata.max_seq_len))
+        return reference.paged_attention(q, *inputs)
+
+    def attend(**changes: Any) -> Tensor:
+        called.clear()
+        metadata = batch.metadata._replace(**changes)
+        return flash.paged_attention(prefills, usual, batch.q, batch.k_cache, batch.v_cache, metadata, 0.2)
+
+    decoded = attend()[:2]
+    torch.testing.assert_close(decoded, batch.expected(0.2, None, None)[:2], atol=2e-5, rtol=1e-4)
+    assert called == [("flash", 10, [0, 7, 10], 7, 50), ("usual", 2, [1, 1], [40, 2], 40)]
+    attend(isolates=True)
+    assert called == [("usual", 12, [1, 1, 7, 3], [40, 2, 7, 50], 50)]
+
+
+def test_the_first_that_serves_is_chosen(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("auto", CASE).name == "triton"
+    machine.install_both()
+    assert choose("auto", CASE).name == "flash_attn"
+    assert choose("auto", CASE._replace(kv_shapes=[])).name == "torch"
+    assert choose("auto", CASE._replace(dtype=torch.float32)).name == "triton"
+    monkeypatch.setattr(attention_backends.triton, "operations", lambda _: None)
+    assert choose("auto", CASE._replace(dtype=torch.float32)).name == "torch"
+
+
+def test_on_a_cpu_it_is_cpp_where_that_is_built_and_the_definition_elsewhere(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASE._replace(device=CPU)
+    expected = "cpu" if library() else "torch"
+    assert choose("auto", case).name == expected
+    assert choose("auto", case._replace(dtype=torch.float16)).name == "torch"
+    assert choose(expected, case).name == expected, "what was chosen may be asked for"
+    library.cache_clear()
+    monkeypatch.setenv(VARIABLE, "none")
+    assert choose("auto", case).name == choose("torch", case).name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "words"),
+    [
+        ("flash_attn", CASE._replace(device=CPU), "CUDA device, .*set device='cuda'"),
+        ("flash_attn", CASE._replace(dtype=torch.float32), "float32; set dtype='bfloat16'"),
+        ("flash_attn", CASE._replace(cache_dtype="fp8"), "kv_cache_dtype='fp8'; set that to 'auto'"),
+        ("flash_attn", CASE._replace(kv_shapes=[]), "encoder"),
+        ("flash_attn", CASE._replace(kv_shapes=[*HEADS, ((2, 192), (2, 128))]), "192 of keys and 128 of values"),
+        ("flash_attn", CASE._replace(kv_shapes=[((2, 512), (2, 512))]), "up to 256, .*512 of keys"),
+        ("flash_attn", CASE, r"FlashAttention-3 is not installed \(module flash_attn_interface\); Flash.*-2 is not"),
+        ("triton", CASE._replace(device=CPU), "set device='cuda'"),
+        ("triton", CASE._replace(kv_shapes=[]), "encoder"),
+        ("cpu", CASE, "for CPUs"),
+    ],
+)
+def test_what_does_not_serve_is_refused_by_name_with_the_remedy(
+    machine: Machine, name: str, case: Case, words: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^attention_backend='{name}': .*{words}.*; or leave it 'auto'$"):
+        choose(name, case)
+
+
+@pytest.mark.skipif(library() is None, reason="there are no C++ kernels here")
+def test_the_definition_is_refused_where_cpp_computes_whole_layers(machine: Machine) -> None:
+    with pytest.raises(ValueError, match=f"^attention_backend='torch': .*set {VARIABLE}=none"):
+        choose("torch", CASE._replace(device=CPU))
+
+
+def _old_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("capability", "functions", "block_size", "words"),
+    [
+        ((7, 5), {"flash_attn_varlen_func": flash_attn_varlen_func}, 256, "needs compute capability 8.0, .* has 7.5"),
+        (TWO, {"flash_attn_varlen_func": flash_attn_varlen_func}, 16, "multiple of 256 tokens; set block_size=256"),
+        (TWO, {"flash_attn_varlen_func": _old_varlen}, 256, "too old: .* lacks block_table, softcap, window_size"),
+        (TWO, {}, 256, "cannot be imported: .*no attribute 'flash_attn_varlen_func'.*built for torch"),
+    ],
+    ids=["capability", "blocks", "old", "broken"],
+)
+def test_what_is_installed_and_of_no_use_is_refused_and_by_itself_passed_over_with_a_warning(
+    machine: Machine,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    functions: dict[str, Any],
+    block_size: int,
+    words: str,
+) -> None:
+    machine.install("flash_attn", **functions)
+    machine.has(capability)
+    case = CASE._replace(block_size=block_size)
+    with pytest.raises(ValueError, match=rf"^attention_backend='flash_attn': .*{words}"):
+        choose("flash_attn", case)
+    with caplog.at_level(logging.WARNING):
+        assert choose("auto", case).name == "triton"
+    (warning,) = caplog.records
+    assert "FlashAttention is installed and does not serve" in warning.getMessage()
+
+
+def test_what_does_not_isolate_says_so_and_only_what_reads_nothing_on_the_host_is_captured(machine: Machine) -> None:
+    machine.install_both()
+    caches = (torch.empty(1, 16, 2, 64), torch.empty(1, 16, 2, 64))
+    for name, captures in (("flash_attn", True), ("triton", True), ("torch", False)):
+        chosen = choose(name, CASE)
+        assert chosen.captures == captures
+        assert chosen.isolates(*caches) == (chosen.attend is None and ops.isolates(*caches))
+    assert choose("flash_attn", CASE).attend is not None
