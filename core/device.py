@@ -1,6 +1,7 @@
 """What the core runs on: device, type of weights, threads and memory for the cache."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,11 @@ import torch
 from vllm_mp.config import VllmConfig
 from vllm_mp.kernels import attention_backends
 
+logger = logging.getLogger(__name__)
+
 _CPU_CACHE_LIMIT = 4 * 2**30
 _STEP_TOKENS, _CPU_STEP_TOKENS = 2048, 512
+_FLOAT8_CAPABILITY = (8, 9)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -40,6 +44,26 @@ def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
         else:
             model.dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
     return _DTYPES[model.dtype]
+
+
+def check_float8(config: VllmConfig, device: torch.device) -> None:
+    """Raises ValueError where 8-bit floats are asked for and the device has none; a CPU computes them, slowly."""
+    model = config.model_config
+    wanted = [f"the weights of {model.model} (FP8)"] if model.quantization == "fp8" else []
+    if config.cache_config.cache_dtype == "fp8":
+        wanted.append("kv_cache_dtype='fp8'")
+    if not wanted:
+        return
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FLOAT8_CAPABILITY:
+            raise ValueError(
+                f"{' and '.join(wanted)}: 8-bit floats need a GPU of compute capability 8.9 or above, and "
+                f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; leave out the option, or "
+                "use the model in bfloat16"
+            )
+    else:
+        logger.warning("%s: 8-bit floats are computed one by one on a CPU, which is slow", " and ".join(wanted))
 
 
 def choose_step_size(config: VllmConfig, device: torch.device) -> None:

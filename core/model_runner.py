@@ -69,9 +69,9 @@ class ModelRunner:
         """
         self._config = config
         self._device = device
-        self._dtype = dtype
+        self._cache_dtype = ops.FLOAT8 if config.cache_config.cache_dtype == "fp8" else dtype
         model_config = config.model_config
-        self._model: Any = load_model(model_config, dtype, device, progress)
+        self._model: Any = load_model(model_config, dtype, device, progress, self._cache_dtype)
         self._attention = choose_attention(config, device, dtype, self._model.kv_shapes)
         self._beat = beat
         self._latest: Tensor | None = None
@@ -211,14 +211,14 @@ class ModelRunner:
         block_size = self._config.cache_config.block_size
 
         def cache(shape: tuple[int, int]) -> Tensor:
-            return torch.empty((num_blocks, block_size, *shape), dtype=self._dtype, device=self._device)
+            return torch.empty((num_blocks, block_size, *shape), dtype=self._cache_dtype, device=self._device)
 
         return [(cache(keys), cache(values)) for keys, values in self._model.kv_shapes]
 
     def _token_bytes(self) -> int:
         """Bytes of KV cache that one token takes over all layers."""
         elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
-        return self._dtype.itemsize * elements
+        return self._cache_dtype.itemsize * elements
 
     def _profile(self) -> int:
         """Run the largest prefill, a decode and the largest draw once; the bytes that graphs will take.

@@ -115,6 +115,7 @@ def _load(
     started = time.monotonic()
     # Torch takes a second or more to import: after the address is known to be good, so that a bad one costs nothing.
     from vllm_mp.core.device import (
+        check_float8,
         choose_device,
         choose_dtype,
         choose_overlap,
@@ -130,6 +131,7 @@ def _load(
     gc.enable()
     config = launch.config
     device = choose_device(config)
+    check_float8(config, device)
     dtype = choose_dtype(config, device)
     choose_step_size(config, device)
     choose_overlap(config, device)

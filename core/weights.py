@@ -13,6 +13,7 @@ from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
 from vllm_mp.core.models.loading import CheckpointMismatchError
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_MAX
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -23,19 +24,24 @@ DUMMY_STD: Final = 0.02
 
 
 def load_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None] | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None] | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """The model of `config` with its weights: a native one where there is one, or else transformers' own.
 
-    `progress` is called with the fraction done. Raises ValueError naming what is wrong with the checkpoint, or
-    why its architecture or its quantization cannot run.
+    It is for caches of `cache_dtype`, by default `dtype`. `progress` is called with the fraction done. Raises
+    ValueError naming what is wrong with the checkpoint, or why its architecture or its quantization cannot run.
     """
     arch = config.architecture
     if isinstance(arch, NativeArchitecture):
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.seed, progress)
         native = cast("NativeModel", model)
-        native.pack(config.quantization)
+        # In 8-bit floats weights are from the start.
+        native.pack(None if config.quantization == "fp8" else config.quantization, cache_dtype or dtype)
         return native
     # Imported here, because native models come up without the seconds that transformers takes.
     from vllm_mp.core.models import transformers_backend
@@ -74,15 +80,26 @@ def load_weights(
 
 @torch.no_grad()
 def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Random weights of standard deviation 0.02 and norms of one, the same for the same seed and model."""
+    """Random weights of standard deviation 0.02 and norms of one, the same for the same seed and model.
+
+    Those in 8-bit floats all have the same scale.
+    """
     generator = torch.Generator().manual_seed(seed)
-    sequence = torch.randn(DUMMY_PERIOD, generator=generator) * DUMMY_STD
+    drawn = torch.randn(DUMMY_PERIOD, generator=generator) * DUMMY_STD
+    float8_scale = float(drawn.abs().max()) / FLOAT8_MAX
+    sequences: dict[torch.dtype, Tensor] = {}
     at = 0
     for name, parameter in model.named_parameters():
+        if name.endswith(".weight_scale"):
+            parameter.fill_(float8_scale)
+            continue
         if parameter.dim() == 1 and not name.endswith("bias"):
             parameter.fill_(1.0)
             continue
-        sequence = sequence.to(parameter)
+        if parameter.dtype not in sequences:
+            of_dtype = drawn / float8_scale if parameter.dtype == FLOAT8 else drawn
+            sequences[parameter.dtype] = of_dtype.to(parameter)
+        sequence = sequences[parameter.dtype]
         # Drawing each number would take a minute a billion; one stretch of them repeats instead.
         flat = parameter.view(-1)
         filled = 0

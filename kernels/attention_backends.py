@@ -40,7 +40,7 @@ class Case(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     cache_dtype: str
-    """"auto" for that of the model."""
+    """"auto" for that of the model, or "fp8"."""
     block_size: int
     kv_shapes: KVShapes
     """Empty for an encoder, which has no cache."""
@@ -96,7 +96,9 @@ def _triton(case: Case) -> Backend:
 
 def _cpu(case: Case) -> Backend:
     if not _has_cpp(case):
-        raise LookupError("the C++ kernels are for CPUs, where they have been built, with float32 and bfloat16")
+        raise LookupError(
+            "the C++ kernels are for CPUs, where they have been built, with float32 or bfloat16 in the cache too"
+        )
     return Backend(CPU)
 
 
@@ -107,7 +109,8 @@ def _torch(case: Case) -> Backend:
 
 
 def _has_cpp(case: Case) -> bool:
-    return case.device.type == "cpu" and case.dtype in DTYPES and bool(case.kv_shapes) and library() is not None
+    has_types = case.dtype in DTYPES and case.cache_dtype == AUTO
+    return case.device.type == "cpu" and has_types and bool(case.kv_shapes) and library() is not None
 
 
 def _name(dtype: torch.dtype) -> str:

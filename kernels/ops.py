@@ -18,11 +18,13 @@ from vllm_mp.kernels.cpu import attention as cpu_attention
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
-from vllm_mp.kernels.reference import NO_PLACE, AttentionMetadata, encoder_attention
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, NO_PLACE, AttentionMetadata, encoder_attention
 from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
     "ACTIVATIONS",
+    "FLOAT8",
+    "FLOAT8_GROUP",
     "NO_PLACE",
     "AttentionMetadata",
     "LayerWeights",
@@ -31,6 +33,7 @@ __all__ = [
     "argmax",
     "can_capture",
     "encoder_attention",
+    "fp8_linear",
     "fuse_decoder",
     "gelu",
     "gelu_tanh",
@@ -38,6 +41,7 @@ __all__ = [
     "layer_norm",
     "pack_linear",
     "paged_attention",
+    "quantize_rows",
     "rms_norm",
     "rotary",
     "rotary_write_kv",
@@ -157,6 +161,18 @@ def sample(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, to
     """See `reference.sample`."""
     tokens: Tensor = _operations(logits).sample(logits, temperature, min_p, top_k, top_p, uniform)
     return tokens
+
+
+def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """See `reference.quantize_rows`."""
+    quantized: tuple[Tensor, Tensor] = _operations(x).quantize_rows(x, num_groups)
+    return quantized
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `reference.fp8_linear`."""
+    product: Tensor = _operations(x).fp8_linear(x, weight, scale, bias)
+    return product
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear | None:

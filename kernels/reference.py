@@ -18,6 +18,13 @@ MAX_MASK_ELEMENTS = 1 << 24
 
 NO_PLACE = -1
 
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
+FLOAT8_GROUP = 128
+"""Inputs of a projection that share a scale, where there is more than one for a row."""
+LEAST_HIGHEST = 1e-10
+"""Stands for the highest magnitude of a group in which everything is smaller, as in one of zeros."""
+
 _STRETCH = 256
 
 
@@ -90,11 +97,13 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Store the keys and values of the new tokens in their cache slots, in place.
 
     `k`, `v` [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] of
-    the same dtype, contiguous; `slot_mapping` int64 [num_tokens], distinct and in range. The head_dim of
-    values may be another than that of keys.
+    the same dtype or, for `to_float8`, in `FLOAT8`, contiguous; `slot_mapping` int64 [num_tokens], distinct and
+    in range. The head_dim of values may be another than that of keys.
     """
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        if cache.dtype == FLOAT8:
+            new, cache = to_float8(new).view(torch.uint8), cache.view(torch.uint8)
+        cache.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new)
 
 
 def rotary_write_kv(
@@ -124,7 +133,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each row's query tokens over its whole context (PagedAttention, Kwon et al. 2023).
 
-    `q` [num_tokens, num_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] in which
+    `q` [num_tokens, num_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] of the dtype of
+    `q`, or in `FLOAT8` and then brought to it, in which
     the new tokens of all rows are written already, as a row may read what another row of the step wrote;
     query head h reads KV head h // (num_heads / num_kv_heads). The query at position p sees the keys in
     (p - sliding_window, p]. With `soft_cap` the scaled scores become soft_cap * tanh(score / soft_cap) before
@@ -182,6 +192,51 @@ def encoder_attention(q: Tensor, k: Tensor, v: Tensor, row_lens: Sequence[int], 
         out[row] = _attend(one_q, one_k, one_v, None, False, scale, None).squeeze(0).transpose(0, 1)
         first += count
     return out
+
+
+def to_float8(x: Tensor) -> Tensor:
+    """`x` in `FLOAT8`, rounded to the nearest (the even one of two) and saturated: what is infinite becomes 448.
+
+    A NaN stays one.
+    """
+    return x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+
+
+def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """The rows of `x` [n, inputs] in `FLOAT8` [n, inputs], and what these are to be multiplied with.
+
+    The scales are float32 [n, num_groups], of each row or, for num_groups = ceil(inputs / 128), of each group of 128 of
+    its elements: what brings the highest magnitude of the group to 448. A row that is not finite has a NaN in it.
+    """
+    rows, inputs = x.shape
+    size = inputs if num_groups == 1 else FLOAT8_GROUP
+    groups = F.pad(x.float(), (0, num_groups * size - inputs)).view(rows, num_groups, size)
+    scale = groups.abs().amax(-1).clamp(min=LEAST_HIGHEST) / FLOAT8_MAX
+    quantized = to_float8(groups / scale.unsqueeze(-1)).view(rows, num_groups * size)[:, :inputs]
+    return quantized.contiguous(), scale
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ (weight * scale).T + bias`, of `x` what `quantize_rows` leaves of it; the sums are float32.
+
+    `x` [..., inputs]; `weight` `FLOAT8` [outputs, inputs], contiguous; `bias` [outputs] or None; the result is
+    [..., outputs] in the dtype of `x`. `scale` float32 [outputs / r, groups] has a row for each r outputs and a column
+    for all inputs or, with groups = ceil(inputs / 128), for each 128; `x` has as many scales a row.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    product = _scaled(*quantize_rows(rows, scale.shape[1])) @ _scaled(weight, scale).T
+    if bias is not None:
+        product += bias.float()
+    return product.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def _scaled(quantized: Tensor, scale: Tensor) -> Tensor:
+    """Float32 [n, inputs] of `FLOAT8` [n, inputs] and its scales [n / r, groups]."""
+    rows, inputs = quantized.shape
+    each = scale.repeat_interleave(rows // max(1, len(scale)), 0)
+    if scale.shape[1] > 1:
+        each = each.repeat_interleave(FLOAT8_GROUP, 1)[:, :inputs]
+    return quantized.float() * each
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -265,8 +320,8 @@ def _decode(
     if rows == 1:
         context = metadata.host_seq_lens[first]
         begin = max(0, context - window) if window else 0
-        k = _row_context(k_cache, metadata.block_table[first], begin, context).unsqueeze(0)
-        v = _row_context(v_cache, metadata.block_table[first], begin, context).unsqueeze(0)
+        k = _row_context(k_cache, metadata.block_table[first], begin, context, q.dtype).unsqueeze(0)
+        v = _row_context(v_cache, metadata.block_table[first], begin, context, q.dtype).unsqueeze(0)
     else:
         block_size = k_cache.shape[1]
         lens = metadata.seq_lens[first:last].unsqueeze(1)
@@ -283,8 +338,8 @@ def _decode(
         block = position // block_size
         slots = metadata.block_table[first:last].gather(1, block.long()) * block_size + position % block_size
         flat = slots.view(-1)
-        k = k_cache.view(-1, num_kv_heads, head_dim).index_select(0, flat).view(rows, longest, -1, head_dim)
-        v = v_cache.view(-1, num_kv_heads, value_dim).index_select(0, flat).view(rows, longest, -1, value_dim)
+        k = _select(k_cache.flatten(0, 1), flat, q.dtype).view(rows, longest, -1, head_dim)
+        v = _select(v_cache.flatten(0, 1), flat, q.dtype).view(rows, longest, -1, value_dim)
     # With one position there is no order among queries: the heads that share a KV head take the query axis.
     grouped = q.view(rows, num_kv_heads, -1, head_dim)
     attended = _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, False, scale, soft_cap)
@@ -304,8 +359,8 @@ def _prefill(
     """Attention of one row's queries from position `start` on; `q` and result [n, num_heads, head_dim]."""
     stop = start + q.shape[0]
     begin = max(0, start - window + 1) if window else 0
-    k = _row_context(k_cache, blocks, begin, stop).transpose(0, 1).unsqueeze(0)
-    v = _row_context(v_cache, blocks, begin, stop).transpose(0, 1).unsqueeze(0)
+    k = _row_context(k_cache, blocks, begin, stop, q.dtype).transpose(0, 1).unsqueeze(0)
+    v = _row_context(v_cache, blocks, begin, stop, q.dtype).transpose(0, 1).unsqueeze(0)
     causal_only = start == 0 and soft_cap is None and (window is None or window >= stop)
     mask = None
     if not causal_only:
@@ -320,15 +375,23 @@ def _prefill(
 
 def _num_finite(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> int:
     """How many of the tokens at `slots` [n] come before the first that is not finite."""
-    finite = [cache.flatten(0, 1).index_select(0, slots).isfinite().flatten(1).all(1) for cache in (k_cache, v_cache)]
+    new = (_select(cache.flatten(0, 1), slots, torch.float32) for cache in (k_cache, v_cache))
+    finite = [one.isfinite().flatten(1).all(1) for one in new]
     return int((finite[0] & finite[1]).cumprod(0).sum())
 
 
-def _row_context(cache: Tensor, blocks: Tensor, begin: int, stop: int) -> Tensor:
-    """The slots of positions `[begin, stop)` of one row, in order: [stop - begin, num_kv_heads, head_dim]."""
+def _select(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """`cache[index]` in `dtype`."""
+    if cache.dtype == FLOAT8:
+        return cache.view(torch.uint8).index_select(0, index).view(FLOAT8).to(dtype)
+    return cache.index_select(0, index).to(dtype)
+
+
+def _row_context(cache: Tensor, blocks: Tensor, begin: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """The slots of positions `[begin, stop)` of one row, in order: `dtype` [stop - begin, num_kv_heads, head_dim]."""
     block_size = cache.shape[1]
     first_block = begin // block_size
-    gathered = cache.index_select(0, blocks[first_block : -(-stop // block_size)])
+    gathered = _select(cache, blocks[first_block : -(-stop // block_size)], dtype)
     offset = first_block * block_size
     return gathered.view(-1, *cache.shape[2:])[begin - offset : stop - offset]
 

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that need not be there; run as a program.
 
-Prints a JSON list of [major, minor, kernel, bytes of shared memory] for two compute capabilities. The launches are
+Prints a JSON list of [major, minor, kernel, bytes of shared memory] for some compute capabilities. The launches are
 those that the operations make for a step of a model: they are taken down instead of being run, so the interpreter
 must be off.
 """
@@ -15,13 +15,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
 
 TABLES = {(9, 0): launch._HOPPER, (8, 6): launch._SMALL}
+FLOAT8_TABLES = {(9, 0): launch._HOPPER, (8, 9): launch._SMALL}
+"""Of GPUs that have 8-bit floats."""
 NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    FLOAT8: "fp8e4nv",
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -81,27 +85,55 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
     operations.sample(logits, column, column, column.long(), column, column.double())
 
 
-def attend(dtype: torch.dtype, key_dim: int, value_dim: int, window: int | None, soft_cap: float | None) -> None:
+def call_float8(dtype: torch.dtype) -> None:
+    """The operations with 8-bit floats, in the shapes of a model, and with sizes that fill no tile."""
+    for outputs, inputs, groups, counts in ((4096, 4096, 32, (1, 40, 2048)), (200, 300, 1, (1, 2048))):
+        weight, bias = torch.empty(outputs, inputs, dtype=FLOAT8), torch.ones(outputs, dtype=dtype)
+        scale = torch.ones(outputs if groups == 1 else outputs // 128, groups)
+        for rows in counts:
+            operations.fp8_linear(torch.ones(rows, inputs, dtype=dtype), weight, scale, bias)
+    q, k, v = torch.ones(8, 48, 128, dtype=dtype).split((32, 8, 8), 1)
+    caches = torch.empty(2, 4, 16, 8, 128, dtype=FLOAT8).unbind()
+    positions, table = torch.zeros(8, dtype=torch.int64), torch.ones(64, 128, dtype=dtype)
+    operations.write_kv(k, v, *caches, positions)
+    operations.rotary_write_kv(q, k, v, positions, table, *caches, positions)
+    attend(dtype, 128, 128, None, None, FLOAT8)
+
+
+def attend(
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    window: int | None,
+    soft_cap: float | None,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
     batch = PagedBatch(MIXED, 8, 2, key_dim, 16, value_dim)
-    q, k_cache, v_cache = (tensor.to(dtype) for tensor in (batch.q, batch.k_cache, batch.v_cache))
+    q, k_cache, v_cache = batch.q.to(dtype), *(x.to(cache_dtype or dtype) for x in (batch.k_cache, batch.v_cache))
     for splits in (1, 8):
         metadata = batch.metadata._replace(decode_splits=splits)
         operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
 
 
+def call_floats() -> None:
+    call_all(torch.bfloat16, 32, 8, 128)
+    attend(torch.bfloat16, 64, 64, None, None)
+    attend(torch.bfloat16, 128, 128, 512, 30.0)
+    attend(torch.float16, 192, 128, None, None)
+    attend(torch.bfloat16, 256, 256, None, None)
+    attend(torch.float32, 128, 128, None, None)
+
+
 def main() -> None:
     found = []
-    for capability, table in TABLES.items():
-        compiler = Compiler(capability)
-        JITFunction.run = lambda kernel, *args, compiler=compiler, **named: compiler.run(kernel, *args, **named)
-        launch._table = lambda *_, table=table: table
-        call_all(torch.bfloat16, 32, 8, 128)
-        attend(torch.bfloat16, 64, 64, None, None)
-        attend(torch.bfloat16, 128, 128, 512, 30.0)
-        attend(torch.float16, 192, 128, None, None)
-        attend(torch.bfloat16, 256, 256, None, None)
-        attend(torch.float32, 128, 128, None, None)
-        found += [[*capability, key[0], shared] for key, shared in compiler.shared.items()]
+    for tables, call in ((TABLES, call_floats), (FLOAT8_TABLES, lambda: call_float8(torch.bfloat16))):
+        for capability, table in tables.items():
+            compiler = Compiler(capability)
+            JITFunction.run = lambda kernel, *args, compiler=compiler, **named: compiler.run(kernel, *args, **named)
+            launch._table = lambda *_, table=table: table
+            launch._num_processors = lambda *_: 132
+            call()
+            found += [[*capability, key[0], shared] for key, shared in compiler.shared.items()]
     print(json.dumps(found))
 
 

@@ -14,10 +14,15 @@ from paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from torch import Tensor
 
 from vllm_mp.kernels import reference
+from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else GPU_DEVICE
+FLOAT8_HERE = pytest.mark.skipif(
+    not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="this GPU has no 8-bit floats",
+)
 
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2 if INTERPRETED else 8e-3}
 """Of the largest value, between a result and the same in float32 of the same inputs.
@@ -99,6 +104,19 @@ def test_attention_is_as_exact_as_its_dtype(dtype: torch.dtype, rows: Any, head_
     assert_near(got, attend_by_definition(batch, 0.125, window, soft_cap), dtype)
 
 
+@FLOAT8_HERE
+@pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
+@pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (80, 20, 3.0)])
+def test_attention_over_a_cache_in_8_bit_floats(rows: Any, head_dim: int, window: Any, soft_cap: Any) -> None:
+    batch = PagedBatch(rows, 6, 2, head_dim, 16)
+    batch.round_to(SWEPT)
+    batch.k_cache, batch.v_cache = (reference.to_float8(cache) for cache in (batch.k_cache, batch.v_cache))
+    q, k_cache, v_cache = at(DEVICE, batch.q.to(SWEPT), batch.k_cache, batch.v_cache)
+    got = operations.paged_attention(q, k_cache, v_cache, *at(DEVICE, batch.metadata), 0.125, window, soft_cap)
+    assert got.dtype == SWEPT
+    assert_near(got, attend_by_definition(batch, 0.125, window, soft_cap), SWEPT)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_decode_is_the_same_in_any_number_of_parts(splits: int, window: int | None) -> None:
@@ -153,6 +171,22 @@ def test_what_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
     got = attend(batch, torch.float32, 0.125, window, soft_cap).cpu()
     assert torch.equal(got.isfinite().all(-1), finite)
     assert_near(got[finite], expected[finite], torch.float32)
+
+
+@FLOAT8_HERE
+def test_a_value_in_8_bits_that_is_none_reaches_the_queries_that_see_it_and_no_others() -> None:
+    batch = PagedBatch([(1, 40), (30, 50)], 4, 2, 32, 16)
+    batch.round_to(SWEPT)
+    batch.k_cache, batch.v_cache = (reference.to_float8(cache) for cache in (batch.k_cache, batch.v_cache))
+    batch.v_cache.view(torch.uint8).flatten(0, 1)[batch.metadata.slot_mapping[1 + 20], 1, 5] = 0x7F
+    metadata = batch.metadata._replace(isolates=True)
+    expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, metadata, 0.125)
+    inputs = at(DEVICE, batch.q.to(SWEPT), batch.k_cache, batch.v_cache, batch.metadata)
+    got = operations.paged_attention(*inputs, 0.125).cpu()
+    finite = got.isfinite().all(-1)
+    assert torch.equal(finite, expected.isfinite().all(-1))
+    assert (~finite).nonzero().tolist() == [[token, head] for token in range(21, 31) for head in (2, 3)]
+    assert_near(got[finite], expected[finite], SWEPT)
 
 
 def both(operation: str, *inputs: Any) -> "itertools.chain[tuple[Tensor, Tensor]]":
@@ -283,6 +317,93 @@ def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(
     operations.write_kv(*at(DEVICE, k, v), *on_device, slots.to(DEVICE))
     for got, expected in zip(on_device, caches, strict=True):
         assert torch.equal(got.cpu(), expected)
+
+
+def float8_edges() -> Tensor:
+    """Numbers [1, n, 8]: all 8-bit floats, what lies between two of them, beyond the largest, and NaN."""
+    values = torch.arange(127, dtype=torch.uint8).view(FLOAT8).float()
+    between = (values[1:] + values[:-1]) / 2
+    beyond = torch.tensor([463.0, 465.0, 1e9, torch.inf, torch.nan, 2.0**-10, 1.01 * 2.0**-10])
+    edges = torch.cat((values, between, between * 1.004, beyond))
+    edges = torch.cat((edges, -edges))
+    return edges[: len(edges) // 8 * 8].view(1, -1, 8)
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """The bytes of 8-bit floats, of which all NaN are the same."""
+    x = x.cpu()
+    return x.view(torch.uint8).masked_fill(x.float().isnan(), 0x7F)
+
+
+@FLOAT8_HERE
+@DTYPES
+def test_what_is_kept_in_8_bit_floats_is_rounded_and_saturated_as_the_definition_does(dtype: torch.dtype) -> None:
+    heads = float8_edges().to(dtype)
+    caches = torch.zeros(2, 2, 1, *heads.shape[1:]).to(FLOAT8).unbind()
+    on_device = at(DEVICE, *(cache.clone() for cache in caches))
+    slots = torch.tensor([1])
+    reference.write_kv(heads, -heads, *caches, slots)
+    assert caches[0].float().nan_to_num(0).abs().max() == 448
+    operations.write_kv(*at(DEVICE, heads, -heads), *on_device, slots.to(DEVICE))
+    for got, expected in zip(on_device, caches, strict=True):
+        assert torch.equal(as_bits(got), as_bits(expected))
+    table = torch.tensor([[1.0] * 4 + [0.0] * 4]).to(dtype)
+    inputs = (heads, heads, heads, torch.tensor([0]), table)
+    reference.rotary_write_kv(*inputs, *caches, slots)
+    operations.rotary_write_kv(*at(DEVICE, *inputs), *on_device, slots.to(DEVICE))
+    for got, expected in zip(on_device, caches, strict=True):
+        assert torch.equal(as_bits(got), as_bits(expected))
+
+
+def fp8_weights(outputs: int, inputs: int, block_rows: int) -> tuple[Tensor, Tensor]:
+    """Weights in 8-bit floats and their scales: for each output, or for so many outputs and 128 inputs."""
+    groups = -(-inputs // 128) if block_rows else 1
+    weight = reference.to_float8(100 * torch.randn(outputs, inputs))
+    return weight, torch.rand(outputs // (block_rows or 1), groups) + 0.5
+
+
+@FLOAT8_HERE
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "block_rows"),
+    [(1, 40, 128, 0), (3, 33, 70, 0), (17, 64, 300, 0), (1, 256, 384, 128), (5, 96, 300, 32), (19, 7, 130, 1)],
+)
+def test_products_with_8_bit_weights(rows: int, outputs: int, inputs: int, block_rows: int) -> None:
+    x, bias = torch.randn(rows, inputs).to(SWEPT), torch.randn(outputs).to(SWEPT)
+    weight, scale = fp8_weights(outputs, inputs, block_rows)
+    for with_bias in (None, bias):
+        got = operations.fp8_linear(*at(DEVICE, x, weight, scale, with_bias))
+        assert got.dtype == SWEPT
+        expected = reference.fp8_linear(x.float(), weight, scale, with_bias)
+        # Where a quotient lies between two 8-bit floats, its last bit of float32 decides.
+        error = (got.cpu().float() - expected).norm() / expected.norm()
+        assert error < (1e-5 if INTERPRETED else 5e-3)
+
+
+@FLOAT8_HERE
+@DTYPES
+@pytest.mark.parametrize(("inputs", "groups"), [(300, 1), (300, 3), (128, 1)])
+def test_rows_in_8_bit_floats_are_those_of_the_definition(inputs: int, groups: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 2 * inputs) * torch.logspace(-3, 3, 5).unsqueeze(1)).to(dtype)[:, :inputs]
+    x[2] = 0
+    quantized, scale = operations.quantize_rows(x.to(DEVICE), groups)
+    expected, expected_scale = reference.quantize_rows(x, groups)
+    assert_near(scale, expected_scale, torch.float32)
+    assert not quantized[2].float().any()
+    assert (as_bits(quantized) != as_bits(expected)).float().mean() < (1e-3 if INTERPRETED else 1e-2)
+
+
+@FLOAT8_HERE
+@pytest.mark.parametrize("block_rows", [0, 32])
+def test_a_row_that_is_not_finite_has_no_product_and_the_others_theirs(block_rows: int) -> None:
+    x = torch.randn(5, 200)
+    weight, scale = fp8_weights(64, 200, block_rows)
+    expected = reference.fp8_linear(x, weight, scale)
+    x[1, 150], x[3, 7] = torch.nan, torch.inf
+    got = operations.fp8_linear(*at(DEVICE, x, weight, scale)).cpu()
+    assert got[[1, 3]].isnan().all()
+    assert reference.fp8_linear(x, weight, scale)[[1, 3]].isnan().all()
+    assert (got[[0, 2, 4]] - expected[[0, 2, 4]]).norm() < 5e-3 * expected.norm()
+    assert operations.fp8_linear(*at(DEVICE, x[:0], weight, scale)).shape == (0, 64)
 
 
 def test_what_pads_a_batch_is_written_nowhere() -> None:

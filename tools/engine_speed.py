@@ -208,12 +208,14 @@ def step_cost(engine: "AsyncLLM", batch: int, new_tokens: int, context: float) -
     """
     arch = engine.model_config.architecture
     itemsize = 4 if engine.model_config.dtype == "float32" else 2
+    weight_bytes = 1 if engine.model_config.quantization else itemsize
+    cache_bytes = 1 if engine.vllm_config.cache_config.cache_dtype == "fp8" else itemsize
     layer = arch.hidden_size * arch.head_dim * (2 * arch.num_heads + 2 * arch.num_kv_heads)
     layer += 3 * arch.hidden_size * arch.intermediate_size
     body, head = arch.num_layers * layer, arch.vocab_size * arch.hidden_size
     attention = 4 * arch.num_layers * arch.num_heads * arch.head_dim * context
     return Cost(
-        memory_bytes=itemsize * (body + head) + batch * context * arch.kv_bytes_per_token(itemsize),
+        memory_bytes=weight_bytes * body + itemsize * head + batch * context * arch.kv_bytes_per_token(cache_bytes),
         flops=batch * (new_tokens * (2 * body + attention) + 2 * head),
     )
 

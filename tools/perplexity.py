@@ -1,6 +1,7 @@
 """What quantization costs in accuracy: the perplexity of a text under the model as it is and quantized.
 
-The text is read in windows of tokens, each scored by the engine's own log-probabilities of a prompt.
+Of weights by default (`--quantization int8`); with `--kv-cache-dtype fp8` of the cache, or of both. The text is read in
+windows of tokens, each scored by the engine's own log-probabilities of a prompt.
 """
 
 import argparse
@@ -53,15 +54,18 @@ def main() -> int:
     parser.add_argument("--text", type=Path, help="file with the text (part of Python's language reference)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     AsyncEngineArgs.add_cli_args(parser)
-    parser.set_defaults(quantization="int8", disable_log_requests=True)
+    parser.set_defaults(disable_log_requests=True)
     args = parser.parse_args()
+    if args.quantization is None and args.kv_cache_dtype == "auto":
+        args.quantization = "int8"
     quantized = AsyncEngineArgs.from_cli_args(args)
     text = args.text.read_text() if args.text else reference_text()
-    plain, count = measure(dataclasses.replace(quantized, quantization=None), text)
+    plain, count = measure(dataclasses.replace(quantized, quantization=None, kv_cache_dtype="auto"), text)
     reduced, _ = measure(quantized, text)
     figures: dict[str, Any] = {
         "model": quantized.model,
         "quantization": quantized.quantization,
+        "kv_cache_dtype": quantized.kv_cache_dtype,
         "tokens": count,
         "perplexity": plain,
         "perplexity_quantized": reduced,

@@ -22,6 +22,7 @@ import triton
 from attention_steps import BLOCK_SIZE, scattered_step
 from torch import Tensor
 
+from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
 
 Run = Callable[[], Any]
@@ -31,6 +32,9 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "decode": {"KEYS": [32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
     "merge": {"num_warps": [1, 2, 4, 8]},
     "splits": {"PROGRAMS": [1, 2, 3, 4, 6], "TOKENS": [64, 128, 256, 512]},
+    "fp8": {"ROWS": [16, 32, 64, 128], "OUTPUT_TILE": [32, 64, 128], "num_warps": [4, 8], "num_stages": [3, 4, 6]},
+    "fp8_parts": {"PROGRAMS": [1, 2, 3, 4], "TILES": [2, 4, 8]},
+    "fp8_library": {"ROWS": [0, 16, 32, 64, 128]},
     "norm": {"ELEMENTS": [1024, 2048, 4096], "num_warps": [2, 4, 8, 16]},
     "elementwise": {"ELEMENTS": [512, 1024, 2048, 4096], "num_warps": [2, 4, 8]},
     "heads": {"ELEMENTS": [512, 1024, 2048, 4096], "num_warps": [1, 2, 4, 8]},
@@ -46,7 +50,14 @@ def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
     tokens = [4] if quick else [1, 64, 2048]
     if kind in ("prefill", "decode"):
         for rows in _attention_rows(kind, quick):
-            yield _attention(rows, 8, 2, int(details[1]), device)
+            cache_dtype = FLOAT8 if details[0] == "8" else torch.bfloat16
+            yield _attention(rows, 8, 2, int(details[1]), device, cache_dtype)
+    elif kind.startswith("fp8"):
+        # For more rows than torch takes over, weights have scales for blocks.
+        most = int(details[0]) if details else 64
+        for count in [4] if quick else [most // 2, most] if most < 128 else [128, 2048]:
+            for outputs, inputs in [(64, 256)] if quick else [(6144, 4096), (4096, 14_336), (28_672, 4096)]:
+                yield _fp8_product(count, outputs, inputs, most == 128, device)
     elif kind in ("merge", "splits"):
         for rows in _attention_rows("decode", quick):
             yield _attention(rows, 8, 2, 128, device)
@@ -81,11 +92,25 @@ def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).bfloat16()
 
 
-def _attention(rows: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, device: torch.device) -> Run:
+def _fp8_product(rows: int, outputs: int, inputs: int, has_blocks: bool, device: torch.device) -> Run:
+    x, weight = _random((rows, inputs), device), _random((outputs, inputs), device).to(FLOAT8)
+    shape = (outputs // 64, -(-inputs // 128)) if has_blocks else (outputs, 1)
+    scale = torch.ones(shape, device=device)
+    return lambda: operations.fp8_linear(x, weight, scale)
+
+
+def _attention(
+    rows: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> Run:
     metadata, num_blocks = scattered_step(rows, device)
     num_tokens = sum(queries for queries, _ in rows)
     q = _random((num_tokens, heads, head_dim), device)
-    caches = _random((2, num_blocks, BLOCK_SIZE, kv_heads, head_dim), device).unbind()
+    caches = _random((2, num_blocks, BLOCK_SIZE, kv_heads, head_dim), device).to(cache_dtype).unbind()
     return lambda: operations.paged_attention(q, *caches, metadata, head_dim**-0.5)
 
 
@@ -149,8 +174,11 @@ def main() -> None:
     device = torch.empty(0, device=arguments.device).device
     out = arguments.out or launch.tuned_file(torch.cuda.get_device_capability(device))
     tuned: dict[str, launch.Options] = json.loads(out.read_text()) if out.exists() else {}
+    has_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
     for key in list(launch.table(device)):
         kind, *details = key.split("/")
+        if not has_float8 and (kind.startswith("fp8") or "8" in details):
+            continue
         if (arguments.only and kind not in arguments.only) or (kind in ("prefill", "decode") and details[0] == "32"):
             continue
         options, share = best(key, device, arguments.quick)

@@ -20,6 +20,7 @@ from vllm_mp.config_fields import (
     optional_integer,
     shorten,
 )
+from vllm_mp.quantization import Fp8Scales, read_fp8_scales
 from vllm_mp.rope import Rope, read_rope, rope_variants
 
 ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
@@ -45,18 +46,14 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
         The result is a `NativeArchitecture` for a name in `SUPPORTED`; any other is left to transformers'
         own module, which knows whether it can run. Raises ValueError, naming the field, its value and what
-        is allowed, for a quantized checkpoint, a model that is not a decoder over a KV cache alone, and
-        fields that are missing, ill-typed, contradictory or unsupported.
+        is allowed, for a checkpoint quantized in a way that is not supported, a model that is not a decoder
+        over a KV cache alone, and fields that are missing, ill-typed, contradictory or unsupported.
         """
         name = architecture_name(config)
-        if config.get("quantization_config"):
-            quantization = config["quantization_config"]
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise ValueError(
-                f"config field 'quantization_config' (quant_method {method!r}) describes a quantized "
-                "checkpoint, which is not supported; use the same model in float16, bfloat16 or float32"
-            )
-        return _READERS[name](name, config) if name in _READERS else _read_other(name, config)
+        scales = read_fp8_scales(name, config)
+        if name not in _READERS:
+            return _read_other(name, config)
+        return msgspec.structs.replace(_READERS[name](name, config), fp8=scales)
 
 
 class NativeArchitecture(Architecture, frozen=True, kw_only=True):
@@ -86,6 +83,8 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """Rows of an encoder's table of token types, of which the first is taken; 0: there is no table."""
     position_offset: int = 0
     """Rows of the table of learned positions that come before the first position's."""
+    fp8: Fp8Scales | None = None
+    """The scales of the projections' weights where these are kept in 8-bit floats."""
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of KV cache that one token takes over all layers, at `dtype_bytes` an element; 0 for an encoder."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_mp.architecture import Architecture
+from vllm_mp.architecture import Architecture, NativeArchitecture
 from vllm_mp.pooling_config import PoolingConfig
 
 
@@ -33,7 +33,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     dtype: str
     """"auto" until the core has chosen for its device; then "float32", "float16" or "bfloat16"."""
     quantization: str | None = None
-    """"int8", or None for weights of `dtype`."""
+    """"int8", "fp8" (in the checkpoint, or made at load), or None for weights of `dtype`."""
     seed: int
     max_model_len: int
     """Most tokens, prompt and answer together, that one request may have."""
@@ -50,8 +50,11 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What `hf_config` means, in this engine's terms."""
-        return Architecture.from_hf_config(self.hf_config)
+        """What `hf_config` means, in this engine's terms, with what `quantization` makes of the weights."""
+        architecture = Architecture.from_hf_config(self.hf_config)
+        if self.quantization == "fp8" and isinstance(architecture, NativeArchitecture) and architecture.fp8 is None:
+            return msgspec.structs.replace(architecture, fp8="channel")
+        return architecture
 
     @property
     def folder(self) -> Path:
@@ -74,6 +77,7 @@ class CacheConfig(msgspec.Struct, kw_only=True):
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     cache_dtype: str
+    """"fp8", or "auto" for keys and values of the model's dtype."""
     enable_prefix_caching: bool
     num_blocks: int = 0
 

@@ -27,6 +27,7 @@ from vllm_mp.json_file import read_json
 from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
 from vllm_mp.packaged_model import PACKAGED_MODELS
 from vllm_mp.pooling_config import read_max_seq_length, read_pooling_config
+from vllm_mp.quantization import FP8_ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,11 @@ class EngineArgs:
     )
     swap_space: float = _option(0.0, "GiB of host memory for evicted KV blocks", served=False)
     block_size: int = _option(16, "tokens of one KV block", low=1, high=1024)
-    kv_cache_dtype: str = _option("auto", "type of the KV cache; auto: as dtype", served=False)
+    kv_cache_dtype: str = _option(
+        "auto",
+        "type of the KV cache; auto: as dtype; fp8: 8-bit floats (on GPUs from compute capability 8.9 on)",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )
     enable_prefix_caching: bool | None = _option(
         None, "do not compute anew what requests have in common at their beginning (on by default)"
     )
@@ -138,7 +143,10 @@ class EngineArgs:
     max_loras: int = _option(1, "most adapters in one step", low=1, served=False)
     max_lora_rank: int = _option(16, "highest rank of an adapter", low=1, served=False)
     quantization: str | None = _option(
-        None, "int8: weights of 8 bits with a scale for each output, made at load (on CPUs)", choices=("int8",)
+        None,
+        "weights of 8 bits with a scale for each output, made at load; int8: integers (on CPUs), fp8: floats (on GPUs "
+        "from compute capability 8.9 on); a checkpoint in FP8 needs no option",
+        choices=("int8", "fp8"),
     )
     generation_config: str = _option(
         "auto", "where generation_config.json is: auto, the model's folder; vllm, ignore it; or a folder"
@@ -170,6 +178,7 @@ class EngineArgs:
         parse_faults(self.fault_injection, self.device)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
         self.attention_backend = _ATTENTION_BACKENDS.get(self.attention_backend, self.attention_backend)
+        self.kv_cache_dtype = self.kv_cache_dtype.replace("fp8_e4m3", "fp8")
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -281,17 +290,30 @@ class EngineArgs:
         )
 
     def _check_quantization(self, architecture: Architecture) -> str | None:
-        if self.quantization is not None:
-            wanted = f"quantization={self.quantization!r}"
-            if self.device == "cuda":
-                raise ValueError(f"{wanted} is computed on CPUs only, and device='cuda'; leave out one of them")
-            if self.dtype in ("float16", "half"):
-                raise ValueError(f"{wanted} goes with dtype float32 or bfloat16, got {self.dtype!r}")
-            if not isinstance(architecture, NativeArchitecture):
+        """What the weights are quantized by, the checkpoint's own quantization included."""
+        in_checkpoint = architecture.fp8 if isinstance(architecture, NativeArchitecture) else None
+        if self.quantization is None:
+            return "fp8" if in_checkpoint else None
+        wanted = f"quantization={self.quantization!r}"
+        if self.quantization == "fp8":
+            if architecture.name not in FP8_ARCHITECTURES:
                 raise ValueError(
-                    f"{wanted} is for architectures with a native model, and {architecture.name} runs as transformers' "
-                    "own; leave it out"
+                    f"{wanted} is for {', '.join(FP8_ARCHITECTURES)}, and not for {architecture.name}; leave it out"
                 )
+            return "fp8"
+        if self.device == "cuda":
+            raise ValueError(f"{wanted} is computed on CPUs only, and device='cuda'; leave out one of them")
+        if self.dtype in ("float16", "half"):
+            raise ValueError(f"{wanted} goes with dtype float32 or bfloat16, got {self.dtype!r}")
+        if not isinstance(architecture, NativeArchitecture):
+            raise ValueError(
+                f"{wanted} is for architectures with a native model, and {architecture.name} runs as transformers' "
+                "own; leave it out"
+            )
+        if in_checkpoint:
+            raise ValueError(
+                f"{wanted} is made of weights that are plain floats, and {self.model} is FP8; leave it out"
+            )
         return self.quantization
 
     def _check_encoder_options(self) -> None:
@@ -301,6 +323,11 @@ class EngineArgs:
                     f"{name}=True: {self.model} is an encoder, whose tokens see the whole prompt, so that none can be "
                     "computed before the others; leave it None"
                 )
+        if self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: {self.model} is an encoder, which has no cache; leave it "
+                "'auto'"
+            )
 
     def _resolve_max_model_len(self, architecture: Architecture, max_seq_length: int | None) -> int:
         """`max_seq_length` is what the model's folder advises for embeddings."""

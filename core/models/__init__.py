@@ -57,10 +57,11 @@ class NativeModel(CausalLM, Protocol):
         """
         ...
 
-    def pack(self, quantization: str | None) -> None:
+    def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         """Put the weights, which are there, into the form in which the device computes best, and keep no other.
 
         `quantization` "int8" makes them of 8 bits, and raises ValueError where the device has no kernels for that.
+        The caches that the model will be given are of `cache_dtype`.
         """
         ...
 

@@ -108,7 +108,7 @@ class BertModel(nn.Module):
             tied=None,
         )
 
-    def pack(self, quantization: str | None) -> None:
+    def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         pack_projections(self, quantization)
 
     def _destinations(self, family: str) -> dict[str, Tensor]:

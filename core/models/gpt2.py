@@ -90,7 +90,7 @@ class GPT2LMHeadModel(nn.Module):
     def argmax(self, hidden: Tensor) -> Tensor:
         return self.lm_head.argmax(hidden)
 
-    def pack(self, quantization: str | None) -> None:
+    def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         pack_projections(self, quantization)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

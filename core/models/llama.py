@@ -3,6 +3,8 @@
 One decoder, whose members differ by what `Architecture` says: biases, query/key norms, windows, scaling.
 """
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
-from vllm_mp.core.models.loading import fill
+from vllm_mp.core.models.loading import FLOAT_DTYPES, CheckpointMismatchError, Destination, fill
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
@@ -28,10 +30,11 @@ class Attention(nn.Module):
         self.eps = arch.norm_eps
         self.scale = arch.attention_scale[layer]
         self.window = arch.sliding_window[layer]
-        q_size = arch.num_heads * arch.head_dim
-        qkv_size = sum(self.heads) * arch.head_dim
-        self.qkv_proj = Linear(arch.hidden_size, qkv_size, arch.attention_bias, dtype, device)
-        self.o_proj = Linear(q_size, arch.hidden_size, arch.attention_output_bias, dtype, device)
+        self.kv_scales = [1.0, 1.0]
+        """What the keys and values of a cache in 8-bit floats are to be multiplied with."""
+        sizes = [heads * arch.head_dim for heads in self.heads]
+        self.qkv_proj = Linear(arch.hidden_size, sizes, arch.attention_bias, dtype, device, arch.fp8)
+        self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, dtype, device, arch.fp8)
         self.qk_norm = arch.qk_norm
         if arch.qk_norm:
             self.q_norm = nn.Parameter(torch.empty(arch.head_dim, dtype=dtype, device=device))
@@ -49,10 +52,26 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = ops.rms_norm(q, self.q_norm, self.eps)
             k = ops.rms_norm(k, self.k_norm, self.eps)
+        k_scale, v_scale = self.kv_scales if kv_cache[0].dtype == ops.FLOAT8 else (1.0, 1.0)
+        # Turning keys commutes with scaling them.
+        k, v = (k if k_scale == 1.0 else k / k_scale), (v if v_scale == 1.0 else v / v_scale)
         q = ops.rotary_write_kv(q, k, v, positions, cos_sin, *kv_cache, metadata.slot_mapping)
-        attended = ops.paged_attention(q, *kv_cache, metadata, self.scale, self.window)
+        attended = ops.paged_attention(q, *kv_cache, metadata, self.scale * k_scale, self.window)
+        if v_scale != 1.0:
+            attended = attended * v_scale
         out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1))
         return out
+
+    def kv_scale(self, part: int) -> Destination:
+        """What a checkpoint's scale of keys (0) or values (1) fills, if it has one."""
+
+        def keep(tensor: Tensor) -> None:
+            scale = float(tensor)
+            if not 0.0 < scale < math.inf:
+                raise CheckpointMismatchError(f"the scale of keys or values of a layer is {scale}, not above 0")
+            self.kv_scales[part] = scale
+
+        return Destination([[], [1]], FLOAT_DTYPES, keep, is_required=False)
 
 
 class MLP(nn.Module):
@@ -61,8 +80,8 @@ class MLP(nn.Module):
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         inner, hidden = arch.intermediate_size, arch.hidden_size
-        self.gate_up_proj = Linear(hidden, 2 * inner, arch.mlp_bias, dtype, device)
-        self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device)
+        self.gate_up_proj = Linear(hidden, [inner, inner], arch.mlp_bias, dtype, device, arch.fp8)
+        self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device, arch.fp8)
         self.activation = None if arch.activation in ("silu", "swish") else ops.ACTIVATIONS[arch.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,11 +167,11 @@ class Decoder(nn.Module):
         assert residual is not None
         return ops.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
-    def packed(self, quantization: str | None) -> nn.Module:
+    def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """This decoder as the device computes it best, once the weights are there; see `NativeModel.pack`."""
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
-        if first.mlp.activation is None:
+        if first.mlp.activation is None and cache_dtype == self.norm.dtype:
             fused = ops.fuse_decoder(self._weights(), self.norm, self.eps, quantization)
             if fused is not None:
                 return fused
@@ -204,45 +223,55 @@ class LlamaForCausalLM(nn.Module):
     def argmax(self, hidden: Tensor) -> Tensor:
         return self.lm_head.argmax(hidden)
 
-    def pack(self, quantization: str | None) -> None:
+    def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         assert isinstance(self.decoder, Decoder)
-        self.decoder = self.decoder.packed(quantization)
+        self.decoder = self.decoder.packed(quantization, cache_dtype)
         self.lm_head.pack(quantization)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
         fill(
             self._destinations(),
-            tensors,
+            ((self._name(name), tensor) for name, tensor in tensors),
             prefix="model.",
-            ignored=lambda name: name.endswith("rotary_emb.inv_freq"),
+            ignored=self._ignores,
             tied=tied,
         )
 
-    def _destinations(self) -> dict[str, Tensor]:
+    def _name(self, name: str) -> str:
+        """What a tensor is commonly called."""
+        if self.arch.fp8 == "tensor":
+            name = re.sub(r"\.weight_scale_inv$", ".weight_scale", name)
+        return re.sub(r"\.[kv]_proj\.([kv]_scale)$", r".\1", name)
+
+    def _ignores(self, name: str) -> bool:
+        """Whether a tensor is of no use: frequencies, which are computed, and fixed scales of activations."""
+        is_input_scale = name.endswith((".input_scale", ".activation_scale"))
+        return name.endswith("rotary_emb.inv_freq") or (self.arch.fp8 is not None and is_input_scale)
+
+    def _destinations(self) -> dict[str, Tensor | Destination]:
         """Checkpoint names (without `model.`) and the parameters, or rows of fused ones, that they fill."""
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
-        places: dict[str, Tensor] = {"embed_tokens.weight": self.embed_tokens, "norm.weight": decoder.norm}
+        places: dict[str, Tensor | Destination] = {
+            "embed_tokens.weight": self.embed_tokens,
+            "norm.weight": decoder.norm,
+        }
         if not arch.tie_word_embeddings:
             places["lm_head.weight"] = self.lm_head.weight
-        kv_size = arch.num_kv_heads * arch.head_dim
-        qkv_sizes = [arch.num_heads * arch.head_dim, kv_size, kv_size]
         for i, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)
             at = f"layers.{i}."
+            attention, mlp = layer.attention, layer.mlp
             places[at + "input_layernorm.weight"] = layer.input_norm
             places[at + "post_attention_layernorm.weight"] = layer.post_attention_norm
             if arch.qk_norm:
-                places[at + "self_attn.q_norm.weight"] = layer.attention.q_norm
-                places[at + "self_attn.k_norm.weight"] = layer.attention.k_norm
-            for kind, tensor in layer.attention.qkv_proj.named_parameters():
-                for part, rows in zip("qkv", torch.split(tensor, qkv_sizes), strict=True):
-                    places[f"{at}self_attn.{part}_proj.{kind}"] = rows
-            for kind, tensor in layer.attention.o_proj.named_parameters():
-                places[f"{at}self_attn.o_proj.{kind}"] = tensor
-            for kind, tensor in layer.mlp.gate_up_proj.named_parameters():
-                places[f"{at}mlp.gate_proj.{kind}"], places[f"{at}mlp.up_proj.{kind}"] = tensor.chunk(2)
-            for kind, tensor in layer.mlp.down_proj.named_parameters():
-                places[f"{at}mlp.down_proj.{kind}"] = tensor
+                places[at + "self_attn.q_norm.weight"] = attention.q_norm
+                places[at + "self_attn.k_norm.weight"] = attention.k_norm
+            places |= attention.qkv_proj.destinations([f"{at}self_attn.{part}_proj" for part in "qkv"])
+            places |= attention.o_proj.destinations([at + "self_attn.o_proj"])
+            places |= mlp.gate_up_proj.destinations([f"{at}mlp.{part}_proj" for part in ("gate", "up")])
+            places |= mlp.down_proj.destinations([at + "mlp.down_proj"])
+            for part, name in enumerate("kv"):
+                places[f"{at}self_attn.{name}_scale"] = attention.kv_scale(part)
         return places

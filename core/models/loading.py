@@ -1,6 +1,7 @@
 """Filling a model's parameters from the tensors of a checkpoint."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,18 @@ class CheckpointMismatchError(ValueError):
     """The tensors of a checkpoint are not the ones that the model needs."""
 
 
+class Destination(NamedTuple):
+    """Takes a tensor of a checkpoint in another way than by a copy with a cast."""
+
+    shapes: Sequence[Sequence[int]]
+    """Those that the tensor may have."""
+    dtypes: Sequence[torch.dtype]
+    copy_: Callable[[Tensor], object]
+    is_required: bool = True
+
+
 def fill(
-    destinations: Mapping[str, Tensor],
+    destinations: Mapping[str, Tensor | Destination],
     tensors: Iterable[tuple[str, Tensor]],
     *,
     prefix: str,
@@ -24,10 +35,10 @@ def fill(
     """Copy each checkpoint tensor into the parameter, or the part of a fused one, that has its name.
 
     `destinations` maps names without the optional `prefix` to the views they fill, in the checkpoint's shape;
-    the copy casts to the parameter's dtype. Tensors for which `ignored(name)` is true are skipped. With `tied
-    = (alias, target)` the alias may be absent, and when it is present must equal the target.
-    Raises CheckpointMismatchError naming what is missing, unexpected, misshapen or of a dtype that is not
-    float.
+    the copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Tensors for which `ignored(name)` is
+    true are skipped. With `tied = (alias, target)` the alias may be absent, and when it is present must equal
+    the target.
+    Raises CheckpointMismatchError naming what is missing, unexpected, misshapen or of another dtype.
     """
     filled: set[str] = set()
     problems: list[str] = []
@@ -40,25 +51,37 @@ def fill(
         destination = destinations.get(tied[1] if tied and is_alias else name)
         if destination is None:
             problems.append(f"unexpected {full_name}")
-        elif tensor.shape != destination.shape:
-            problems.append(f"{full_name} has shape {list(tensor.shape)}, not {list(destination.shape)}")
+            continue
+        if isinstance(destination, Tensor):
+            place = Destination([destination.shape], FLOAT_DTYPES, destination.copy_)
+        else:
+            place = destination
+        if tensor.shape not in map(torch.Size, place.shapes):
+            expected = " or ".join(str(list(shape)) for shape in place.shapes)
+            problems.append(f"{full_name} has shape {list(tensor.shape)}, not {expected}")
             filled.add(name)
-        elif tensor.dtype not in FLOAT_DTYPES:
-            problems.append(f"{full_name} has dtype {tensor.dtype}, not a 16, 32 or 64-bit float")
+        elif tensor.dtype not in place.dtypes:
+            expected = (
+                "a 16, 32 or 64-bit float" if place.dtypes is FLOAT_DTYPES else " or ".join(map(str, place.dtypes))
+            )
+            problems.append(f"{full_name} has dtype {tensor.dtype}, not {expected}")
             filled.add(name)
         elif is_alias:
             alias = tensor
         else:
-            destination.copy_(tensor)
+            place.copy_(tensor)
             filled.add(name)
     if tied is not None and alias is not None:
         target = destinations[tied[1]]
+        assert isinstance(target, Tensor)
         if tied[1] not in filled:
             target.copy_(alias)
             filled.add(tied[1])
         elif not torch.equal(target, alias.to(device=target.device, dtype=target.dtype)):
             problems.append(f"{tied[0]} differs from {tied[1]} although the configuration ties them")
-    problems += [f"missing {name}" for name in destinations if name not in filled]
+    for name, wanted in destinations.items():
+        if name not in filled and (isinstance(wanted, Tensor) or wanted.is_required):
+            problems.append(f"missing {name}")
     if problems:
         raise CheckpointMismatchError(listed(problems))
 

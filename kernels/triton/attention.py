@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.triton.float8 import from_float8
 from vllm_mp.kernels.triton.interpreter import product_dtype
 from vllm_mp.kernels.triton.launch import MAX_HEAD_DIM, attention_options, num_splits, options, padded
 
@@ -107,7 +108,10 @@ def _decode(
         PARTIAL=splits > 1,
         MIN_SPLIT=options("splits", device)["TOKENS"],
         PRODUCT=product_dtype(q.dtype),
-        **attention_options("decode", q.dtype, max(key_dim, value_dim), device),
+        # Decodes wait for the cache; the registers that float32 takes allow no more of one in 8 bits.
+        **attention_options(
+            "decode", q.dtype if q.dtype == torch.float32 else k_cache.dtype, max(key_dim, value_dim), device
+        ),
     )
     if splits > 1:
         _merge_kernel[(rows, num_heads)](
@@ -222,7 +226,7 @@ def _add_keys(
             v_mask = (value_dims < VALUE_DIM)[None, :]
         slot = block.to(tl.int64) * BLOCK_SIZE + key_at % BLOCK_SIZE
         k = tl.load(k_head + slot[None, :] * (KV_HEADS * KEY_DIM) + key_dims[:, None], mask=k_mask, other=0.0)
-        scores = tl.dot(q, k.to(PRODUCT), input_precision="ieee")
+        scores = tl.dot(q, from_float8(k, PRODUCT), input_precision="ieee")
         if CAPPED:
             # The hyperbolic tangent, of a magnitude first so that nothing overflows.
             ratio = scores * (scale / soft_cap)
@@ -245,12 +249,13 @@ def _add_keys(
         faded = tl.exp2(highest - base)
         total = total * faded + tl.sum(weights, 1)
         v = tl.load(v_head + slot[:, None] * (KV_HEADS * VALUE_DIM) + value_dims[None, :], mask=v_mask, other=0.0)
+        v = from_float8(v, PRODUCT)
         if CAUSAL:
             # Zero times NaN is NaN: what is not finite reaches those who see it by their weights, and no others.
-            spoils = tl.max((~(tl.abs(v.to(PRODUCT)) < float("inf"))).to(tl.int32), 1) > 0
+            spoils = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), 1) > 0
             weights = tl.where(seen & spoils[None, :], float("nan"), weights)
             v = tl.where(spoils[:, None], 0.0, v)
-        attended = tl.dot(weights.to(PRODUCT), v.to(PRODUCT), attended * faded[:, None], input_precision="ieee")
+        attended = tl.dot(weights.to(PRODUCT), v, attended * faded[:, None], input_precision="ieee")
         highest = raised
     return attended, highest, total
 

@@ -7,6 +7,7 @@ memory, 227 KiB a multiprocessor on Hopper and 99 KiB on the least that is suppo
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,9 @@ _HOPPER: Final[dict[str, Options]] = {
     "decode/16/64": {"KEYS": 128, "num_warps": 4, "num_stages": 3},
     "decode/16/128": {"KEYS": 64, "num_warps": 4, "num_stages": 3},
     "decode/16/256": {"KEYS": 32, "num_warps": 4, "num_stages": 3},
+    "decode/8/64": {"KEYS": 128, "num_warps": 4, "num_stages": 4},
+    "decode/8/128": {"KEYS": 128, "num_warps": 4, "num_stages": 3},
+    "decode/8/256": {"KEYS": 64, "num_warps": 4, "num_stages": 3},
     "decode/32/64": {"KEYS": 64, "num_warps": 4, "num_stages": 2},
     "decode/32/128": {"KEYS": 32, "num_warps": 4, "num_stages": 2},
     "decode/32/256": {"KEYS": 16, "num_warps": 4, "num_stages": 2},
@@ -46,6 +50,15 @@ _HOPPER: Final[dict[str, Options]] = {
     # A decode's context is cut until there are so many programs for each multiprocessor, but no finer than so many
     # tokens: merging the parts would cost more than they save.
     "splits": {"PROGRAMS": 2, "TOKENS": 256},
+    # Products with 8-bit floats of up to 16 and 64 rows, and of more. Few rows wait for the weights.
+    "fp8/16": {"ROWS": 16, "OUTPUT_TILE": 32, "num_warps": 4, "num_stages": 6},
+    "fp8/64": {"ROWS": 64, "OUTPUT_TILE": 64, "num_warps": 4, "num_stages": 4},
+    "fp8/128": {"ROWS": 128, "OUTPUT_TILE": 128, "num_warps": 8, "num_stages": 4},
+    # The inputs are cut into parts while there are fewer programs for each multiprocessor, and a part keeps so many
+    # tiles.
+    "fp8_parts": {"PROGRAMS": 1, "TILES": 4},
+    # More rows than this are multiplied by torch where it can.
+    "fp8_library": {"ROWS": 64},
     # Rows of up to 1, 4 and 16 thousand elements.
     "norm/1024": {"ELEMENTS": 1024, "num_warps": 4},
     "norm/4096": {"ELEMENTS": 4096, "num_warps": 8},
@@ -63,6 +76,7 @@ _SMALL: Final[dict[str, Options]] = {
     "prefill/16/256": {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2},
     "prefill/32/128": {"ROWS": 16, "KEYS": 32, "num_warps": 4, "num_stages": 2},
     "prefill/32/256": {"ROWS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 2},
+    "fp8/128": {"ROWS": 128, "OUTPUT_TILE": 128, "num_warps": 8, "num_stages": 2},
 }
 """For GPUs with less shared memory than Hopper has."""
 
@@ -70,11 +84,13 @@ _INTERPRETED: Final[dict[str, Options]] = {
     **_HOPPER,
     **{
         f"{kernel}/{bits}/{dim}": {"ROWS": 32, "KEYS": 16} if kernel == "prefill" else {"KEYS": 16}
-        for kernel in ("prefill", "decode")
-        for bits in (16, 32)
+        for kernel, bits in itertools.product(("prefill", "decode"), (8, 16, 32))
+        if f"{kernel}/{bits}/64" in _HOPPER
         for dim in (64, 128, 256)
     },
     "splits": {"PROGRAMS": 2, "TOKENS": 16},
+    **{f"fp8/{rows}": {"ROWS": 16, "OUTPUT_TILE": 32} for rows in (16, 64, 128)},
+    "fp8_parts": {"PROGRAMS": 2, "TILES": 1},
     "elementwise": {"ELEMENTS": 64},
     "argmax": {"ELEMENTS": 64},
     "sample": {"ELEMENTS": 64},
@@ -93,7 +109,10 @@ def table(device: torch.device) -> dict[str, Options]:
 
 
 def attention_options(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> Options:
-    """The options of the attention kernel "prefill" or "decode" for heads of up to `head_dim` elements of `dtype`."""
+    """The options of the attention kernel "prefill" or "decode" for heads of up to `head_dim` elements.
+
+    `dtype` is that of the queries or, of decodes, that of the cache.
+    """
     size = next(size for size in (64, 128, MAX_HEAD_DIM) if head_dim <= size)
     return options(f"{kernel}/{8 * dtype.itemsize}/{size}", device)
 
@@ -114,6 +133,13 @@ def num_splits(num_programs: int, context: int, device: torch.device) -> int:
     at_most = -(-context // splits["TOKENS"])
     at_least = -(-context // MAX_SPLIT_TOKENS)
     return min(max(1, at_least, min(for_device, at_most)), MAX_SPLITS)
+
+
+def num_parts(num_programs: int, num_tiles: int, device: torch.device) -> int:
+    """Into how many parts the `num_tiles` tiles of a product's inputs are cut, each for `num_programs` programs."""
+    parts = options("fp8_parts", device)
+    for_device = parts["PROGRAMS"] * _num_processors(device.type, device.index) // num_programs
+    return max(1, min(for_device, num_tiles // parts["TILES"]))
 
 
 def tuned_file(capability: tuple[int, int]) -> Path:

@@ -2,6 +2,7 @@
 
 from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul
 from vllm_mp.kernels.triton.attention import isolates, paged_attention
+from vllm_mp.kernels.triton.float8 import fp8_linear, quantize_rows
 from vllm_mp.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
 from vllm_mp.kernels.triton.sampling import argmax, sample
@@ -9,11 +10,13 @@ from vllm_mp.kernels.triton.sampling import argmax, sample
 __all__ = [
     "add_rms_norm",
     "argmax",
+    "fp8_linear",
     "gelu",
     "gelu_tanh",
     "isolates",
     "layer_norm",
     "paged_attention",
+    "quantize_rows",
     "rms_norm",
     "rotary",
     "rotary_write_kv",

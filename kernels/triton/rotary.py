@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_mp.kernels.triton.float8 import stored
 from vllm_mp.kernels.triton.launch import options
 
 
@@ -171,7 +172,7 @@ def _copy_heads(x, head_stride, out, head, num_heads, DIM: tl.constexpr, TILE: t
     column = tl.arange(0, TILE)
     mask = (head < num_heads)[:, None] & (column < DIM)[None, :]
     value = tl.load(x + head[:, None] * head_stride + column[None, :], mask=mask)
-    tl.store(out + head[:, None] * DIM + column[None, :], value, mask=mask)
+    tl.store(out + head[:, None] * DIM + column[None, :], stored(value, out), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -253,7 +254,7 @@ def _rotary_write_kernel(
             heads = k + token * k_token_stride + head[:, None] * k_head_stride + column[None, :]
             low, high = _rotated(heads, mask, position, cos_sin_cache, HALF, HALF_TILE)
             place = k_cache + (slot * num_kv_heads + head)[:, None] * (2 * HALF) + column[None, :]
-            tl.store(place, low, mask=mask)
-            tl.store(place + HALF, high, mask=mask)
+            tl.store(place, stored(low, k_cache), mask=mask)
+            tl.store(place + HALF, stored(high, k_cache), mask=mask)
             values = v_cache + slot * num_kv_heads * VALUE_DIM
             _copy_heads(v + token * v_token_stride, v_head_stride, values, head, num_kv_heads, VALUE_DIM, VALUE_TILE)

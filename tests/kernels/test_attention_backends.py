@@ -113,6 +113,7 @@ def test_on_a_cpu_it_is_cpp_where_that_is_built_and_the_definition_elsewhere(
     expected = "cpu" if library() else "torch"
     assert choose("auto", case).name == expected
     assert choose("auto", case._replace(dtype=torch.float16)).name == "torch"
+    assert choose("auto", case._replace(cache_dtype="fp8")).name == "torch"
     assert choose(expected, case).name == expected, "what was chosen may be asked for"
     library.cache_clear()
     monkeypatch.setenv(VARIABLE, "none")

@@ -221,7 +221,7 @@ def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, quantizati
             else:
                 parameter.add_(torch.randn_like(parameter) / 10)
     packed.load_state_dict(modules.state_dict())
-    packed.pack(quantization)
+    packed.pack(quantization, dtype)
     if quantization == "int8":
         with torch.no_grad():
             for parameter in modules.parameters():

@@ -49,6 +49,7 @@ SERVED = {
     "gpu_memory_utilization": (0.5, ["--gpu-memory-utilization", "0.5"]),
     "kv_cache_memory_bytes": (2**35, ["--kv-cache-memory-bytes", str(2**35)]),
     "block_size": (32, ["--block-size", "32"]),
+    "kv_cache_dtype": ("fp8", ["--kv-cache-dtype", "fp8"]),
     "enable_prefix_caching": (False, ["--no-enable-prefix-caching"]),
     "max_num_seqs": (9, ["--max-num-seqs", "9"]),
     "max_num_batched_tokens": (99, ["--max-num-batched-tokens", "99"]),
@@ -78,7 +79,6 @@ SERVED = {
 
 NOT_SERVED = {
     "swap_space": (4.0, ["--swap-space", "4"]),
-    "kv_cache_dtype": ("fp8", ["--kv-cache-dtype", "fp8"]),
     "tensor_parallel_size": (2, ["--tensor-parallel-size", "2"]),
     "pipeline_parallel_size": (2, ["--pipeline-parallel-size", "2"]),
     "data_parallel_size": (2, ["--data-parallel-size", "2"]),
@@ -388,6 +388,37 @@ def test_the_context_is_the_models_where_none_is_given_and_may_be_shortened(mode
 def test_what_goes_with_no_quantization_is_refused_by_name(model, options, words):
     with pytest.raises(ValueError, match=rf"quantization='int8' .*{words}"):
         config_of(model(), quantization="int8", **options)
+
+
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}
+BERT = {**LLAMA, "architectures": ["BertModel"]}
+FP8_CHECKPOINT = {"quantization_config": {"quant_method": "fp8"}}
+
+
+def test_the_weights_of_a_checkpoint_in_fp8_stay_so_and_other_weights_are_made_so(model):
+    for folder, quantization in ((model(**FP8_CHECKPOINT), None), (model(**FP8_CHECKPOINT), "fp8")):
+        config = config_of(folder, quantization=quantization).model_config
+        assert (config.quantization, config.architecture.fp8) == ("fp8", "tensor")
+    config = config_of(model(), quantization="fp8", dtype="float16", device="cuda").model_config
+    assert (config.quantization, config.architecture.fp8) == ("fp8", "channel")
+    assert config_of(model()).model_config.architecture.fp8 is None
+
+
+def test_fp8_is_refused_by_name_where_it_is_not_served(model):
+    with pytest.raises(ValueError, match=r"quantization='int8' .*is FP8; leave it out"):
+        config_of(model(**FP8_CHECKPOINT), quantization="int8")
+    for config in (GPT2, BERT):
+        with pytest.raises(
+            ValueError, match=rf"quantization='fp8' .*not for {config['architectures'][0]}; leave it out"
+        ):
+            config_of(model(config), quantization="fp8")
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8'.* is an encoder, which has no cache"):
+        config_of(model(BERT), kv_cache_dtype="fp8")
+
+
+def test_both_names_of_a_cache_in_8_bit_floats_mean_the_same(model):
+    for name in ("fp8", "fp8_e4m3"):
+        assert config_of(model(), kv_cache_dtype=name).cache_config.cache_dtype == "fp8"
 
 
 def test_a_context_longer_than_the_models_is_refused_by_name(model):

@@ -141,8 +141,14 @@ def test_a_decode_step_must_read_every_matrix_once(engine_speed, name):
     model = build_model(arch, torch.bfloat16, "meta")
     matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.dim() == 2}
     count = sum(matrices.values()) - (0 if arch.tie_word_embeddings else arch.vocab_size * arch.hidden_size)
-    engine = SimpleNamespace(model_config=SimpleNamespace(architecture=arch, dtype="bfloat16"))
+    model_config = SimpleNamespace(architecture=arch, dtype="bfloat16", quantization=None)
+    cache_config = SimpleNamespace(cache_dtype="auto")
+    engine = SimpleNamespace(model_config=model_config, vllm_config=SimpleNamespace(cache_config=cache_config))
     assert engine_speed.step_cost(engine, 1, 1, 0).memory_bytes == 2 * count
     assert engine_speed.step_cost(engine, 3, 1, 0).flops == 3 * 2 * count
     cached = engine_speed.step_cost(engine, 3, 1, 100).memory_bytes - 2 * count
     assert cached == 300 * arch.kv_bytes_per_token(2)
+    model_config.quantization, cache_config.cache_dtype = "fp8", "fp8"
+    head = arch.vocab_size * arch.hidden_size
+    assert engine_speed.step_cost(engine, 1, 1, 0).memory_bytes == count - head + 2 * head
+    assert engine_speed.step_cost(engine, 3, 1, 100).memory_bytes == count + head + 300 * arch.kv_bytes_per_token(1)

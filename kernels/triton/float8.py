@@ -1,0 +1,268 @@
+"""Products with weights in 8-bit floats, and how values get into that type and out of it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, FLOAT8_MAX, LEAST_HIGHEST
+from vllm_mp.kernels.triton.interpreter import interpreted
+from vllm_mp.kernels.triton.launch import norm_options, num_parts, options
+
+_INTERPRETED = tl.constexpr(interpreted())
+"""Triton's interpreter neither rounds to 8-bit floats, nor knows that some are NaN."""
+_MAX = tl.constexpr(FLOAT8_MAX)
+_LEAST_HIGHEST = tl.constexpr(LEAST_HIGHEST)
+_ROW_TILES = (16, 64, 128)
+_LIBRARY_UNIT = 16
+"""What torch's product wants to divide the inputs and the outputs."""
+
+
+def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """See `reference.quantize_rows`."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, inputs = x.shape
+    quantized = torch.empty((rows, inputs), dtype=FLOAT8, device=x.device)
+    scale = torch.empty((rows, num_groups), dtype=torch.float32, device=x.device)
+    if rows:
+        _quantize_kernel[(rows,)](
+            x,
+            quantized,
+            scale,
+            x.stride(0),
+            INPUTS=inputs,
+            GROUP=FLOAT8_GROUP,
+            GROUP_TILE=triton.next_power_of_2(triton.cdiv(inputs, FLOAT8_GROUP)),
+            GROUPED=num_groups > 1,
+            num_warps=norm_options(inputs, x.device)["num_warps"],
+        )
+    return quantized, scale
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What `reference.fp8_linear` defines; of many rows, and a scale for each output, by torch's product."""
+    outputs, inputs = weight.shape
+    quantized, x_scale = quantize_rows(x.reshape(-1, inputs), scale.shape[1])
+    rows = len(quantized)
+    if rows > options("fp8_library", x.device)["ROWS"] and _library_multiplies(x, weight, scale):
+        out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+        if bias is not None:
+            out += bias
+    else:
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+        if rows:
+            _multiply(quantized, x_scale, weight, scale, bias, out)
+    return out.view(*x.shape[:-1], outputs)
+
+
+def _library_multiplies(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
+    """Whether `torch._scaled_mm` takes these: on CUDA, bfloat16, and with a scale for each output."""
+    outputs, inputs = weight.shape
+    return (
+        x.device.type == "cuda"
+        and x.dtype == torch.bfloat16
+        and scale.shape == (outputs, 1)
+        and inputs % _LIBRARY_UNIT == outputs % _LIBRARY_UNIT == 0
+    )
+
+
+def _multiply(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Fill `out` [rows, outputs]. Of few rows each weight is read once; so many programs do it that all of the device
+    is busy, if need be several along the inputs, whose sums another kernel adds."""
+    (rows, inputs), outputs = x.shape, len(weight)
+    size = next((size for size in _ROW_TILES if rows <= size), _ROW_TILES[-1])
+    launch = options(f"fp8/{size}", x.device)
+    row_tiles, output_tiles = triton.cdiv(rows, launch["ROWS"]), triton.cdiv(outputs, launch["OUTPUT_TILE"])
+    input_tiles = triton.cdiv(inputs, FLOAT8_GROUP)
+    parts = num_parts(row_tiles * output_tiles, input_tiles, x.device)
+    sums = out
+    if parts > 1:
+        sums = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
+    _product_kernel[(row_tiles * output_tiles, parts)](
+        x,
+        x_scale,
+        weight,
+        scale,
+        out if bias is None else bias,
+        sums,
+        rows,
+        row_tiles,
+        triton.cdiv(input_tiles, parts),
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        GROUP=FLOAT8_GROUP,
+        GROUPED=scale.shape[1] > 1,
+        OUTPUTS_A_SCALE=outputs // len(scale),
+        BIASED=bias is not None and parts == 1,
+        **launch,
+    )
+    if parts > 1:
+        elementwise = options("elementwise", x.device)
+        _add_kernel[(rows, triton.cdiv(outputs, elementwise["ELEMENTS"]))](
+            sums,
+            out if bias is None else bias,
+            out,
+            parts,
+            rows,
+            OUTPUTS=outputs,
+            BIASED=bias is not None,
+            **elementwise,
+        )
+
+
+@triton.jit
+def to_float8(x):
+    """See `reference.to_float8`."""
+    x = x.to(tl.float32)
+    # Comparisons with a NaN are false, so that it stays.
+    x = tl.where(x > _MAX, _MAX, tl.where(x < -_MAX, -_MAX, x))
+    if _INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        # Below 2**-6 the steps are of 2**-9; above, the exponent and three bits are kept of a number.
+        is_small = tl.abs(x) < 2.0**-6
+        steps = (tl.where(is_small, tl.abs(x), 0.0) * 512.0 + 12582912.0) - 12582912.0
+        rounded = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
+        byte = tl.where(is_small, steps.to(tl.int32), (rounded >> 20) - (120 << 3))
+        byte = tl.where(x != x, 0x7F, byte) | ((bits >> 24) & 0x80)
+        return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def from_float8(x, DTYPE: tl.constexpr):
+    """`x`, of any type, in DTYPE."""
+    if _INTERPRETED and x.dtype == tl.float8e4nv:
+        byte = x.to(tl.uint8, bitcast=True)
+        return tl.where((byte & 0x7F) == 0x7F, float("nan"), x.to(tl.float32)).to(DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def stored(x, pointer):
+    """`x` as it is stored at `pointer`, which may be to 8-bit floats."""
+    if pointer.dtype.element_ty == tl.float8e4nv:
+        return to_float8(x)
+    else:
+        return x
+
+
+@triton.jit
+def _quantize_kernel(
+    x,
+    quantized,  # [rows, INPUTS]
+    scale,  # float32 [rows], or [rows, ceil(INPUTS / GROUP)] if GROUPED
+    row_stride,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUP_TILE)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = column < INPUTS
+    value = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    highest = tl.max(tl.abs(value), 1)
+    if GROUPED:
+        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+        of_group = tl.maximum(highest, _LEAST_HIGHEST) / _MAX
+        tl.store(scale + row * groups + group, of_group, mask=group < groups)
+        value = value / of_group[:, None]
+    else:
+        of_row = tl.maximum(tl.max(highest, 0), _LEAST_HIGHEST) / _MAX
+        tl.store(scale + row, of_row)
+        value = value / of_row
+    tl.store(quantized + row * INPUTS + column, to_float8(value), mask=mask)
+
+
+@triton.jit
+def _product(rows, weights, total):
+    """`total` plus the product of two tiles of 8-bit floats."""
+    if _INTERPRETED:
+        return tl.dot(from_float8(rows, tl.float32), from_float8(weights, tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(rows, weights, total)
+
+
+@triton.jit(do_not_specialize=["num_rows", "row_tiles", "tiles_a_part"])
+def _product_kernel(
+    x,  # [num_rows, INPUTS]
+    x_scale,  # float32 [num_rows, groups]
+    weight,  # [OUTPUTS, INPUTS]
+    scale,  # float32 [OUTPUTS / OUTPUTS_A_SCALE, groups]
+    bias,  # [OUTPUTS] if BIASED
+    out,  # [num_rows, OUTPUTS], or float32 of each part
+    num_rows,
+    row_tiles,
+    tiles_a_part,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,
+    OUTPUTS_A_SCALE: tl.constexpr,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr,
+):
+    """ROWS x OUTPUT_TILE of the result, of one part of the inputs."""
+    # Neighbours share weights, of which there are more than of rows.
+    row = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    output = (tl.program_id(0) // row_tiles * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)).to(tl.int64)
+    in_rows, in_outputs = row < num_rows, output < OUTPUTS
+    part = tl.program_id(1)
+    tiles: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    groups: tl.constexpr = tiles if GROUPED else 1
+    x_scales = x_scale + row * groups
+    scales = scale + output // OUTPUTS_A_SCALE * groups
+    total = tl.zeros([ROWS, OUTPUT_TILE], tl.float32)
+    for tile in tl.range(part * tiles_a_part, tl.minimum((part + 1) * tiles_a_part, tiles)):
+        column = tile * GROUP + tl.arange(0, GROUP)
+        x_mask, weight_mask = in_rows[:, None], in_outputs[None, :]
+        if INPUTS % GROUP:
+            x_mask, weight_mask = x_mask & (column < INPUTS)[None, :], weight_mask & (column < INPUTS)[:, None]
+        rows = tl.load(x + row[:, None] * INPUTS + column[None, :], mask=x_mask, other=0.0)
+        weights = tl.load(weight + output[None, :] * INPUTS + column[:, None], mask=weight_mask, other=0.0)
+        if GROUPED:
+            of_rows = tl.load(x_scales + tile, mask=in_rows, other=0.0)
+            of_outputs = tl.load(scales + tile, mask=in_outputs, other=0.0)
+            product = _product(rows, weights, tl.zeros([ROWS, OUTPUT_TILE], tl.float32))
+            total += product * of_rows[:, None] * of_outputs[None, :]
+        else:
+            total = _product(rows, weights, total)
+    if not GROUPED:
+        of_rows = tl.load(x_scales, mask=in_rows, other=0.0)
+        of_outputs = tl.load(scales, mask=in_outputs, other=0.0)
+        total = total * of_rows[:, None] * of_outputs[None, :]
+    if BIASED:
+        total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
+    place = out + part.to(tl.int64) * num_rows * OUTPUTS + row[:, None] * OUTPUTS + output[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_rows"])
+def _add_kernel(
+    sums,  # float32 [num_parts, num_rows, OUTPUTS]
+    bias,  # [OUTPUTS] if BIASED
+    out,  # [num_rows, OUTPUTS]
+    num_parts,
+    num_rows,
+    OUTPUTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """ELEMENTS of one row, of all parts in order."""
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    mask = output < OUTPUTS
+    total = tl.zeros([ELEMENTS], tl.float32)
+    place = sums + row * OUTPUTS + output
+    for _ in range(num_parts):
+        total += tl.load(place, mask=mask, other=0.0)
+        place += num_rows * OUTPUTS
+    if BIASED:
+        total += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * OUTPUTS + output, total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,36 @@
+"""Transformers' models with 8-bit floats where the engine has them, by the definitions of kernels/reference.py."""
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from vllm_mp.kernels import reference
+
+_NAME = "vllm_mp_float8_cache"
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+    """Attention over keys and values that have been in a cache of 8-bit floats."""
+    key, value = (reference.to_float8(x).to(x.dtype) for x in (key, value))
+    return sdpa_attention_forward(module, query, key, value, *args, **options)
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, sdpa_mask)
+
+
+def in_float8(model: nn.Module, *, weights: bool = True, cache: bool = True) -> Any:
+    """A copy of `model` with weights of the projections, and keys and values, in 8-bit floats."""
+    changed: Any = copy.deepcopy(model)
+    if cache:
+        changed.set_attn_implementation(_NAME)
+    if weights:
+        for name, module in changed.named_modules():
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                quantized = reference.quantize_rows(module.weight.detach(), 1)
+                module.forward = lambda x, of=quantized, bias=module.bias: reference.fp8_linear(x, *of, bias)
+    return changed
