@@ -149,7 +149,7 @@ class ModelRunner:
         elif self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
-            release_memory(self._device)
+        release_memory(self._device)  # the host's copy, or what the weights were made of
 
     def drop_cache(self) -> None:
         self._graphs, self._kv_caches = None, []

@@ -10,7 +10,6 @@ from vllm_mp.core.scheduler import Scheduler
 from vllm_mp.status_page import AWAKE, SleepState
 from vllm_mp.wire import KV_CACHE, SLEEP_LEVELS, SLEEP_MODES, SLEEP_TAGS, WEIGHTS, Finished
 
-_MAX_WISHES = 4096
 _SETBACKS = (ValueError, OSError, MemoryError, RuntimeError)
 """What a lack of memory, or weights that are gone, shows as. A device that has failed raises again when its memory is
 released, and that ends the core."""
@@ -74,7 +73,7 @@ class Sleep:
 
         Requests that are live are held, or with `mode` "abort" ended. A core that sleeps already goes to the deeper of
         the two levels. The result is a RuntimeError where the weights find no room, and the core goes on then. Raises
-        ValueError for another level or mode, and when too many calls wait already.
+        ValueError for another level or mode.
         """
         if type(level) is not int or level not in SLEEP_LEVELS:
             raise ValueError(
@@ -92,7 +91,7 @@ class Sleep:
         """Take back what `tags` name, or everything; requests go on when nothing is missing any more.
 
         Of what is there, and of a core that is awake, nothing. The result is a RuntimeError where it cannot be had, and
-        the core is as before then. Raises ValueError for other tags, and as `sleep` when too many calls wait already.
+        the core is as before then. Raises ValueError for other tags.
         """
         for tag in tags:
             if tag not in SLEEP_TAGS:
@@ -107,8 +106,8 @@ class Sleep:
     def settle(self) -> None:
         """Carry out the call that came first, of those that are due; no step may be in flight.
 
-        One at a time, as it may take long, and others have something to ask too. Raises what shows that the core cannot
-        go on.
+        To be called before any later message is read, so that no call sees the core as it was before. Raises what shows
+        that the core cannot go on.
         """
         done, carry_out = self._wishes.popleft()
         try:
@@ -119,8 +118,6 @@ class Sleep:
             done.set_result(None)
 
     def _wish(self, carry_out: Callable[[], None]) -> "Future[None]":
-        if len(self._wishes) >= _MAX_WISHES:
-            raise ValueError(f"{_MAX_WISHES} calls of sleep and wake_up wait already, which is the most")
         done: Future[None] = Future()
         self._wishes.append((done, carry_out))
         return done
