@@ -313,8 +313,7 @@ def test_a_pause_outlives_the_core(engine, mode):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("back", [(), ("weights",), ("kv_cache",)])
+@pytest.mark.parametrize(("level", "back"), [(2, ()), (1, ("weights",))])
 def test_a_sleep_outlives_the_core(engine, level, back):
     async def run():
         requests = of_every_kind(14)[:3]
@@ -345,8 +344,9 @@ def test_a_sleep_outlives_the_core(engine, level, back):
         await asyncio.gather(*tasks)
         for one, other in zip(consumers, expected, strict=True):
             assert_same(one, other)
-        kill(engine)
-        assert not await engine.is_sleeping(), "the next core is as the last one was"
+        if back:
+            kill(engine)
+            assert not await engine.is_sleeping(), "the next core is as the last one was"
         await eventually(lambda: is_empty(engine))
 
     asyncio.run(run())

@@ -230,4 +230,3 @@ def test_other_modes_and_tags_are_refused_by_name_and_change_nothing():
         with pytest.raises(ValueError, match=f"tags must be of weights, kv_cache, got {tags[-1]!r}"):
             engine.sleep.wake_up(*tags)
     assert not engine.sleep.is_due
-
