@@ -411,7 +411,7 @@ class AsyncLLM:
         answers nothing else. Raises ValueError for other tags, and EngineError when there is no memory or the weights
         cannot be read: the engine sleeps on then, without what this call has taken, and may be woken again.
         """
-        if tags is not None and (isinstance(tags, str) or not tags or not set(tags) <= set(wire.SLEEP_TAGS)):
+        if tags is not None and (isinstance(tags, str) or not tags or any(tag not in wire.SLEEP_TAGS for tag in tags)):
             raise ValueError(f"tags must be a list of {' and '.join(wire.SLEEP_TAGS)}, or None for both, got {tags!r}")
         self._attach()
         await self._link.call("wake_up", None, *(tag for tag in wire.SLEEP_TAGS if tags is None or tag in tags))

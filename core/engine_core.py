@@ -130,7 +130,7 @@ class EngineCore:
 
     def _wait(self) -> None:
         """Return at once while there is work, else when a message or the stop arrives, and beat now and then."""
-        if not (self._scheduler.has_work or self._in_flight or self._sleep.is_due):
+        if not (self._scheduler.has_work or self._in_flight):
             self._poller.poll(_BEAT_MS)
             self._page.beat()
 

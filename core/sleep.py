@@ -104,18 +104,19 @@ class Sleep:
         return bool(self._wishes)
 
     def settle(self) -> None:
-        """Carry out the call that came first, of those that are due; no step may be in flight.
+        """Carry out the calls that are due; no step may be in flight.
 
-        To be called before any later message is read, so that no call sees the core as it was before. Raises what shows
+        To be called before any later message is read, so that nobody sees the core as it was before. Raises what shows
         that the core cannot go on.
         """
-        done, carry_out = self._wishes.popleft()
-        try:
-            carry_out()
-        except _Setback as setback:
-            done.set_exception(RuntimeError(str(setback)))
-        else:
-            done.set_result(None)
+        while self._wishes:
+            done, carry_out = self._wishes.popleft()
+            try:
+                carry_out()
+            except _Setback as setback:
+                done.set_exception(RuntimeError(str(setback)))
+            else:
+                done.set_result(None)
 
     def _wish(self, carry_out: Callable[[], None]) -> "Future[None]":
         done: Future[None] = Future()

@@ -229,10 +229,9 @@ class Engine:
 
     def settle_sleep(self):
         """Carry out the calls of `sleep` that are due."""
-        while self.sleep.is_due:
-            self.finish_all_but(0)
-            self.sleep.settle()
-            check_invariants(self.scheduler)
+        self.finish_all_but(0)
+        self.sleep.settle()
+        check_invariants(self.scheduler)
 
     def run(self, token=7):
         for _ in range(10_000):

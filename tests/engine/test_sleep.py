@@ -96,6 +96,18 @@ def test_a_sleeping_engine_answers_and_takes_aborts_pauses_and_other_calls(engin
     asyncio.run(run())
 
 
+def test_an_encoder_gives_the_same_vectors_after_a_sleep(encoder):
+    async def run():
+        expected = await anext(encoder.encode(PROMPT))
+        await encoder.sleep(2)
+        held = asyncio.create_task(anext(encoder.encode(PROMPT)))
+        await eventually(num_waiting_is(encoder, 1))
+        await encoder.wake_up()
+        assert (await held).outputs.data.tolist() == expected.outputs.data.tolist()
+
+    asyncio.run(run())
+
+
 def test_mode_abort_ends_the_streams(engine):
     async def run():
         stream = streaming(engine)
@@ -119,6 +131,7 @@ def test_mode_abort_ends_the_streams(engine):
         (lambda llm: llm.wake_up("weights"), "tags must be a list of weights and kv_cache, or None .*'weights'"),
         (lambda llm: llm.wake_up([]), r"tags must be a list .* got \[\]"),
         (lambda llm: llm.wake_up(["weights", "scheduling"]), "tags must be a list .*'scheduling'"),
+        (lambda llm: llm.wake_up([["weights"]]), r"tags must be a list .*\[\['weights'\]\]"),
     ],
 )
 def test_other_arguments_are_refused_by_name_and_change_nothing(engine, call, words):

@@ -400,17 +400,16 @@ def test_a_sleep_comes_between_two_steps_and_a_sleeping_core_waits_for_messages(
     assert [position for _, _, positions in server.published for position in positions] == list(range(4))
 
 
-def test_calls_to_sleep_and_wake_up_may_come_faster_than_they_are_carried_out(make_core):
+def test_sleeping_and_waking_up_again_and_again_loses_no_token(make_core):
     core, runner, server, add = make_core(True)
     add(0, max_tokens=6)
     core._sleep._memory = Memory(runner)
 
     def call():
-        for _ in range(3):
-            server.calls["sleep"](2)
-            server.calls["wake_up"]()
+        server.calls["sleep"](2)
+        server.calls["wake_up"]()
 
-    server.wishes = [lambda: None, lambda: None, call, *[lambda: None] * 6]
+    server.wishes = [lambda: None, lambda: None, call, lambda: None, call, call, lambda: None]
     core.run()
     assert runner.log.count("drop_cache") == runner.log.count("prepare") == 3
     assert [position for _, _, positions in server.published for position in positions] == list(range(6))

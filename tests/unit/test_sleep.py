@@ -192,18 +192,6 @@ def test_a_host_without_room_for_the_weights_lets_the_engine_go_on():
     assert engine.ends == {0: "length", 1: "length"}
 
 
-def test_calls_are_carried_out_one_at_a_time_in_their_order():
-    engine = engine_with(1)
-    calls = [engine.sleep.sleep(1), engine.sleep.wake_up(), engine.sleep.sleep(2)]
-    for num_done in range(3):
-        assert [call.done() for call in calls] == [i < num_done for i in range(3)]
-        assert engine.step() is None or num_done != 1
-        engine.finish_all_but(0)
-        engine.sleep.settle()
-    assert not engine.sleep.is_due
-    assert engine.sleep.state == SleepState(2, BOTH)
-
-
 def test_the_state_is_noted_before_a_call_is_answered():
     engine = engine_with(1)
     noted = []
