@@ -20,6 +20,7 @@ PROMPTS = random_prompts((9, 3, 30, 1))
 KINDS = {
     "packed": {},
     "int8": {"quantization": "int8"},
+    "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "transformers": {},
     "graphs": {"make_capture": lambda device: lambda compute: compute},
 }
