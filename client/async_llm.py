@@ -7,7 +7,7 @@ import time
 import types
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -312,8 +312,8 @@ class AsyncLLM:
                 raise EngineError(f"the core has died, and the next does not serve yet: {cause}") from error
             status = self._supervisor.status()
             limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
-            if status and status.state == CoreState.STEPPING and status.heartbeat_age < limit:
-                return  # in a long step, and so slow to answer
+            if status and status.state in (CoreState.STEPPING, CoreState.LOADING) and status.heartbeat_age < limit:
+                return  # in a long step or waking up, and so slow to answer
             raise EngineError(f"the core has not answered for {_PING_TIMEOUT_S:g} s: {status}") from error
 
     async def core_status(self) -> dict[str, Any]:
@@ -377,6 +377,48 @@ class AsyncLLM:
         """
         folder: str = await self._ask("stop_profile")
         return folder
+
+    async def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Give the memory of the KV cache and of the weights to others until `wake_up`.
+
+        `level` 1 keeps the weights in host memory, where on a CPU they are anyway; 2 keeps none, and `wake_up` loads
+        them again. Returns when the memory is free. Requests that are live are held and go on after the wake-up as if
+        nothing had been, or with `mode` "abort" end with finish_reason "abort"; what arrives meanwhile is accepted and
+        waits. The prefix cache is forgotten.
+
+        The sleep holds for every client of a shared core, also when this one has left, and beside a pause: only when
+        both have ended does generation go on. A core that sleeps already goes to the deeper of the two levels.
+        Cancelling the call does not undo it. Raises ValueError for another level or mode, and EngineError when the host
+        has no room for the weights; the engine goes on then.
+        """
+        if type(level) is not int or level not in wire.SLEEP_LEVELS:
+            raise ValueError(
+                f"level must be 1, which keeps the weights in host memory, or 2, which keeps none, got {level!r}"
+            )
+        if mode not in wire.SLEEP_MODES:
+            raise ValueError(
+                f"mode must be one of {', '.join(wire.SLEEP_MODES)}, got {mode!r}; to let requests end, call "
+                "pause_generation('wait') before"
+            )
+        self._attach()
+        await self._link.call("sleep", None, level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End a sleep, whoever began it; of an engine that is awake, nothing.
+
+        With `tags` only what they name comes back, of "weights" and "kv_cache"; when both are there, generation goes
+        on. Returns when it is done, which after level 2 takes as long as loading the model does; meanwhile the core
+        answers nothing else. Raises ValueError for other tags, and EngineError when there is no memory or the weights
+        cannot be read: the engine sleeps on then, without what this call has taken, and may be woken again.
+        """
+        if tags is not None and (isinstance(tags, str) or not tags or any(tag not in wire.SLEEP_TAGS for tag in tags)):
+            raise ValueError(f"tags must be a list of {' and '.join(wire.SLEEP_TAGS)}, or None for both, got {tags!r}")
+        self._attach()
+        await self._link.call("wake_up", None, *(tag for tag in wire.SLEEP_TAGS if tags is None or tag in tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether `sleep` has been called, by any client, and not everything has been woken up since."""
+        return bool((await self.core_status())["is_sleeping"])
 
     async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:
         """Return when this client has no unfinished request and the core has released what they held.

@@ -17,6 +17,7 @@ from vllm_mp.client.request_book import RequestBook
 from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.client.suspicion import Suspicion
 from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.status_page import AWAKE
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,9 @@ class CoreLink:
     """Sends requests and calls to the core, and to its successor again when it has died.
 
     The books say all that a core has to be told: every live answer with its tokens so far, every call that has not been
-    answered, and the pause that is in force. So what happens between two cores is written down and sent later. All
-    methods belong to the thread of the loop, but `close` and the properties.
+    answered, and the pause that is in force. Whether it is to sleep, the dead one's page says. So what happens between
+    two cores is written down and sent later. All methods belong to the thread of the loop, but `close` and the
+    properties.
     """
 
     def __init__(self, supervisor: CoreSupervisor, requests: RequestBook, on_tokens: Callable[[int], None]) -> None:
@@ -44,6 +46,10 @@ class CoreLink:
         self._call_ids = itertools.count()
         self._pause: wire.Call | None = None
         """The pause that is in force."""
+        self._sleep = AWAKE
+        """That the last core died in, for the next to go to."""
+        self._sleep_calls: set[int] = set()
+        """The ids of the calls that bring it there, as long as they are not answered."""
         self._suspicion = Suspicion()
         calls = self._calls
         supervisor.watch(lambda: bool(requests.num_slots_in_use or calls))
@@ -160,6 +166,10 @@ class CoreLink:
             self._on_tokens(len(message.tokens) // 4)
         elif isinstance(message, wire.Reply):
             reply, call = self._calls.pop(message.call_id, (None, None))
+            if message.call_id in self._sleep_calls:
+                self._sleep_calls.remove(message.call_id)
+                if message.error is not None:
+                    logger.warning("the core does not sleep as the one before it did: %s", message.error)
             if message.error is not None and call is not None and call is self._pause:
                 self._pause = None  # it was ended by somebody else
             if reply is not None and not reply.done() and not reply.get_loop().is_closed():
@@ -180,6 +190,8 @@ class CoreLink:
     def _on_death(self, death: Death) -> None:
         self._core.connection.drain()
         self._recovers_from = death.cause
+        if not self._sleep_calls:  # else it was not yet where it was to be
+            self._sleep = death.sleep
         requests = self.requests
         logger.warning("%s; %d requests go on with the next", death.cause.partition(";")[0], len(requests))
         culprit = self._suspicion.note(death, requests.live())
@@ -198,6 +210,7 @@ class CoreLink:
         self._recovers_from = None
         self._listen()
         self.supervisor.release(old)
+        self._sleep_again()
         requests = self.requests
         requests.forget_core()
         live = requests.live()
@@ -213,6 +226,21 @@ class CoreLink:
             if call is not self._pause:
                 call.incarnation = self.incarnation
                 self._send(call)
+
+    def _sleep_again(self) -> None:
+        """Have a new core sleep before it is told anything else, if the last one did."""
+        self._sleep_calls.clear()
+        level, missing = self._sleep
+        if not missing:
+            return
+        self._call_for_sleep("sleep", level)
+        if back := [tag for tag in wire.SLEEP_TAGS if tag not in missing]:
+            self._call_for_sleep("wake_up", *back)
+
+    def _call_for_sleep(self, name: str, *args: wire.CallArgument) -> None:
+        call = wire.Call(self.incarnation, next(self._call_ids), name, list(args))
+        self._sleep_calls.add(call.call_id)
+        self._send(call)
 
     def _ask_again(self, answers: list[tuple[RequestStream, Answer]]) -> None:
         for stream, answer in answers:

@@ -17,7 +17,7 @@ from vllm_mp.client.hang_watch import HangWatch, is_stopped
 from vllm_mp.client.oom_kills import count_oom_kills
 from vllm_mp.client.restart_limit import RestartLimit
 from vllm_mp.errors import EngineStartError
-from vllm_mp.status_page import CoreStatus
+from vllm_mp.status_page import AWAKE, CoreStatus, SleepState
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ class Death(NamedTuple):
     """Requests in that step, of all clients."""
     is_from_outside: bool
     """Somebody has killed it, which no request can have brought about."""
+    sleep: SleepState = AWAKE
+    """That it was in, where that can be seen."""
 
 
 class End(NamedTuple):
@@ -159,7 +161,9 @@ class CoreSupervisor:
     def _watch(self, core: Core) -> Death | None:
         """Wait until `core` has died, ending it if it hangs; None when told to stop."""
         process = core.process
-        hang = HangWatch(self._limits.engine_iteration_timeout_s, process.pid if process else None)
+        limits = self._limits
+        pid = process.pid if process else None
+        hang = HangWatch(limits.engine_iteration_timeout_s, pid, limits.start_timeout_s)
         poller = zmq.Poller()
         poller.register(self._wake_reader, zmq.POLLIN)
         poller.register(core.connection.monitor, zmq.POLLIN)
@@ -210,7 +214,8 @@ class CoreSupervisor:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed = False
         own = {slot: num_output for client, slot, num_output in in_step if client == core.client}
-        return Death(cause, own, len(in_step), was_killed or core.process is None)
+        sleep = status.sleep if status else AWAKE
+        return Death(cause, own, len(in_step), was_killed or core.process is None, sleep)
 
     def _replace(self, core: Core, death: Death) -> Core | None:
         """Have the successor of `core` come; None if there will be none."""

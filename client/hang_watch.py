@@ -15,11 +15,12 @@ class HangWatch:
     Only time that the watcher has seen counts: no core is to blame where the whole machine slept.
     """
 
-    def __init__(self, limit_s: float, pid: int | None) -> None:
-        """`limit_s`: seconds of standing still that make a hang."""
+    def __init__(self, limit_s: float, pid: int | None, load_limit_s: float = 0.0) -> None:
+        """`limit_s`: seconds of standing still that make a hang; `load_limit_s`: those of a core that loads."""
         self.interval_s = min(0.25, limit_s / 4)
         """Seconds between two looks."""
         self._limit_s = limit_s
+        self._load_limit_s = load_limit_s
         self._pid = pid
         self._last_look = time.monotonic()
         self._last_seen: object = None
@@ -29,6 +30,8 @@ class HangWatch:
         """Whether the core has stood still with work to do for too long; to be asked every `interval_s`."""
         seen = page.progress() if has_work else None
         slack = 0.0 if page.state == CoreState.STEPPING else _IDLE_BEAT_S
+        if page.state == CoreState.LOADING and not is_stopped(self._pid):
+            slack = max(slack, self._load_limit_s - self._limit_s)  # not all that loading takes beats
         return self._has_stood_still(seen, slack)
 
     def is_stopped_for_too_long(self) -> bool:

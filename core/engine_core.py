@@ -1,5 +1,6 @@
 """The core's loop: receive, schedule, launch, finish what was launched before, publish."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -21,6 +22,7 @@ from vllm_mp.core.profiler import Profiler
 from vllm_mp.core.sampler import Sampler
 from vllm_mp.core.scheduler import Scheduler, Step
 from vllm_mp.core.server import Server
+from vllm_mp.core.sleep import Sleep
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.status_page import StatusPage, StepRequests
 
@@ -46,8 +48,8 @@ class EngineCore:
     With `async_scheduling` one step stays in flight while the next one is scheduled and launched, so that the device
     never waits for the host. Without, each is finished as soon as it is launched.
 
-    Work is what may run: what a pause holds back is none, so a paused core costs nothing, and one that is told to
-    finish its work before it stops does not wait for a `resume` that may never come.
+    Work is what may run: what a pause or sleep holds back is none, so a paused core costs nothing, and one that is told
+    to finish its work before it stops does not wait for a `resume` or `wake_up` that may never come.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class EngineCore:
         self._sampler = Sampler(self._batch, device)
         self._pause = Pause(self._scheduler, server.send_ends)
         self._profiler = Profiler(device)
+        self._sleep = Sleep(self._scheduler, runner, server.send_ends, page.note_sleep)
         self._checks_invariants = scheduler_config.check_invariants
         self._in_flight: deque[_Flight] = deque()
         self._num_ahead = int(bool(scheduler_config.async_scheduling))
@@ -90,19 +93,23 @@ class EngineCore:
                 "resume": self._pause.resume,
                 "start_profile": self._when_finished(self._profiler.start),
                 "stop_profile": self._when_finished(self._profiler.stop),
+                "sleep": self._sleep.sleep,
+                "wake_up": self._sleep.wake_up,
             },
         )
 
     def run(self) -> None:
         """Serve until told to stop; where the stop is to drain, until no request is left that may run."""
         self._note_state()
-        while not self._stop.is_set or (self._stop.drain and self._scheduler.has_work):
-            self._wait()
-            self._server.receive(admit=not self._stop.is_set)
-            self._run_step()
-            self._pause.settle()
-            if self._checks_invariants:
-                check_invariants(self._scheduler)
+        with contextlib.suppress(StopSignal.Stopped):
+            while not self._stop.is_set or (self._stop.drain and self._scheduler.has_work):
+                self._wait()
+                self._server.receive(admit=not self._stop.is_set)
+                self._settle_sleep()
+                self._run_step()
+                self._pause.settle()
+                if self._checks_invariants:
+                    check_invariants(self._scheduler)
 
     def status(self) -> dict[str, Any]:
         """What the core holds, in plain numbers."""
@@ -115,6 +122,8 @@ class EngineCore:
             "free_blocks": self._pool.num_free,
             "total_blocks": self._pool.num_blocks,
             "is_paused": self._scheduler.is_paused,
+            "is_sleeping": bool(self._sleep.state.missing),
+            "sleep_level": self._sleep.state.level,
             "num_dropped_messages": self._server.num_dropped,
             "num_clients": self._server.num_clients,
         }
@@ -124,6 +133,12 @@ class EngineCore:
         if not (self._scheduler.has_work or self._in_flight):
             self._poller.poll(_BEAT_MS)
             self._page.beat()
+
+    def _settle_sleep(self) -> None:
+        if self._sleep.is_due:
+            self._finish_all_but(0)
+            self._sleep.settle()
+            self._note_state()
 
     def _run_step(self) -> None:
         """Launch the next step, if there is one that can go ahead, and finish those before it that are due."""

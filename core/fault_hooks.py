@@ -64,7 +64,7 @@ class FaultHooks:
         launch, publish = runner.launch, server.publish
         in_steps, in_messages = self._at(STEP), self._at(PUBLISH)
         due: dict[int, list[Fault]] = {}  # by step: another may be launched before one is published
-        model = _PoisonedModel(runner._model)
+        poison = _Poison()
         self._latest_of = runner.latest_token
 
         def faulty_launch(step: "Step", batch: "Batch", sampler: "Sampler") -> "Computing":
@@ -72,12 +72,12 @@ class FaultHooks:
             due[self._step] = [
                 one for one in in_messages if len(self._rows_hit(one, step, batch)) and self._is_due(one)
             ]
-            model.poisoned = np.zeros(int(step.counts.sum()), np.bool_)
+            poison.tokens = np.zeros(int(step.counts.sum()), np.bool_)
             for fault in in_steps:
                 rows = self._rows_hit(fault, step, batch)
                 if len(rows) and self._is_due(fault):
                     if fault.action == "nan":
-                        model.poisoned |= np.repeat(np.isin(step.rows, rows), step.counts)
+                        poison.tokens |= np.repeat(np.isin(step.rows, rows), step.counts)
                     else:
                         _strike(fault)
             return launch(step, batch, sampler)
@@ -96,8 +96,7 @@ class FaultHooks:
             return None
 
         if any(one.action == "nan" for one in in_steps):
-            runner._model = model
-            runner.give_up_graphs()
+            runner.wrap_model(lambda model: _PoisonedModel(model, poison))
         if in_steps or in_messages:
             runner.launch = faulty_launch  # type: ignore[method-assign]
         if in_messages:
@@ -156,19 +155,25 @@ class FaultHooks:
         return tokens
 
 
+class _Poison:
+    """Which tokens of the step have hidden states that are not numbers."""
+
+    tokens: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+    """[num_tokens]."""
+
+
 class _PoisonedModel:
     """A model some of whose hidden states are not numbers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, poison: _Poison) -> None:
         self._model = model
-        self.poisoned: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        """[num_tokens] of the step."""
+        self._poison = poison
 
     def __call__(self, *args: Any) -> "Tensor":
         hidden: Tensor = self._model(*args)
-        if self.poisoned.any():
+        if self._poison.tokens.any():
             hidden = hidden.clone()
-            hidden[np.flatnonzero(self.poisoned)] = float("nan")
+            hidden[np.flatnonzero(self._poison.tokens)] = float("nan")
         return hidden
 
     def __getattr__(self, name: str) -> Any:

@@ -55,6 +55,7 @@ def _check_requests(scheduler: Scheduler) -> None:
         used[request.client] += request.num_bytes
     _require("what a client's requests take is counted", [one for one in used | counted if used[one] != counted[one]])
     _require("only a paused scheduler holds requests back", [] if scheduler.is_paused else held)
+    _require("nothing runs in a scheduler that sleeps", running if scheduler._is_asleep else [])
     _require("only a paused scheduler is frozen", [True] if scheduler._is_frozen and not scheduler.is_paused else [])
 
 

@@ -14,9 +14,10 @@ from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.batch import Batch, Vector
 from vllm_mp.core.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
-from vllm_mp.core.device import cache_blocks, choose_attention, free_cuda_memory
+from vllm_mp.core.device import available_memory, cache_blocks, choose_attention, free_cuda_memory
 from vllm_mp.core.host_copies import HostCopies, to_device
 from vllm_mp.core.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
+from vllm_mp.core.offload import OffloadedWeights, release_memory
 from vllm_mp.core.pooler import Pooler
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import Sampler
@@ -48,8 +49,17 @@ class Computing(NamedTuple):
         return Computed(self.tokens.numpy(), self.logprobs(), self.prompt_logprobs(), self.vectors())
 
 
+class _NoModel(NamedTuple):
+    """Stands where a model was whose weights have been dropped."""
+
+    kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
+
+
 class ModelRunner:
-    """Owns the weights and the KV cache."""
+    """Owns the weights and the KV cache.
+
+    Both can be given up, as `vllm_mp.core.sleep.Memory` says, while there is no step to run.
+    """
 
     def __init__(
         self,
@@ -69,18 +79,20 @@ class ModelRunner:
         """
         self._config = config
         self._device = device
+        self._dtype = dtype
         self._cache_dtype = ops.FLOAT8 if config.cache_config.cache_dtype == "fp8" else dtype
         model_config = config.model_config
-        self._model: Any = load_model(model_config, dtype, device, progress, self._cache_dtype)
-        self._attention = choose_attention(config, device, dtype, self._model.kv_shapes)
+        self._progress = progress or (lambda _: None)
         self._beat = beat
+        self._wrap: Callable[[Any], Any] = lambda model: model
+        self._model: Any = self._load()
+        self._attention = choose_attention(config, device, dtype, self._model.kv_shapes)
+        self._offloaded: OffloadedWeights | None = None
         self._latest: Tensor | None = None
         """Int64 [max_num_seqs] on the device, the token that was last sampled for each row, if the next step reads it.
         """
         if config.scheduler_config.async_scheduling:
             self._latest = torch.zeros(config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
-        for layer in _layers(cast("nn.Module", self._model)):
-            layer.register_forward_pre_hook(lambda *_: beat())
         self._pooler = Pooler()
         self._may_spoil = False
         """Attention has to be asked to isolate where something is not finite, which the host finds out."""
@@ -113,9 +125,53 @@ class ModelRunner:
         copies.end()
         return Computing(tokens, logprobs, of_prompts, vectors, copies)
 
-    def give_up_graphs(self) -> None:
-        """Compute every step by calling the model; for whoever takes its place."""
-        self._graphs = None
+    def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
+        """Have `wrap` of the model called in its place, in every step."""
+        self._wrap = wrap
+        self._model = wrap(self._model)
+        self._graphs = self._make_capture = None
+
+    def offload_weights(self) -> None:
+        try:
+            if self._device.type != "cpu" and self._offloaded is None:
+                self._offloaded = OffloadedWeights(self._model, self._beat)
+        finally:
+            release_memory(self._device)
+
+    def drop_weights(self) -> None:
+        self._offloaded, self._model = None, _NoModel(self._model.kv_shapes)
+        release_memory(self._device)
+
+    def restore_weights(self) -> None:
+        if isinstance(self._model, _NoModel):
+            self._progress(0.0)
+            self._model = self._load()
+        elif self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+        release_memory(self._device)  # the host's copy, or what the weights were made of
+
+    def drop_cache(self) -> None:
+        self._graphs, self._kv_caches = None, []
+        release_memory(self._device)
+
+    def restore_cache(self) -> None:
+        cache = self._config.cache_config
+        num_bytes = cache.num_blocks * cache.block_size * self._token_bytes()
+        if self._device.type == "cpu" and num_bytes > (free := available_memory()):
+            raise MemoryError(f"the KV cache takes {num_bytes:,} bytes, and {free:,} are free")
+        self._kv_caches = self._allocate(cache.num_blocks)
+
+    def prepare(self) -> None:
+        self._graphs = self._captured(batch_sizes(self._config.scheduler_config.max_num_seqs))
+
+    def _load(self) -> Any:
+        """The model with its weights, which beats at each layer."""
+        model_config = self._config.model_config
+        model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype)
+        for layer in _layers(cast("nn.Module", model)):
+            layer.register_forward_pre_hook(lambda *_: self._beat())
+        return self._wrap(model)
 
     def _forward(self, step: Step, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Hidden states [num_tokens, hidden] of the step, by a graph if there is one that fits it."""
@@ -136,9 +192,18 @@ class ModelRunner:
             return None
         return cuda_capture
 
-    @torch.inference_mode()
     def _make_graphs(self, sizes: Sequence[int]) -> DecodeGraphs | None:
         """Graphs of decode steps of so many rows, on the cache that is there; None where none can be had."""
+        try:
+            return self._captured(sizes)
+        except CaptureError as error:
+            self._make_capture = None
+            logger.warning("decode steps are launched anew each, as they cannot be captured: %s", error)
+            return None
+
+    @torch.inference_mode()
+    def _captured(self, sizes: Sequence[int]) -> DecodeGraphs | None:
+        """As `_make_graphs`; raises CaptureError where they cannot be captured, and None is where none are wanted."""
         if self._make_capture is None or not self._kv_caches:
             return None
         started = time.monotonic()
@@ -149,12 +214,7 @@ class ModelRunner:
             model.max_model_len,
             self._device,
         )
-        try:
-            graphs.capture(sizes, self._make_capture(self._device), self._beat)
-        except CaptureError as error:
-            self._make_capture = None
-            logger.warning("decode steps are launched anew each, as they cannot be captured: %s", error)
-            return None
+        graphs.capture(sizes, self._make_capture(self._device), self._beat)
         logger.info("decode steps of up to %d rows captured in %.1f s", max(sizes), time.monotonic() - started)
         return graphs
 

@@ -124,6 +124,7 @@ class Scheduler:
         """The suspect whose turn it is: it has a row, and no other suspect has."""
         self._is_paused = False
         self._is_frozen = False
+        self._is_asleep = False
         self._in_flight: deque[_Flight] = deque()
         """Oldest first: at most one when a step is scheduled."""
 
@@ -143,7 +144,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """There is a request that may run now."""
-        return not self._is_frozen and self.num_going_on > 0
+        return not (self._is_frozen or self._is_asleep) and self.num_going_on > 0
 
     @property
     def is_paused(self) -> bool:
@@ -181,6 +182,19 @@ class Scheduler:
         for request in self._held.values():
             self._wait(request)
         self._held.clear()
+
+    def fall_asleep(self) -> None:
+        """Let nothing run before `wake_up`, paused or not, and forget that there is anything in any block.
+
+        No step may be in flight. What runs is computed anew afterwards.
+        """
+        self.preempt_all()
+        self.forget_prefixes()
+        self._is_asleep = True
+
+    def wake_up(self) -> None:
+        """Undo `fall_asleep`."""
+        self._is_asleep = False
 
     def forget_prefixes(self) -> None:
         """Let no block that has been filled be found any more, nor what running requests build on such blocks."""

@@ -55,6 +55,8 @@ class Server:
         self._last_probe = -_PROBE_INTERVAL_S
         self._scheduler: Scheduler | None = None
         self._calls: dict[str, Callable[..., Any]] = {}
+        self._is_held_up = False
+        """The latest call has something to be done before the messages behind it are read."""
 
     @property
     def num_clients(self) -> int:
@@ -64,8 +66,9 @@ class Server:
     def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
         """Begin to admit: `calls` are the operations that clients may name.
 
-        What one returns is its answer, plain data, or a future of that, which is answered when it is done. It gets a
-        client's arguments in the right number but of any type, and refuses them by a ValueError.
+        What one returns is its answer, plain data, or a future of that, which is answered when it is done; where it is
+        not done yet, the messages behind it are left for the next `receive`. It gets a client's arguments in the right
+        number but of any type, and refuses them by a ValueError.
         """
         self._scheduler = scheduler
         self._calls = calls
@@ -83,7 +86,8 @@ class Server:
         self._admits = admit
         deadline = time.monotonic() + _RECEIVE_S
         self._probe()
-        while time.monotonic() < deadline:
+        self._is_held_up = False
+        while time.monotonic() < deadline and not self._is_held_up:
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -291,6 +295,7 @@ class Server:
             self._reply(client, message.call_id, error=str(error))
             return
         if isinstance(result, Future):
+            self._is_held_up = not result.done()
             result.add_done_callback(lambda done: self._reply_with(client, message.call_id, done))
         else:
             self._reply(client, message.call_id, result)

@@ -82,6 +82,7 @@ class Attacker:
                 self._raw_bytes,
                 self._fresh_identities,
                 self._pause_flood,
+                self._sleep_flood,
                 self._too_large,
                 self._never_reads,
                 self._flood,
@@ -195,6 +196,19 @@ class Attacker:
             self._send("pause", dealer, wire.Call(incarnation, i, "pause", ["keep", False]))
             self._send("pause", dealer, wire.Call(incarnation, i, "pause", bad[i % len(bad)]))
             self._send("pause", dealer, wire.Call(incarnation, i, "resume"))
+        self._await_core(dealer)
+
+    def _sleep_flood(self) -> None:
+        """Sleeps that end at once, of either level and in either order, and calls that bring about none."""
+        dealer, incarnation = self._sockets[0], self._incarnation
+        self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+        bad: tuple[list[Any], ...] = ([], [0], [True], [1.0, "keep"], [1, "wait"], ["weights"], [2**64 - 1], [1] * 9)
+        for i in range(40):
+            self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", [1 + i % 2, "keep"]))
+            self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", bad[i % len(bad)]))
+            self._send("sleep", dealer, wire.Call(incarnation, i, "wake_up", bad[1 + i % (len(bad) - 1)]))
+            for tag in wire.SLEEP_TAGS[:: (1, -1)[i % 3 > 0]]:
+                self._send("sleep", dealer, wire.Call(incarnation, i, "wake_up", [tag]))
         self._await_core(dealer)
 
     def _too_large(self) -> None:

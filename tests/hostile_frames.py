@@ -66,6 +66,7 @@ SCALARS: tuple[Any, ...] = (
     msgspec.msgpack.Ext(-128, b""),
 )
 
+_SLEEPS = tuple(("sleep", level) for level in wire.SLEEP_LEVELS)
 _NOT_UTF8 = b"\xa2\xff\xfe"
 _UNENCODABLE: tuple[bytes, ...] = (
     b"",
@@ -176,8 +177,8 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 class ClientFrames:
     """What a hostile client sends to the core of `incarnation`, whose model has `vocab_size` tokens.
 
-    It keeps its hands off what every client may do to all others by design: frames that would pause the core are left
-    out.
+    It keeps its hands off what every client may do to all others by design: frames that would pause the core, or put it
+    to sleep, are left out.
     """
 
     def __init__(self, seed: int, incarnation: int, vocab_size: int, num_slots: int = 64) -> None:
@@ -266,8 +267,11 @@ class ClientFrames:
         if kind < 0.8:
             return wire.AbortRequests(incarnation, [self._slot() for _ in range(chance.choice((0, 1, 8)))])
         if kind < 0.9:
-            name = chance.choice(("ping", "status", "reset_prefix_cache", "resume", "pause", "start_profile", "none"))
-            args = [chance.choice((None, "keep", "wait", True, 3, 0.5)) for _ in range(chance.choice((0, 0, 1, 2, 5)))]
+            name = chance.choice(
+                ("ping", "status", "reset_prefix_cache", "resume", "pause", "start_profile", "sleep", "wake_up", "none")
+            )
+            values = (None, "keep", "wait", "weights", True, 3, 0.5)
+            args = [chance.choice(values) for _ in range(chance.choice((0, 0, 1, 2, 5)))]
             return wire.Call(incarnation, chance.randrange(2**32), name, args)
         if kind < 0.985:
             return wire.Hello(wire.PROTOCOL_VERSION)
@@ -332,12 +336,14 @@ class ClientFrames:
 
 
 def pauses(frame: bytes) -> bool:
-    """Whether a core would pause for `frame`, unless the arguments are wrong."""
+    """Whether a core would pause or sleep for `frame`, unless the arguments are wrong."""
     try:
         message = wire.decode_client_message(frame)
     except (ValueError, RecursionError):
         return False
-    return isinstance(message, wire.Call) and message.name == "pause" and len(message.args) == 2
+    if not isinstance(message, wire.Call):
+        return False
+    return (message.name, len(message.args)) == ("pause", 2) or (message.name, *message.args[:1]) in _SLEEPS
 
 
 class CoreFrames:

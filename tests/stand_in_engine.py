@@ -13,11 +13,56 @@ from vllm_mp.core.pause import Pause
 from vllm_mp.core.request import Request
 from vllm_mp.core.sampler import NO_TOKEN
 from vllm_mp.core.scheduler import Scheduler
+from vllm_mp.core.sleep import Sleep
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
 EOS = 2
 BLOCK = 4
+
+
+class Memory:
+    """What a core gives up when it sleeps, by where it is."""
+
+    def __init__(self, forget):
+        """`forget` is called when the cache is dropped."""
+        self.weights, self.cache, self.prepared = "device", True, True
+        self.fails: dict[str, Exception] = {}
+        """Of the operations named, the next one."""
+        self._forget = forget
+
+    def offload_weights(self):
+        self._try("offload_weights")
+        if self.weights == "device":
+            self.weights = "host"
+
+    def drop_weights(self):
+        self.weights = "disk"
+
+    def restore_weights(self):
+        self._try("restore_weights")
+        self.weights = "device"
+
+    def drop_cache(self):
+        self.cache = self.prepared = False
+        self._forget()
+
+    def restore_cache(self):
+        self._try("restore_cache")
+        self.cache = True
+
+    def prepare(self):
+        assert (self.weights, self.cache) == ("device", True)
+        self._try("prepare")
+        self.prepared = True
+
+    def _try(self, name):
+        if name in self.fails:
+            raise self.fails.pop(name)
+
+    @property
+    def is_whole(self):
+        return (self.weights, self.cache, self.prepared) == ("device", True, True)
 
 
 class Engine:
@@ -37,6 +82,10 @@ class Engine:
         )
         self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK)
         self.pause = Pause(self.scheduler, self.end)
+        self.states = []
+        """What sleeping and waking up has been noted as."""
+        self.memory = Memory(lambda: self.contents.clear())
+        self.sleep = Sleep(self.scheduler, self.memory, self.end, self.states.append)
         self.ahead = ahead
         self.in_flight = deque()
         """(step, tokens and vectors that it will bring), oldest first."""
@@ -107,6 +156,7 @@ class Engine:
         return booked if step is None else step
 
     def launch(self, step, token, failing):
+        assert self.memory.is_whole, "nothing is computed without weights and cache"
         self.compute(step)
         assert not self.batch.reads_answer[step.rows[step.awaits]].any(), "rules see the whole answer"
         rows = step.rows[step.samples]
@@ -176,6 +226,12 @@ class Engine:
         if clears_cache:
             done.add_done_callback(lambda done: done.exception() or self.contents.clear())
         return done
+
+    def settle_sleep(self):
+        """Carry out the calls of `sleep` that are due."""
+        self.finish_all_but(0)
+        self.sleep.settle()
+        check_invariants(self.scheduler)
 
     def run(self, token=7):
         for _ in range(10_000):

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.wire import SLEEP_LEVELS, SLEEP_TAGS
+
 _MAGIC = 0x564D_5053_0002
 _HEADER_BYTES = 4096
 MAX_STEP_REQUESTS = 65_536
@@ -51,6 +53,21 @@ class _Field(enum.IntEnum):
     FREE_BLOCKS = 11
     TOTAL_BLOCKS = 12
     NUM_STEP_REQUESTS = 13
+    SLEEP_LEVEL = 14
+    MISSING = 15
+    """A bit for each of `SLEEP_TAGS`."""
+
+
+class SleepState(NamedTuple):
+    """What a core has given up for the time that it sleeps."""
+
+    level: int
+    """0 where it is awake."""
+    missing: tuple[str, ...]
+    """Those of `wire.SLEEP_TAGS` that have not come back; none exactly where it is awake."""
+
+
+AWAKE = SleepState(0, ())
 
 
 class StepRequests(NamedTuple):
@@ -82,12 +99,14 @@ class CoreStatus(NamedTuple):
     step_requests: list[tuple[int, int, int]]
     """(client index, slot, tokens of the answer) of each request in the steps that are executing; empty between steps.
     """
+    sleep: SleepState = AWAKE
 
     def __str__(self) -> str:
         return (
             f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, "
             f"last beat {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
             f"{self.free_blocks} of {self.total_blocks} KV blocks free"
+            f"{f', asleep at level {self.sleep.level}' if self.sleep.missing else ''}"
         )
 
 
@@ -161,6 +180,14 @@ class StatusPage:
     def beat(self) -> None:
         """Note that the core is alive."""
         self._header[_Field.HEARTBEAT_NS] = time.monotonic_ns()
+
+    def note_sleep(self, sleep: SleepState) -> None:
+        """Note that the core sleeps, or does not any more."""
+        header = self._header
+        header[_Field.SEQUENCE] += 1
+        header[_Field.SLEEP_LEVEL] = sleep.level
+        header[_Field.MISSING] = sum(1 << SLEEP_TAGS.index(tag) for tag in sleep.missing)
+        header[_Field.SEQUENCE] += 1
 
     def begin_step(
         self,
@@ -245,7 +272,14 @@ class StatusPage:
             free_blocks=fields[_Field.FREE_BLOCKS],
             total_blocks=fields[_Field.TOTAL_BLOCKS],
             step_requests=[(client, slot, num_output) for client, slot, num_output in requests],
+            sleep=_sleep(fields[_Field.SLEEP_LEVEL], fields[_Field.MISSING]),
         )
+
+
+def _sleep(level: int, bits: int) -> SleepState:
+    """The state; `AWAKE` for what a core whose memory went wild may have left on the page."""
+    missing = tuple(tag for i, tag in enumerate(SLEEP_TAGS) if bits >> i & 1)
+    return SleepState(level, missing) if missing and level in SLEEP_LEVELS else AWAKE
 
 
 def _state(value: int) -> CoreState:

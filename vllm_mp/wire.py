@@ -30,6 +30,12 @@ MAX_BAD_WORD_SPELLINGS = 2
 """Ways in which a bad word may be written: at the beginning of a text, and behind a space."""
 PAUSE_MODES = ("abort", "wait", "keep")
 """What the operation "pause" may do with the requests that are live."""
+SLEEP_LEVELS = (1, 2)
+SLEEP_MODES = ("keep", "abort")
+"""What the operation "sleep" may do with the requests that are live."""
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+SLEEP_TAGS = (WEIGHTS, KV_CACHE)
+"""What a sleeping core is without, and "wake_up" may name, in the order in which it comes back."""
 _MAX_ARGS = 16
 _LARGE_FRAME_BYTES = 2**16
 

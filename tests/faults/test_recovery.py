@@ -313,6 +313,94 @@ def test_a_pause_outlives_the_core(engine, mode):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("level", "back"), [(2, ()), (1, ("weights",))])
+def test_a_sleep_outlives_the_core(engine, level, back):
+    async def run():
+        requests = of_every_kind(14)[:3]
+        expected = await undisturbed(engine, requests)
+        consumers = [Consumer(engine, *request) for request in requests]
+        tasks = [asyncio.create_task(one.run()) for one in consumers[:2]]
+
+        async def begun():
+            return consumers[1].num_tokens() > 3
+
+        await eventually(begun)
+        await engine.sleep(level)
+        if back:
+            await engine.wake_up(back)
+        given = consumers[1].num_tokens()
+        tasks.append(asyncio.create_task(consumers[2].run()))
+        kill(engine)
+        status = await engine.core_status()
+        assert (status["is_sleeping"], status["sleep_level"]) == (True, level)
+        assert (status["num_running"], status["num_waiting"]) == (0, 3)
+        assert consumers[1].num_tokens() == given
+        assert consumers[2].num_tokens() == 0
+        if back:
+            await engine.wake_up([tag for tag in ("weights", "kv_cache") if tag not in back])
+        else:
+            await engine.wake_up()
+        assert not await engine.is_sleeping()
+        await asyncio.gather(*tasks)
+        for one, other in zip(consumers, expected, strict=True):
+            assert_same(one, other)
+        if back:
+            kill(engine)
+            assert not await engine.is_sleeping(), "the next core is as the last one was"
+        await eventually(lambda: is_empty(engine))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake_up"])
+def test_a_call_to_sleep_or_wake_up_that_a_core_leaves_unanswered_is_carried_out_by_the_next(engine, call):
+    async def run():
+        if call == "wake_up":
+            await engine.sleep(2)
+        stream = asyncio.create_task(answer(engine, PROMPT, greedy(8, ignore_eos=True)))
+        kill(engine, signal.SIGSTOP)
+        unanswered = asyncio.create_task(getattr(engine, call)())
+
+        async def sent():
+            return len(engine._link._calls) == 1
+
+        await eventually(sent)
+        kill(engine)
+        await unanswered
+        assert await engine.is_sleeping() == (call == "sleep")
+        await engine.wake_up()
+        assert len((await stream).outputs[0].token_ids) == 8
+        await eventually(lambda: is_empty(engine))
+
+    asyncio.run(run())
+
+
+def test_a_core_that_dies_before_it_sleeps_as_the_last_one_did_leaves_that_to_the_next(engine):
+    async def run():
+        await engine.sleep(1)
+        await engine.wake_up(["weights"])
+        link, sent = engine._link, []
+        take = link._call_for_sleep
+
+        def kill_first(name, *args):
+            if not sent:
+                kill(engine)
+            sent.append((name, args))
+            take(name, *args)
+
+        link._call_for_sleep = kill_first
+        kill(engine)
+        restarts = (await engine.core_status())["restarts"]
+        del link._call_for_sleep
+        assert sent == [("sleep", (1,)), ("wake_up", ("weights",))] * 2
+        assert restarts == engine._supervisor.num_restarts
+        await engine.wake_up(["kv_cache"])
+        assert not await engine.is_sleeping()
+        assert len((await answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
+
+    asyncio.run(run())
+
+
 def test_a_core_that_dies_while_it_loads_is_replaced_too(engine):
     async def run():
         task = asyncio.create_task(answer(engine, PROMPT, greedy(20, ignore_eos=True)))

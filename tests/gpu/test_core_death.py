@@ -3,12 +3,9 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 
-import psutil
 import pytest
-from gpu_device import DEVICE, ON_DEVICE
+from gpu_device import DEVICE, ON_DEVICE, device_memory_in_use
 from greedy_parity import generate_all
 from harness import answer, eventually, greedy, running_engine
 from random_models import random_prompts, save_config
@@ -47,15 +44,6 @@ FAULTS = ["kill", *(fault for fault in CAUSES if (fault == "raise") == (DEVICE =
 """A processor has no faults of its own that a core would outlive: an exception stands for those of a device."""
 SLACK = 64 * 2**20
 """Bytes by which two readings of the same state may differ."""
-
-
-def device_memory_in_use() -> int:
-    """Bytes that the device has given away, asked from a process of its own; on a CPU, what our children hold."""
-    if DEVICE == "cpu":
-        return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
-    code = "import torch; free, total = torch.cuda.mem_get_info(); print(total - free)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return int(done.stdout)
 
 
 async def memory_is_back(before: int) -> bool:

@@ -92,3 +92,16 @@ def test_a_process_that_a_signal_has_stopped_is_found_out(clock):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_core_that_loads_may_be_silent_for_as_long_as_loading_may_take(clock, page):
+    page.enter(CoreState.LOADING)
+    watch = HangWatch(2.0, None, 10.0)
+    assert not look(watch, page, clock, 9.5)
+    assert look(watch, page, clock, 1.0)
+
+
+def test_a_core_that_is_stopped_while_it_loads_hangs_as_any_other(clock, page, monkeypatch):
+    page.enter(CoreState.LOADING)
+    monkeypatch.setattr(hang_watch, "is_stopped", lambda pid: True)
+    assert look(HangWatch(2.0, None, 10.0), page, clock, 4.0)

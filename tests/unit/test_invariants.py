@@ -20,6 +20,7 @@ def chosen_token(slot, position):
 
 
 ACTIONS = ["add"] * 4 + ["step"] * 6 + ["abort", "abort", "fail", "forget", "pause", "resume"]
+ACTIONS += ["sleep", "wake_up", "wake_up"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -74,11 +75,22 @@ def test_any_interleaving_of_events_keeps_every_request_row_and_block_accounted_
                 assert not engine.scheduler.num_waiting
         elif action == "resume":
             engine.pause.resume()
+        elif action == "sleep":
+            engine.sleep.sleep(data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from(["keep", "abort"])))
+            engine.settle_sleep()
+        elif action == "wake_up":
+            engine.memory.fails = data.draw(st.sampled_from([{}, {}, {"prepare": RuntimeError()}]))
+            engine.sleep.wake_up(*data.draw(st.lists(st.sampled_from(["weights", "kv_cache"]))))
+            engine.settle_sleep()
+            assert bool(engine.sleep.state.missing) != engine.memory.is_whole
         else:
             failing = data.draw(st.sets(st.sampled_from(sorted(live)), max_size=2)) if live and action == "fail" else ()
             engine.step(chosen_token, failing)
         engine.pause.settle()
         check_invariants(engine.scheduler)
+    engine.memory.fails = {}
+    engine.sleep.wake_up()
+    engine.settle_sleep()
     engine.run(chosen_token)
     engine.pause.resume()
     engine.run(chosen_token)
@@ -151,6 +163,10 @@ def miscount_the_waiting(engine):
     engine.scheduler._num_waiting += 1
 
 
+def run_while_asleep(engine):
+    engine.scheduler._is_asleep = True
+
+
 def hold_back_without_a_pause(engine):
     _, request = engine.scheduler._waiting.pop()
     engine.scheduler._num_waiting -= 1
@@ -196,6 +212,7 @@ def leave_a_hash_behind(engine):
         (let_a_running_request_wait, r"a live request has one place.*\(0, 0\)"),
         (lose_a_waiting_request, r"a live request has a place; broken by \[\(0, 3\)\]"),
         (miscount_the_waiting, "the waiting are counted"),
+        (run_while_asleep, r"nothing runs in a scheduler that sleeps; broken by \[\(0, 0\), \(0, 1\)\]"),
         (hold_back_without_a_pause, r"only a paused scheduler holds requests back; broken by \[\(0, 3\)\]"),
         (forget_whose_turn_it_is, r"a suspect runs exactly if it is its turn; broken by \[\(0, 1\)\]"),
         (compute_more_than_is_known, "the last token is not computed, .*; broken by .0"),

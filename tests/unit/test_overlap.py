@@ -18,7 +18,7 @@ from vllm_mp.core.request import Request
 from vllm_mp.core.scheduler import Computed, StepResult
 from vllm_mp.core.step_messages import step_outputs
 from vllm_mp.core.stop_signal import StopSignal
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import SleepState, StatusPage
 
 
 def overlapping(**options):
@@ -367,3 +367,80 @@ def test_a_pause_comes_between_two_steps_and_after_what_the_last_has_brought(mak
     assert seen == [(1, [0], [0]), (2, [0], [1])]
     assert [position for _, _, (position,) in server.published] == list(range(9))
     assert runner.log[:5] == ["launch 1", "launch 2", "wait 1", "wait 2", "launch 3"]
+
+
+class Memory:
+    """What the runner of a core gives up when it sleeps."""
+
+    def __init__(self, runner):
+        self.log = runner.log
+
+    def __getattr__(self, name):
+        return lambda: self.log.append(name)
+
+
+def test_a_sleep_comes_between_two_steps_and_a_sleeping_core_waits_for_messages(make_core):
+    core, runner, server, add = make_core(True)
+    add(0, max_tokens=4)
+    core._sleep._memory = Memory(runner)
+    polls, calls = [], []
+    core._poller = SimpleNamespace(poll=lambda timeout: polls.append(core.status()["is_sleeping"]))
+    server.wishes = [
+        *[lambda: None] * 2,
+        lambda: calls.append(server.calls["sleep"](1)),
+        *[lambda: None] * 3,
+        lambda: calls.append(server.calls["wake_up"]("weights")),
+        lambda: calls.append(server.calls["wake_up"]("kv_cache")),
+    ]
+    core.run()
+    assert all(call.done() for call in calls)
+    assert runner.log[:6] == ["launch 1", "launch 2", "wait 1", "wait 2", "offload_weights", "drop_cache"]
+    assert runner.log[6:10] == ["restore_weights", "restore_cache", "prepare", "launch 3"]
+    assert polls == [*[True] * 5, False], "with work to do it does not wait"
+    assert [position for _, _, positions in server.published for position in positions] == list(range(4))
+
+
+def test_sleeping_and_waking_up_again_and_again_loses_no_token(make_core):
+    core, runner, server, add = make_core(True)
+    add(0, max_tokens=6)
+    core._sleep._memory = Memory(runner)
+
+    def call():
+        server.calls["sleep"](2)
+        server.calls["wake_up"]()
+
+    server.wishes = [lambda: None, lambda: None, call, lambda: None, call, call, lambda: None]
+    core.run()
+    assert runner.log.count("drop_cache") == runner.log.count("prepare") == 3
+    assert [position for _, _, positions in server.published for position in positions] == list(range(6))
+
+
+def test_a_core_that_is_told_to_stop_while_it_wakes_up_leaves(make_core):
+    core, runner, server, add = make_core(False)
+    add(0)
+    core._sleep._memory = memory = Memory(runner)
+
+    def stop():
+        server.stop.set()
+        raise StopSignal.Stopped  # as the loading of the weights does
+
+    memory.restore_weights = stop
+    server.wishes = [lambda: server.calls["sleep"](2), lambda: server.calls["wake_up"]()]
+    core.run()
+    assert runner.log == ["drop_weights", "drop_cache"]
+    assert runner.page.read().sleep == SleepState(2, ("weights", "kv_cache"))
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_core_that_sleeps_leaves_at_once_when_it_is_told_to(make_core, drains):
+    core, runner, server, add = make_core(True)
+    add(0)
+    core._sleep._memory = Memory(runner)
+
+    def stop():
+        server.stop.drain = drains
+        server.stop.set()
+
+    server.wishes = [lambda: server.calls["sleep"](1), stop]
+    core.run()
+    assert server.published == []

@@ -1,6 +1,7 @@
 """What one client may cost the core and its other clients."""
 
 import time
+from concurrent.futures import Future
 
 import pytest
 import zmq
@@ -161,6 +162,34 @@ def test_a_flood_of_messages_does_not_hold_up_the_next_step(core):
         core.server.receive()
         assert len(calls) - before <= 2
     assert len(calls) == 30
+
+
+def test_what_is_behind_a_call_that_has_something_to_be_done_first_is_left_for_the_next_receive(core):
+    calls = []
+
+    def begin(waits):
+        calls.append(Future())
+        if not waits:
+            calls[-1].set_result("done")
+        return calls[-1]
+
+    core.server.serve(core.engine.scheduler, {"begin": begin})
+    client = core.connect()
+    for call_id, waits in enumerate((False, False, True, False)):
+        client.send(wire.encode(wire.Call(1, call_id, "begin", [waits])))
+    while len(calls) < 3:
+        core.server.receive()
+    assert [call.done() for call in calls] == [True, True, False]
+    while len(calls) < 4:
+        core.server.receive()
+    calls[2].set_result("at last")
+    answers = [core.answer(client) for _ in range(4)]
+    assert [(reply.call_id, reply.result) for reply in answers] == [
+        (0, "done"),
+        (1, "done"),
+        (3, "done"),
+        (2, "at last"),
+    ]
 
 
 def test_what_is_not_read_waits_with_its_sender(core):

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from vllm_mp.status_page import MAX_STEP_REQUESTS, CoreState, StatusPage
+from vllm_mp.status_page import AWAKE, MAX_STEP_REQUESTS, CoreState, SleepState, StatusPage
 
 
 @contextlib.contextmanager
@@ -270,3 +270,21 @@ def test_a_page_that_was_written_over_can_still_be_read():
     assert status.state == page.state == CoreState.STOPPED
     page._header[3:] = 2**62
     assert page.read().state == CoreState.STOPPED
+
+
+@pytest.mark.parametrize("sleep", [AWAKE, SleepState(1, ("weights", "kv_cache")), SleepState(2, ("kv_cache",))])
+def test_a_sleep_is_on_the_page_whatever_state_it_enters(sleep):
+    page = StatusPage.create(None, 1)
+    page.note_sleep(SleepState(2, ("weights",)))
+    page.note_sleep(sleep)
+    page.enter(CoreState.LOADING, 0.5)
+    page.end_step(0, 1, 2, 3)
+    assert page.read().sleep == sleep
+    assert ("asleep at level" in str(page.read())) == bool(sleep.missing)
+
+
+def test_a_sleep_that_cannot_be_is_none():
+    page = StatusPage.create(None, 1)
+    for level, missing in ((9, 3), (1, 0), (0, 3), (-1, -1)):
+        page._header[14:16] = level, missing
+        assert page.read().sleep == AWAKE
