@@ -268,7 +268,7 @@ class ClientFrames:
             return wire.AbortRequests(incarnation, [self._slot() for _ in range(chance.choice((0, 1, 8)))])
         if kind < 0.9:
             name = chance.choice(
-                ("ping", "status", "reset_prefix_cache", "resume", "pause", "start_profile", "sleep", "wake_up", "none")
+                ("ping", "status", "reset_prefix_cache", "resume", "pause", "stop_profile", "sleep", "wake_up", "none")
             )
             values = (None, "keep", "wait", "weights", True, 3, 0.5)
             args = [chance.choice(values) for _ in range(chance.choice((0, 0, 1, 2, 5)))]
