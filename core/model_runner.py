@@ -304,7 +304,8 @@ class ModelRunner:
             (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device
         )
         distribution = logits.log_softmax(dim=-1)  # of log-probabilities, which lasts as long as the draw
-        logits.sort(dim=-1).values.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        halves = torch.full((len(logits),), 0.5, device=self._device)
+        ops.sample(logits, halves, halves, torch.ones_like(halves, dtype=torch.int64), halves, halves.double())
         del distribution
         torch.cuda.synchronize(self._device)
         return graph_bytes

@@ -14,7 +14,7 @@ import torch
 from local_engine import LocalEngine
 from random_models import CONFIGS, one_thread, random_prompts, save_random_model
 
-from vllm_mp.core import cuda_graphs
+from vllm_mp.core import cuda_graphs, model_runner
 from vllm_mp.core.cuda_graphs import DecodeGraphs, batch_sizes
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu import attention as cpu_attention
@@ -254,3 +254,18 @@ def test_a_row_without_a_context_leaves_no_trace_in_any_other(folders):
             found.append(graphs.run(*inputs).clone())
     assert np.array_equal(found[0].numpy(), engine.runner._model(*inputs[:2], engine.runner._kv_caches, inputs[2]))
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_what_the_graphs_will_take_is_counted_from_two_of_them_while_the_largest_step_is_tried(folders, monkeypatch):
+    engine = LocalEngine(folders["qwen3"], make_capture=stand_in)
+    free = iter((1000, 900, 900, 770))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(model_runner, "free_cuda_memory", lambda _: next(free))
+    drawn = Mock(wraps=ops.sample)
+    monkeypatch.setattr(model_runner.ops, "sample", drawn)
+    others = len(batch_sizes(len(engine.batch.temperature))) - 1
+    assert engine.runner._profile() == 100 + others * 30
+    assert others == 4
+    ((logits, *_), _) = drawn.call_args
+    assert logits.shape == (len(engine.batch.temperature), CONFIGS["qwen3"].vocab_size), "each row draws at once"
