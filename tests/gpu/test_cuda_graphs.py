@@ -12,12 +12,17 @@ from vllm_mp.core import model_runner
 from vllm_mp.core.cuda_graphs import cuda_capture
 from vllm_mp.core.device import free_cuda_memory
 from vllm_mp.kernels import ops
+from vllm_mp.kernels.cpu.library import library
 
 pytestmark = [
     *ON_DEVICE,
     pytest.mark.skipif(
         DEVICE == "cuda" and torch.cuda.is_available() and not ops.can_capture(torch.device("cuda")),
         reason="the kernels that can be captured are not there",
+    ),
+    pytest.mark.skipif(
+        DEVICE == "cpu" and library() is None,
+        reason="torch's attention, which serves without the C++ kernels, reads lengths on the host",
     ),
 ]
 
