@@ -49,3 +49,19 @@ async def is_empty(engine):
     """The core holds no request and no block, by its own count."""
     status = await engine.core_status()
     return status["num_running"] == status["num_waiting"] == 0 and status["free_blocks"] == status["total_blocks"]
+
+
+async def rest(stream):
+    """The last output of a stream."""
+    async for output in stream:
+        last = output
+    return last.outputs[0]
+
+
+def num_waiting_is(engine, count):
+    """A condition for `eventually`."""
+
+    async def condition():
+        return (await engine.core_status())["num_waiting"] == count
+
+    return condition

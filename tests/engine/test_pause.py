@@ -6,7 +6,7 @@ import signal
 
 import psutil
 import pytest
-from harness import answer, eventually, greedy, is_empty, running_engine
+from harness import answer, eventually, greedy, is_empty, num_waiting_is, rest, running_engine
 from standalone_core import standalone
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
@@ -30,20 +30,6 @@ def engine(request):
 
 def streaming(llm, max_tokens=400, request_id=None):
     return llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), request_id)
-
-
-async def rest(stream):
-    """The last output of a stream."""
-    async for output in stream:
-        last = output
-    return last.outputs[0]
-
-
-def num_waiting_is(llm, count):
-    async def condition():
-        return (await llm.core_status())["num_waiting"] == count
-
-    return condition
 
 
 with_and_without_overlap = pytest.mark.parametrize("engine", ["llm", "overlapping"], indirect=True)

@@ -6,7 +6,7 @@ import signal
 
 import psutil
 import pytest
-from harness import answer, eventually, greedy, is_empty, running_engine
+from harness import answer, eventually, greedy, is_empty, num_waiting_is, rest, running_engine
 from random_models import save_config
 from standalone_core import standalone
 from transformers import LlamaConfig
@@ -27,20 +27,6 @@ def engine(llm):
 
 def streaming(llm, max_tokens=60, request_id=None, **params):
     return llm.generate(PROMPT, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params), request_id)
-
-
-async def rest(stream):
-    """The last output of a stream."""
-    async for output in stream:
-        last = output
-    return last.outputs[0]
-
-
-def num_waiting_is(llm, count):
-    async def condition():
-        return (await llm.core_status())["num_waiting"] == count
-
-    return condition
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_device import DEVICE, ON_DEVICE, device_memory_in_use
 from greedy_parity import generate_all
-from harness import eventually, is_empty, running_engine
+from harness import eventually, is_empty, rest, running_engine
 from random_models import SIZES, random_prompts, save_config
 from transformers import GPTNeoXConfig, LlamaConfig
 
@@ -46,12 +46,6 @@ def engine(tmp_path_factory):
         yield engine
 
 
-async def rest(stream):
-    async for output in stream:
-        last = output
-    return last.outputs[0].token_ids
-
-
 async def start_streams(engine):
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     streams = [engine.generate(prompt, params) for prompt in PROMPTS]
@@ -70,7 +64,7 @@ def test_the_memory_comes_back_to_others_and_the_answers_are_those_of_before(eng
         await engine.sleep(level)
         assert device_memory_in_use() <= held - given_up + SLACK
         await engine.wake_up()
-        answers = [await rest(stream) for stream in streams]
+        answers = [(await rest(stream)).token_ids for stream in streams]
         assert device_memory_in_use() <= held + SLACK
         await eventually(lambda: is_empty(engine))
         return answers
@@ -98,7 +92,7 @@ def test_an_engine_that_finds_its_memory_taken_sleeps_on_without_any(engine, lev
         del taken
         torch.cuda.empty_cache()
         await engine.wake_up()
-        return [await rest(stream) for stream in streams]
+        return [(await rest(stream)).token_ids for stream in streams]
 
     expected = [output.outputs[0].token_ids for output in generate_all(engine, PROMPTS, 60)]
     assert asyncio.run(run()) == expected
