@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "pyzmq", "msgspec")
+PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy", "pyzmq", "msgspec")
 """Whose versions are noted."""
 
 
