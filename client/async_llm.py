@@ -14,17 +14,17 @@ from typing import Any, Self
 import msgspec
 
 from vllm_mp import wire
-from vllm_mp.client.core_link import CoreLink
-from vllm_mp.client.core_source import LaunchedCores, RemoteCore
-from vllm_mp.client.core_supervisor import CoreSupervisor
+from vllm_mp.client.engine.core_client import EngineCoreClient
+from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
+from vllm_mp.client.engine.restart_limit import RestartLimit
+from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.input_processor import InputProcessor
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
-from vllm_mp.client.pooling_stream import PoolingStream
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.pooling_stream import PoolingStream
+from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType
-from vllm_mp.client.request_book import RequestBook
-from vllm_mp.client.request_stream import RequestStream
-from vllm_mp.client.restart_limit import RestartLimit
-from vllm_mp.client.stats_log import StatsLog
+from vllm_mp.client.stat_logger import StatsLog
 from vllm_mp.client.tokenizer import load_tokenizer
 from vllm_mp.config import (
     DecodingConfig,
@@ -36,7 +36,7 @@ from vllm_mp.config import (
 )
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError
-from vllm_mp.model_files import cache_root
+from vllm_mp.model_store.resolve import cache_root
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ class AsyncLLM:
         self._tokenizer = tokenizer
         self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
         self._inputs = InputProcessor(config, tokenizer, self._microbatch)
-        self._requests = RequestBook()
+        self._requests = OutputProcessor()
         self._is_shut_down = False
         self._accepts = True
         self._stats = StatsLog()
@@ -75,7 +75,7 @@ class AsyncLLM:
             if (engine := this()) is not None:  # which the link, and with it the loop, must not keep alive
                 engine._count_tokens(count)
 
-        self._link = CoreLink(supervisor, self._requests, count_tokens)
+        self._link = EngineCoreClient(supervisor, self._requests, count_tokens)
 
     @classmethod
     def from_engine_args(
@@ -106,7 +106,7 @@ class AsyncLLM:
             raise NotImplementedError("stat_loggers is not served yet; leave it None")
         limits = vllm_config.liveness_config
         restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
-        source, core = LaunchedCores(vllm_config), None
+        source, core = CoreLauncher(vllm_config), None
         try:
             source.begin()
             # The tokenizer loads while the core does.

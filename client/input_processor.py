@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 
 from vllm_mp import wire
-from vllm_mp.admission import check_pooling, check_request
-from vllm_mp.client.answer import Answer, TokenText
-from vllm_mp.client.detokenizer import IncrementalDetokenizer, token_texts
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
-from vllm_mp.client.pooling_stream import PoolingStream
+from vllm_mp.client.outputs.completion import Completion, TokenText
+from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_texts
+from vllm_mp.client.outputs.pooling_stream import PoolingStream
+from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType, parse_prompt
-from vllm_mp.client.request_stream import RequestStream
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.request_validation import check_pooling, check_request
 from vllm_mp.sampling_params import SEED_LIMIT, SamplingParams
 
 _UNSENT = -1
@@ -127,7 +127,7 @@ class InputProcessor:
         message = wire.AddPooling(_UNSENT, _UNSENT, request_id, packed, params, priority, cache_salt)
         return Prepared(stream, [message])
 
-    def _answer(self, index: int, params: SamplingParams, prompt: list[int]) -> Answer:
+    def _answer(self, index: int, params: SamplingParams, prompt: list[int]) -> Completion:
         assert params.seed is not None
         own = params.clone()
         own.n, own.best_of = 1, None
@@ -142,7 +142,7 @@ class InputProcessor:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
-        return Answer(index, own, detokenizer, self._token_text(params))
+        return Completion(index, own, detokenizer, self._token_text(params))
 
     def _token_text(self, params: SamplingParams) -> TokenText | None:
         """What gives log-probabilities their text, where a request has both."""

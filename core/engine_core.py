@@ -13,17 +13,17 @@ import torch
 import zmq
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.batch import NO_ROWS, Batch, Rows
-from vllm_mp.core.block_pool import BlockPool
-from vllm_mp.core.invariants import check_invariants
-from vllm_mp.core.model_runner import Computing, ModelRunner
-from vllm_mp.core.pause import Pause
-from vllm_mp.core.profiler import Profiler
-from vllm_mp.core.sampler import Sampler
-from vllm_mp.core.scheduler import Scheduler, Step
-from vllm_mp.core.server import Server
-from vllm_mp.core.sleep import Sleep
+from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
+from vllm_mp.core.scheduler.block_pool import BlockPool
+from vllm_mp.core.scheduler.invariants import check_invariants
+from vllm_mp.core.scheduler.pause import Pause
+from vllm_mp.core.scheduler.scheduler import ScheduledStep, Scheduler
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core.worker.model_runner import ModelRunner, PendingOutput
+from vllm_mp.core.worker.profiler import Profiler
+from vllm_mp.core.worker.sampler import Sampler
+from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.status_page import StatusPage, StepRequests
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Flight(NamedTuple):
+class PendingStep(NamedTuple):
     """A step that the device may still be computing."""
 
     number: int
-    step: Step
-    computing: Computing
+    step: ScheduledStep
+    computing: PendingOutput
 
 
 class EngineCore:
@@ -57,7 +57,7 @@ class EngineCore:
         config: VllmConfig,
         device: torch.device,
         runner: ModelRunner,
-        server: Server,
+        server: RequestHandler,
         socket: "zmq.Socket[bytes]",
         stop: StopSignal,
         page: StatusPage,
@@ -72,7 +72,7 @@ class EngineCore:
         self._profiler = Profiler(device)
         self._sleep = Sleep(self._scheduler, runner, server.send_ends, page.note_sleep)
         self._checks_invariants = scheduler_config.check_invariants
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[PendingStep] = deque()
         self._num_ahead = int(bool(scheduler_config.async_scheduling))
         """Steps that stay in flight while there is a next one to launch."""
         self._runner = runner
@@ -147,12 +147,12 @@ class EngineCore:
             self._launch(step)
         self._finish_all_but(self._num_ahead if step is not None else 0)
 
-    def _launch(self, step: Step) -> None:
+    def _launch(self, step: ScheduledStep) -> None:
         self._step += 1
         self._page.begin_step(self._step, *self._requests_with(step))
         computing = self._runner.launch(step, self._batch, self._sampler)
         self._scheduler.launched(step)
-        self._in_flight.append(_Flight(self._step, step, computing))
+        self._in_flight.append(PendingStep(self._step, step, computing))
 
     def _finish_all_but(self, count: int) -> None:
         """Wait for the steps in flight but for the last `count`, and publish what they have brought."""
@@ -174,10 +174,12 @@ class EngineCore:
 
         return finish_and_call
 
-    def _requests_with(self, step: Step) -> StepRequests:
+    def _requests_with(self, step: ScheduledStep) -> StepRequests:
         """Those of `step`, which is about to be launched, and of the steps in flight."""
         batch, rows = self._batch, step.rows
-        requests = StepRequests(batch.client[rows], batch.slot[rows], batch.num_tokens[rows] - batch.num_prompt[rows])
+        requests = StepRequests(
+            batch.client[rows], batch.slot[rows], batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+        )
         if not self._in_flight:
             return requests
         before = self._requests_in_flight(but=rows)
@@ -189,8 +191,8 @@ class EngineCore:
         is_in_flight[but] = False
         rows = np.flatnonzero(is_in_flight)
         # The token that a step in flight samples is not in the answer yet.
-        num_output = batch.num_tokens[rows] - batch.num_prompt[rows] - self._scheduler.is_awaited()[rows]
-        return StepRequests(batch.client[rows], batch.slot[rows], num_output)
+        num_output_tokens = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] - self._scheduler.is_awaited()[rows]
+        return StepRequests(batch.client[rows], batch.slot[rows], num_output_tokens)
 
     def _note_state(self) -> None:
         self._page.end_step(

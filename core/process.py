@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_mp.config import CoreLaunch
-from vllm_mp.core.listener import Listener
+from vllm_mp.core.ipc.bound_socket import BoundSocket
+from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.lossy_output import make_output_lossy
-from vllm_mp.core.server import Server
 from vllm_mp.core.standby import wait_for_launch
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core_launch import CoreLaunch
 from vllm_mp.status_page import CoreState, StatusPage
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ def main() -> int:
 def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     """Bind, load, run; True if that failed for a reason that has been logged and told to the clients."""
     try:
-        listener = Listener(launch.address, launch.key_file)
+        listener = BoundSocket(launch.address, launch.key_file)
     except ValueError as error:
         logger.error("%s", error)
         return True
-    server = Server(listener.socket, launch.config, launch.incarnation)
+    server = RequestHandler(listener.socket, launch.config, launch.incarnation)
     core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
@@ -109,12 +109,13 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
 
 
 def _load(
-    launch: CoreLaunch, page: StatusPage, server: Server, listener: Listener, stop: StopSignal
+    launch: CoreLaunch, page: StatusPage, server: RequestHandler, listener: BoundSocket, stop: StopSignal
 ) -> "EngineCore | None":
     """The core with its weights loaded; None if it was told to stop meanwhile."""
     started = time.monotonic()
     # Torch takes a second or more to import: after the address is known to be good, so that a bad one costs nothing.
-    from vllm_mp.core.device import (
+    from vllm_mp.core.engine_core import EngineCore
+    from vllm_mp.core.worker.device import (
         check_float8,
         choose_device,
         choose_dtype,
@@ -123,8 +124,7 @@ def _load(
         memory_to_start,
         set_threads,
     )
-    from vllm_mp.core.engine_core import EngineCore
-    from vllm_mp.core.model_runner import ModelRunner
+    from vllm_mp.core.worker.model_runner import ModelRunner
 
     # What has been imported stays: looking through it for garbage would take 0.1 s, now or within a step.
     gc.freeze()
@@ -139,7 +139,7 @@ def _load(
     page.enter(CoreState.LOADING)
     faults = None
     if config.liveness_config.fault_injection:
-        from vllm_mp.core.fault_hooks import FaultHooks
+        from vllm_mp.fault_injection.hooks import FaultHooks
 
         faults = FaultHooks(launch)
 

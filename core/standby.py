@@ -28,7 +28,7 @@ def _import_all() -> None:
     import torch
 
     import vllm_mp.core.engine_core
-    import vllm_mp.core.model_runner  # noqa: F401
+    import vllm_mp.core.worker.model_runner  # noqa: F401
 
     # The first operation on each path takes as long as some imports.
     with torch.inference_mode():

@@ -131,7 +131,7 @@ def paged_attention(
         query_start=metadata.query_start[: count + 1],
         seq_lens=metadata.seq_lens[:count],
         block_table=metadata.block_table[:count],
-        slot_mapping=metadata.slot_mapping[:count],
+        cell_mapping=metadata.cell_mapping[:count],
         query_lens=metadata.query_lens[:count],
         host_seq_lens=metadata.host_seq_lens[:count],
         max_seq_len=max(metadata.host_seq_lens[:count]),

@@ -75,9 +75,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
     return rotated
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cell_mapping: Tensor) -> None:
     """See `reference.write_kv`."""
-    _operations(k).write_kv(k, v, k_cache, v_cache, slot_mapping)
+    _operations(k).write_kv(k, v, k_cache, v_cache, cell_mapping)
 
 
 def rotary_write_kv(
@@ -88,10 +88,10 @@ def rotary_write_kv(
     cos_sin_cache: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
+    cell_mapping: Tensor,
 ) -> Tensor:
     """See `reference.rotary_write_kv`."""
-    rotated: Tensor = _operations(q).rotary_write_kv(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
+    rotated: Tensor = _operations(q).rotary_write_kv(q, k, v, positions, cos_sin_cache, k_cache, v_cache, cell_mapping)
     return rotated
 
 

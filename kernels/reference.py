@@ -41,7 +41,7 @@ class AttentionMetadata(NamedTuple):
     query_start: Tensor  # int32 [num_rows + 1], first query token of each row, then num_tokens
     seq_lens: Tensor  # int32 [num_rows], context length in tokens, the new ones included
     block_table: Tensor  # int32 [num_rows, max_blocks]; entries past a row's context are never read
-    slot_mapping: Tensor  # int64 [num_tokens], block * block_size + offset of each new token
+    cell_mapping: Tensor  # int64 [num_tokens], block * block_size + offset of each new token
     query_lens: Sequence[int]  # [num_rows]
     host_seq_lens: Sequence[int]  # [num_rows]
     num_decodes: int
@@ -93,17 +93,17 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
     return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cell_mapping: Tensor) -> None:
     """Store the keys and values of the new tokens in their cache slots, in place.
 
     `k`, `v` [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] of
-    the same dtype or, for `to_float8`, in `FLOAT8`, contiguous; `slot_mapping` int64 [num_tokens], distinct and
+    the same dtype or, for `to_float8`, in `FLOAT8`, contiguous; `cell_mapping` int64 [num_tokens], distinct and
     in range. The head_dim of values may be another than that of keys.
     """
     for new, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == FLOAT8:
             new, cache = to_float8(new).view(torch.uint8), cache.view(torch.uint8)
-        cache.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new)
+        cache.view(-1, *new.shape[1:]).index_copy_(0, cell_mapping, new)
 
 
 def rotary_write_kv(
@@ -114,11 +114,11 @@ def rotary_write_kv(
     cos_sin_cache: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
+    cell_mapping: Tensor,
 ) -> Tensor:
     """`rotary`, and `write_kv` of the rotated keys: the rotated queries."""
     q, k = rotary(q, k, positions, cos_sin_cache)
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, cell_mapping)
     return q
 
 
@@ -161,7 +161,7 @@ def paged_attention(
         piece = max(1, MAX_MASK_ELEMENTS // context)
         cuts = {*range(context - queries, context, piece), context}
         if metadata.isolates:
-            slots = metadata.slot_mapping[token : token + queries]
+            slots = metadata.cell_mapping[token : token + queries]
             cuts.add(context - queries + _num_finite(k_cache, v_cache, slots))
         for start, stop in itertools.pairwise(sorted(cuts)):
             out[token : token + stop - start] = _prefill(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from attention_steps import BLOCK_SIZE, scattered_step
+from shared.attention_steps import BLOCK_SIZE, scattered_step
 from torch import Tensor
 
 from vllm_mp.kernels import ops

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Answer random requests together and alone, compare everything, and hold the answers against transformers.
+"""Completion random requests together and alone, compare everything, and hold the answers against transformers.
 
     python tools/differential.py --requests 400 --seed 1 --rounds 3
 
@@ -19,7 +19,6 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 
 def main() -> int:
@@ -32,13 +31,13 @@ def main() -> int:
     options = parser.parse_args()
 
     import torch
-    from differential import ALONE, Judge, company, play, random_cases, save_small_model
-    from greedy_parity import num_preemptions
-    from harness import running_engine
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_mp.architecture import Architecture
-    from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
+    from vllm_mp.model_config.architecture import Architecture
+    from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
+    from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases, save_small_model
+    from vllm_mp.testing.engines import running_engine
+    from vllm_mp.testing.greedy_parity import num_preemptions
 
     totals: Counter[str] = Counter()
     num_differences = 0

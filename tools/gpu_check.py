@@ -29,8 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_speed import FULL, QUICK, Cost, Workload, measure, measure_idle, measure_load, running_engine
-from gpu_report import PACKAGES, Report, table
+from shared.engine_speed import FULL, QUICK, Cost, Workload, measure, measure_idle, measure_load, running_engine
+from shared.gpu_report import PACKAGES, Report, table
 
 if TYPE_CHECKING:
     from vllm_mp import AsyncLLM

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_speed import steady_tokens_per_s, stream_batch
+from shared.engine_speed import steady_tokens_per_s, stream_batch
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM
-from vllm_mp.core.batch import Batch
+from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.status_page import StatusPage
 
 PROMPT_LEN = 128
@@ -44,8 +44,8 @@ def page_cost(page: StatusPage, num_requests: int, repeats: int) -> float:
     rows = np.arange(num_requests)
 
     def write() -> None:
-        num_output = batch.num_tokens[rows] - batch.num_prompt[rows]
-        page.begin_step(1, batch.client[rows], batch.slot[rows], num_output)
+        num_output_tokens = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+        page.begin_step(1, batch.client[rows], batch.slot[rows], num_output_tokens)
         page.end_step(num_requests, 0, 1, 1)
 
     return seconds_per_call(write, repeats)

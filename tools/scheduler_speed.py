@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 
 from vllm_mp.config import SchedulerConfig
-from vllm_mp.core.batch import Batch
-from vllm_mp.core.block_pool import BlockPool, root_hash
-from vllm_mp.core.request import Request
-from vllm_mp.core.scheduler import Scheduler
-from vllm_mp.core.step_inputs import step_inputs
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.block_pool import BlockPool, root_hash
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -89,8 +89,8 @@ class Bench:
                 request_id=str(slot),
                 params=self.params,
                 tokens=prompt,
-                num_prompt=len(prompt),
-                max_total=self.max_len,
+                num_prompt_tokens=len(prompt),
+                max_total_tokens=self.max_len,
                 order=self.scheduler.order_of(0),
                 hashes=[root_hash("")],
             )

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import triton
-from attention_steps import BLOCK_SIZE, scattered_step
+from shared.attention_steps import BLOCK_SIZE, scattered_step
 from torch import Tensor
 
 from vllm_mp.kernels.reference import FLOAT8

@@ -8,7 +8,6 @@ import types
 import typing
 from typing import Any
 
-from vllm_mp.architecture import Architecture, NativeArchitecture
 from vllm_mp.config import (
     AttentionConfig,
     CacheConfig,
@@ -21,13 +20,14 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm_mp.fault_injection import parse_faults
-from vllm_mp.generation_config import default_sampling_params, eos_token_ids, read_generation_config
-from vllm_mp.json_file import read_json
-from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
-from vllm_mp.packaged_model import PACKAGED_MODELS
-from vllm_mp.pooling_config import read_max_seq_length, read_pooling_config
-from vllm_mp.quantization import FP8_ARCHITECTURES
+from vllm_mp.fault_injection.faults import parse_faults
+from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
+from vllm_mp.model_config.json_file import read_json
+from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
+from vllm_mp.model_config.quantization import FP8_ARCHITECTURES
+from vllm_mp.model_store.package import PACKAGED_MODELS
+from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
 
 logger = logging.getLogger(__name__)
 

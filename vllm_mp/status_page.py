@@ -75,7 +75,7 @@ class StepRequests(NamedTuple):
 
     clients: npt.NDArray[np.uint32]
     slots: npt.NDArray[np.uint32]
-    num_output: npt.NDArray[np.integer]
+    num_output_tokens: npt.NDArray[np.integer]
     """Tokens that their answers have."""
 
 
@@ -194,15 +194,15 @@ class StatusPage:
         step: int,
         clients: npt.NDArray[np.uint32],
         slots: npt.NDArray[np.uint32],
-        num_output: npt.NDArray[np.integer],
+        num_output_tokens: npt.NDArray[np.integer],
     ) -> None:
         """Put the requests of the step about to execute, and of those that still do, on the page.
 
-        `num_output` are the tokens that their answers have. No request may be there twice.
+        `num_output_tokens` are the tokens that their answers have. No request may be there twice.
         """
         header = self._header
         header[_Field.SEQUENCE] += 1
-        self._write_requests(clients, slots, num_output)
+        self._write_requests(clients, slots, num_output_tokens)
         header[_Field.STATE] = CoreState.STEPPING
         header[_Field.STEP] = step
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
@@ -230,12 +230,12 @@ class StatusPage:
         self,
         clients: npt.NDArray[np.uint32],
         slots: npt.NDArray[np.uint32],
-        num_output: npt.NDArray[np.integer],
+        num_output_tokens: npt.NDArray[np.integer],
     ) -> None:
         count = min(len(slots), MAX_STEP_REQUESTS)
         self._step_requests[:count, 0] = clients[:count]
         self._step_requests[:count, 1] = slots[:count]
-        self._step_requests[:count, 2] = num_output[:count]
+        self._step_requests[:count, 2] = num_output_tokens[:count]
         self._header[_Field.NUM_STEP_REQUESTS] = count
 
     @property
@@ -271,7 +271,7 @@ class StatusPage:
             num_waiting=fields[_Field.NUM_WAITING],
             free_blocks=fields[_Field.FREE_BLOCKS],
             total_blocks=fields[_Field.TOTAL_BLOCKS],
-            step_requests=[(client, slot, num_output) for client, slot, num_output in requests],
+            step_requests=[(client, slot, num_output_tokens) for client, slot, num_output_tokens in requests],
             sleep=_sleep(fields[_Field.SLEEP_LEVEL], fields[_Field.MISSING]),
         )
 

@@ -74,7 +74,7 @@ class AddRequest(_Message, tag=2):
         list[Annotated[list[int], msgspec.Meta(max_length=MAX_BAD_WORD_TOKENS)]],
         msgspec.Meta(max_length=MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORDS),
     ] = []
-    suspect: int = 0
+    isolate_until_num_tokens: int = 0
 
 
 class AddPooling(_Message, tag=6):
@@ -87,7 +87,7 @@ class AddPooling(_Message, tag=6):
     params: PoolingParams
     priority: int = 0
     cache_salt: str = ""
-    suspect: int = 0
+    isolate_until_num_tokens: int = 0
 
 
 class AbortRequests(_Message, tag=3):
@@ -137,12 +137,12 @@ class Refused(_Message, tag=17):
 class Finished(msgspec.Struct, array_like=True, frozen=True):
     """The end of a request; exactly one is sent for each slot added, and the slot is free after it.
 
-    `num_output` counts the tokens of the whole answer. `reason` is "stop", "length", "abort" or "error".
+    `num_output_tokens` counts the tokens of the whole answer. `reason` is "stop", "length", "abort" or "error".
     `stop_reason` is a token id; strings are found by the client.
     """
 
     slot: int
-    num_output: int
+    num_output_tokens: int
     reason: str
     stop_reason: int | str | None = None
     error: str | None = None

@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.bert import BertModel
 from vllm_mp.core.models.gpt2 import GPT2LMHeadModel
 from vllm_mp.core.models.llama import LlamaForCausalLM
 from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.model_config.architecture import NativeArchitecture
 
 __all__ = ["CausalLM", "NativeModel", "build_model"]
 
@@ -87,6 +87,6 @@ _MODELS = {
 def build_model(arch: NativeArchitecture, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
     """A native model on `device` with its parameters allocated but not initialised.
 
-    `vllm_mp.core.weights.load_weights` gives them values.
+    `vllm_mp.core.weights.loader.load_weights` gives them values.
     """
     return _MODELS[arch.name](arch, dtype, torch.device(device)).requires_grad_(False)

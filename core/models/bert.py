@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.gpt2 import LayerNorm
 from vllm_mp.core.models.linear import Linear, pack_projections
 from vllm_mp.core.models.loading import fill
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.model_config.architecture import NativeArchitecture
 
 BERT_LAYER = {
     "query": "attention.self.query",

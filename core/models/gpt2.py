@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
 from vllm_mp.core.models.loading import fill
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.model_config.architecture import NativeArchitecture
 
 
 class LayerNorm(nn.Module):
@@ -46,7 +46,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         tokens, hidden = x.shape
         q, k, v = self.qkv_proj(self.ln_1(x)).view(tokens, 3, self.num_heads, -1).unbind(1)
-        ops.write_kv(k, v, *kv_cache, metadata.slot_mapping)
+        ops.write_kv(k, v, *kv_cache, metadata.cell_mapping)
         attended = ops.paged_attention(q, *kv_cache, metadata, self.scale)
         x = x + self.o_proj(attended.reshape(tokens, hidden))
         mlp: Tensor = self.down_proj(self.activation(self.up_proj(self.ln_2(x))))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm_mp.core.models.loading import FLOAT_DTYPES, Destination
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import PackedLinear, pack_linear
-from vllm_mp.quantization import Fp8Scales
+from vllm_mp.model_config.quantization import Fp8Scales
 
 
 class Linear(nn.Module):

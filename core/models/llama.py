@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.architecture import NativeArchitecture
 from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
 from vllm_mp.core.models.loading import FLOAT_DTYPES, CheckpointMismatchError, Destination, fill
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.model_config.architecture import NativeArchitecture
 
 
 class Attention(nn.Module):
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         k_scale, v_scale = self.kv_scales if kv_cache[0].dtype == ops.FLOAT8 else (1.0, 1.0)
         # Turning keys commutes with scaling them.
         k, v = (k if k_scale == 1.0 else k / k_scale), (v if v_scale == 1.0 else v / v_scale)
-        q = ops.rotary_write_kv(q, k, v, positions, cos_sin, *kv_cache, metadata.slot_mapping)
+        q = ops.rotary_write_kv(q, k, v, positions, cos_sin, *kv_cache, metadata.cell_mapping)
         attended = ops.paged_attention(q, *kv_cache, metadata, self.scale * k_scale, self.window)
         if v_scale != 1.0:
             attended = attended * v_scale

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from vllm_mp.rope import Rope
+from vllm_mp.model_config.rope import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -23,13 +23,13 @@ from transformers import (
 )
 from transformers.utils import logging as hub_logging
 
-from vllm_mp.architecture import SUPPORTED, Architecture
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models.loading import CheckpointMismatchError, listed
-from vllm_mp.core.weights import checkpoint_files, fill_with_dummy_weights, read_tensors
+from vllm_mp.core.weights.loader import checkpoint_files, fill_with_dummy_weights, read_tensors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
-from vllm_mp.rope import rope_variants
+from vllm_mp.model_config.architecture import SUPPORTED, Architecture
+from vllm_mp.model_config.rope import rope_variants
 
 _SERVING: Final = "vllm_mp"
 """Our attention function. The library makes no mask for a name that its registry of masks does not hold."""
@@ -98,7 +98,7 @@ def _attention(
     assert paging.metadata is not None
     layer = paging.layers[module]
     cache = paging.kv_caches[layer.cache]
-    ops.write_kv(k, v, *cache, paging.metadata.slot_mapping)
+    ops.write_kv(k, v, *cache, paging.metadata.cell_mapping)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return ops.paged_attention(q, *cache, paging.metadata, scale, layer.window, softcap).unsqueeze(0), None
 

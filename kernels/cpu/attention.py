@@ -58,13 +58,13 @@ def attend(
 def c_step(metadata: AttentionMetadata, block_size: int) -> CStep:
     """`metadata` for the kernels; valid as long as its tensors are."""
     return CStep(
-        metadata.slot_mapping.shape[0],
+        metadata.cell_mapping.shape[0],
         metadata.seq_lens.shape[0],
         metadata.query_start.data_ptr(),
         metadata.seq_lens.data_ptr(),
         metadata.block_table.data_ptr(),
         metadata.block_table.stride(0),
         block_size,
-        metadata.slot_mapping.data_ptr(),
+        metadata.cell_mapping.data_ptr(),
         metadata.isolates,
     )

@@ -39,7 +39,7 @@ class CLinear(ctypes.Structure):
 
 
 class CStep(ctypes.Structure):
-    """csrc/attention.h, Step."""
+    """csrc/attention.h, ScheduledStep."""
 
     _fields_ = (
         ("num_tokens", c_int64),
@@ -49,7 +49,7 @@ class CStep(ctypes.Structure):
         ("block_table", c_void_p),
         ("block_table_stride", c_int64),
         ("block_size", c_int64),
-        ("slot_mapping", c_void_p),
+        ("cell_mapping", c_void_p),
         ("isolates", c_int64),
     )
 

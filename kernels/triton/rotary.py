@@ -33,7 +33,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
     return q_out, k_out
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cell_mapping: Tensor) -> None:
     """See `reference.write_kv`; what pads a batch has a negative slot and is written nowhere."""
     if not k.shape[0]:
         return
@@ -46,7 +46,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v,
         k_cache,
         v_cache,
-        slot_mapping,
+        cell_mapping,
         k.stride(0),
         k.stride(1),
         v.stride(0),
@@ -69,7 +69,7 @@ def rotary_write_kv(
     cos_sin_cache: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
+    cell_mapping: Tensor,
 ) -> Tensor:
     """See `reference.rotary_write_kv`; what pads a batch has a negative slot and is written nowhere."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -88,7 +88,7 @@ def rotary_write_kv(
         out,
         k_cache,
         v_cache,
-        slot_mapping,
+        cell_mapping,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -181,7 +181,7 @@ def _write_kernel(
     v,  # [num_tokens, num_heads, VALUE_DIM]
     k_cache,
     v_cache,
-    slot_mapping,
+    cell_mapping,
     k_token_stride,
     k_head_stride,
     v_token_stride,
@@ -196,7 +196,7 @@ def _write_kernel(
     """HEADS heads of one token's keys and values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(cell_mapping + token)
     if slot < 0:
         return
     start = slot * num_heads
@@ -218,7 +218,7 @@ def _rotary_write_kernel(
     out,  # as q, contiguous
     k_cache,
     v_cache,
-    slot_mapping,
+    cell_mapping,
     q_token_stride,
     q_head_stride,
     k_token_stride,
@@ -247,7 +247,7 @@ def _rotary_write_kernel(
         tl.store(place, low, mask=mask)
         tl.store(place + HALF, high, mask=mask)
     else:
-        slot = tl.load(slot_mapping + token)
+        slot = tl.load(cell_mapping + token)
         if slot >= 0:
             head = (tl.program_id(1) - QUERY_TILES) * HEADS + tl.arange(0, HEADS)
             mask = (head < num_kv_heads)[:, None] & (column < HALF)[None, :]

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from greedy_parity import assert_engine_is_greedy, generate_all, num_preemptions
-from harness import running_engine
-from random_models import (
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GPT2Config
+
+from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, generate_all, num_preemptions
+from vllm_mp.testing.random_models import (
     CONFIGS,
     GPT2_SIZES,
     NATIVE,
@@ -21,8 +24,6 @@ from random_models import (
     save_random_model,
     scarce_blocks,
 )
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GPT2Config
 
 NUM_TOKENS = 24
 PROMPTS = random_prompts(PROMPT_LENGTHS)

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from harness import answer, eventually, greedy
 
 from vllm_mp import SamplingParams, wire
-from vllm_mp.client.core_connection import CoreConnection
+from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.testing.engines import answer, eventually, greedy
 
 PROMPT = "Hello"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import SIZES
 from transformers import LlamaConfig
 
-from vllm_mp.architecture import Architecture
 from vllm_mp.cli.load import LoadRequest, Timeline, uniform_load
 from vllm_mp.core.models import build_model
+from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.testing.random_models import SIZES
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 CONFIG = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).to_dict()
@@ -71,7 +71,7 @@ def test_an_engine_that_is_not_known_is_told_those_that_are(bench, monkeypatch, 
 
 
 def test_a_mixed_load_is_measured_from_its_start_to_its_last_token(bench):
-    from peers import MIXED_RATE, mixed_figures
+    from shared.peers import MIXED_RATE, mixed_figures
 
     requests = [LoadRequest([1] * 10, 3), LoadRequest([1] * 20, 2, arrival=1.0)]
     timelines = [Timeline(0.0, [0.5, 0.6, 0.8]), Timeline(1.0, [4.0, 5.0])]

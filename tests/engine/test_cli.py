@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import answer, eventually, greedy, is_empty
 
 from vllm_mp import AsyncLLM, __version__
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 PROGRAM = [sys.executable, "-m", "vllm_mp.cli"]
 LIGHT = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--num-threads", "1"]

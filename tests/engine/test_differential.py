@@ -1,13 +1,13 @@
 """An answer depends on its request alone, whatever else the engine does; `tools/differential.py` tries more of this."""
 
 import pytest
-from differential import ALONE, Judge, company, play, random_cases, save_small_model
-from greedy_parity import num_preemptions
-from harness import running_engine
-from random_models import one_thread
 from transformers import AutoTokenizer
 
-from vllm_mp.architecture import Architecture
+from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases, save_small_model
+from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import num_preemptions
+from vllm_mp.testing.random_models import one_thread
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])

@@ -8,10 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from harness import eventually, greedy, is_empty, running_engine
-from pooling_parity import TOLERANCE, assert_pooled, hidden_states, params_of, vector, vectors
-from prompts import PROMPTS
-from random_models import one_thread
+from support.pooling_parity import TOLERANCE, assert_pooled, hidden_states, params_of, vector, vectors
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -28,7 +25,10 @@ from transformers import (
 )
 
 from vllm_mp import EngineGenerateError, PoolingParams, SamplingParams, wire
-from vllm_mp.client.core_connection import CoreConnection
+from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.testing.engines import eventually, greedy, is_empty, running_engine
+from vllm_mp.testing.prompts import PROMPTS
+from vllm_mp.testing.random_models import one_thread
 
 BATCH = [*PROMPTS[:29], "long " * 400]
 CONTEXT = 256

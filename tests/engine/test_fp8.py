@@ -1,9 +1,10 @@
 """Weights and cache in 8-bit floats in a real engine."""
 
-from float8_reference import in_float8
-from greedy_parity import assert_engine_is_greedy
-from harness import running_engine
-from random_models import CONFIGS, one_thread, random_prompts, save_random_model, scarce_blocks
+from support.float8_reference import in_float8
+
+from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
+from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model, scarce_blocks
 
 NEAR_TIE = 0.2
 """Where a value lies between two 8-bit floats, its last bit of float32 decides, and moves logits by so much."""

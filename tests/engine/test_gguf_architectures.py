@@ -6,10 +6,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from greedy_parity import assert_engine_is_greedy
-from harness import running_engine
-from paged_steps import run_in_chunks
-from random_models import one_thread
+from support.paged_steps import run_in_chunks
+from support.tiny_gguf import write_random_gguf, write_tiny_gguf
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -23,10 +21,12 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.unit.tiny_gguf import write_random_gguf, write_tiny_gguf
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.core import convert_gguf
-from vllm_mp.core.weights import load_model
+from vllm_mp.core.weights import gguf_converter
+from vllm_mp.core.weights.loader import load_model
+from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
+from vllm_mp.testing.random_models import one_thread
 
 SIZES = {
     "vocab_size": 12,
@@ -112,7 +112,7 @@ def completed(config, path, architecture, metadata, tensors):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    convert_gguf._complete(config, gguf.GGUFReader(path), architecture)
+    gguf_converter._complete(config, gguf.GGUFReader(path), architecture)
     return config
 
 

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 import torch
-from greedy_parity import GreedyReference, assert_greedy, generate_all, num_preemptions
-from harness import ENGINE, answer, greedy
-from prompts import PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_mp.kernels.cpu.library import VARIABLE, runnable_builds
+from vllm_mp.testing.engines import ENGINE, answer, greedy
+from vllm_mp.testing.greedy_parity import GreedyReference, assert_greedy, generate_all, num_preemptions
+from vllm_mp.testing.prompts import PROMPTS
 
 NUM_TOKENS = 64
 FEW_TOKENS = 16

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from harness import answer
-from prompts import PROMPTS
 
 from vllm_mp import SamplingParams
 from vllm_mp.kernels.cpu.library import library
+from vllm_mp.testing.engines import answer
+from vllm_mp.testing.prompts import PROMPTS
 
 MANY = PROMPTS[::2]
 

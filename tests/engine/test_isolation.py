@@ -9,10 +9,10 @@ import time
 
 import numpy as np
 import pytest
-from harness import answer, eventually, greedy, is_empty
 
 from vllm_mp import EngineDeadError, EngineGenerateError, SamplingParams, wire
-from vllm_mp.client.core_connection import CoreConnection
+from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 PROMPT = "The quick brown fox"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import answer, eventually, greedy, is_empty
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineError, EngineStartError, SamplingParams
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 SCRIPT_OPTIONS = "dtype='float32', max_model_len=256, kv_cache_memory_bytes=2**26"
 

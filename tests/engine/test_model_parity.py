@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged_steps import run_in_chunks
-from random_models import CONFIGS, GPT2_SIZES, SIZES, random_prompts, save_random_model
 from safetensors.torch import load_file, save_file
+from support.paged_steps import run_in_chunks
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -20,9 +19,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from vllm_mp.architecture import Architecture
 from vllm_mp.core.models import build_model
-from vllm_mp.core.weights import load_weights
+from vllm_mp.core.weights.loader import load_weights
+from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.testing.random_models import CONFIGS, GPT2_SIZES, SIZES, random_prompts, save_random_model
 
 
 def load_ours(folder: Path) -> nn.Module:

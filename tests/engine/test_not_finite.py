@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 import torch
-from harness import answer, eventually, greedy, is_empty, running_engine
-from random_models import CONFIGS, one_thread, random_prompts, save_random_model, scarce_blocks
 
 from vllm_mp import EngineGenerateError, RequestOutputKind, SamplingParams
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
+from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model, scarce_blocks
 
 BAD = 13
 LENGTHS = (37, 5, 22, 1, 13, 40)
@@ -53,8 +53,8 @@ def test_a_prefix_that_is_shared_with_a_bad_request_stays_good(poisoned, options
         expected, _ = await ask(engine, [*SHARED, 5])
         await engine.reset_prefix_cache()
         await ask_badly(engine, [*SHARED, BAD, 6, 7])
-        after, num_cached = await ask(engine, [*SHARED, 5])
-        assert num_cached == 36
+        after, num_cached_tokens = await ask(engine, [*SHARED, 5])
+        assert num_cached_tokens == 36
         assert after == expected
         await engine.reset_prefix_cache()
         _, *together = await asyncio.gather(

@@ -6,10 +6,10 @@ import signal
 
 import psutil
 import pytest
-from harness import answer, eventually, greedy, is_empty, num_waiting_is, rest, running_engine
-from standalone_core import standalone
+from support.standalone_core import standalone
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, num_waiting_is, rest, running_engine
 
 PROMPT = "The quick brown fox"
 

@@ -7,10 +7,13 @@ import signal
 import numpy as np
 import pytest
 import torch
-from harness import answer, eventually, greedy, is_empty, running_engine
-from pooling_parity import TOLERANCE, assert_pooled, hidden_states, params_of, pooled, vector, vectors
-from prompts import PROMPTS
-from random_models import (
+from support.pooling_parity import TOLERANCE, assert_pooled, hidden_states, params_of, pooled, vector, vectors
+from transformers import AutoModel
+
+from vllm_mp import EngineDeadError, EngineGenerateError, PoolingParams, SamplingParams
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
+from vllm_mp.testing.prompts import PROMPTS
+from vllm_mp.testing.random_models import (
     CONFIGS,
     PROMPT_LENGTHS,
     one_thread,
@@ -18,9 +21,6 @@ from random_models import (
     save_random_model,
     scarce_blocks,
 )
-from transformers import AutoModel
-
-from vllm_mp import EngineDeadError, EngineGenerateError, PoolingParams, SamplingParams
 
 BATCH = [*PROMPTS[:29], "A long prompt, read in chunks. " * 15]
 TYPES = ("last", "mean", "cls")

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 
 import pytest
-from harness import answer, eventually, greedy, is_empty
 
 from vllm_mp import SamplingParams, wire
-from vllm_mp.client.core_connection import CoreConnection
+from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 SHARED = "The engine has two halves, which run apart and talk over a socket. " * 20
 

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import answer, greedy
-from prompts import PROMPTS
-from random_models import save_config
 from transformers import GPTNeoXConfig
 
 from vllm_mp import AsyncEngineArgs
+from vllm_mp.testing.engines import answer, greedy
+from vllm_mp.testing.prompts import PROMPTS
+from vllm_mp.testing.random_models import save_config
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "perplexity.py"
 

@@ -5,9 +5,6 @@ import functools
 
 import pytest
 import torch
-from greedy_parity import NEAR_TIE, num_preemptions
-from harness import answer, eventually, greedy, is_empty, running_engine
-from prompts import PROMPTS
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
@@ -17,6 +14,9 @@ from transformers import (
 )
 
 from vllm_mp import EngineGenerateError, RequestOutputKind, SamplingParams
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
+from vllm_mp.testing.greedy_parity import NEAR_TIE, num_preemptions
+from vllm_mp.testing.prompts import PROMPTS
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 PROMPT = "Once upon a time, in a village by the sea,"
@@ -65,11 +65,11 @@ def collect(engine, prompt, params):
 class Barred(LogitsProcessor):
     """No word of `words` (token ids) is completed by the answer, whatever the prompt ends with."""
 
-    def __init__(self, words, num_prompt):
-        self.words, self.num_prompt = words, num_prompt
+    def __init__(self, words, num_prompt_tokens):
+        self.words, self.num_prompt_tokens = words, num_prompt_tokens
 
     def __call__(self, input_ids, scores):
-        said = input_ids[0, self.num_prompt :].tolist()
+        said = input_ids[0, self.num_prompt_tokens :].tolist()
         for word in self.words:
             start = len(said) - len(word) + 1
             if start >= 0 and said[start:] == word[:-1]:
@@ -112,13 +112,13 @@ RULES = {
 RULES["all"] = {name: value for rule in RULES.values() for name, value in rule.items()}
 
 
-def processors_of(tokenizer, num_prompt, params):
+def processors_of(tokenizer, num_prompt_tokens, params):
     processors = LogitsProcessorList()
     if "allowed_token_ids" in params:
         processors.append(Allowed(params["allowed_token_ids"]))
     if "bad_words" in params:
         spellings = [space + word.strip() for word in params["bad_words"] for space in ("", " ")]
-        processors.append(Barred([tokenizer(one).input_ids for one in spellings], num_prompt))
+        processors.append(Barred([tokenizer(one).input_ids for one in spellings], num_prompt_tokens))
     if "logit_bias" in params:
         bias = {(token,): value for token, value in params["logit_bias"].items()}
         processors.append(SequenceBiasLogitsProcessor(sequence_bias=bias))
@@ -306,8 +306,8 @@ def test_n_answers_share_the_blocks_of_their_prompt_and_leaving_early_frees_all(
         await eventually(lambda: is_empty(llm))
         return used, len(output.prompt_token_ids)
 
-    used, num_prompt = asyncio.run(run())
-    assert num_prompt // BLOCK_SIZE < used < 2 * num_prompt // BLOCK_SIZE
+    used, num_prompt_tokens = asyncio.run(run())
+    assert num_prompt_tokens // BLOCK_SIZE < used < 2 * num_prompt_tokens // BLOCK_SIZE
 
 
 def test_aborting_a_request_ends_all_its_answers(llm):

@@ -6,12 +6,12 @@ import signal
 
 import psutil
 import pytest
-from harness import answer, eventually, greedy, is_empty, num_waiting_is, rest, running_engine
-from random_models import save_config
-from standalone_core import standalone
+from support.standalone_core import standalone
 from transformers import LlamaConfig
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, PoolingParams, SamplingParams
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, num_waiting_is, rest, running_engine
+from vllm_mp.testing.random_models import save_config
 
 PROMPT = "The quick brown fox"
 MIB = 2**20

@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import answer, eventually, greedy, is_empty
 
 from vllm_mp import EngineError, RequestOutputKind, SamplingParams
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 PROMPT = "The quick brown fox"
 

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from greedy_parity import assert_engine_is_greedy, num_preemptions
-from harness import running_engine
-from paged_steps import run_in_chunks
-from random_models import PROMPT_LENGTHS, SIZES, few_blocks, one_thread, random_prompts, save_config, save_random_model
 from safetensors.torch import load_file, save_file
+from support.paged_steps import run_in_chunks
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -54,10 +51,21 @@ from transformers import (
 )
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.architecture import Architecture
 from vllm_mp.core.models.transformers_backend import TransformersForCausalLM
-from vllm_mp.core.weights import load_model
+from vllm_mp.core.weights.loader import load_model
 from vllm_mp.errors import EngineStartError
+from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
+from vllm_mp.testing.random_models import (
+    PROMPT_LENGTHS,
+    SIZES,
+    few_blocks,
+    one_thread,
+    random_prompts,
+    save_config,
+    save_random_model,
+)
 
 NUM_TOKENS = 24
 PROMPTS = random_prompts(PROMPT_LENGTHS)

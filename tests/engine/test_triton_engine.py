@@ -5,13 +5,13 @@ import os
 
 import pytest
 import torch
-from harness import answer, greedy, running_engine
-from local_engine import LocalEngine
-from random_models import CONFIGS, random_prompts, save_random_model
+from support.local_engine import LocalEngine
 
 from vllm_mp import RequestOutputKind, SamplingParams
 from vllm_mp.kernels.cpu.library import TRITON, VARIABLE, library
 from vllm_mp.kernels.triton import available
+from vllm_mp.testing.engines import answer, greedy, running_engine
+from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -8,9 +8,9 @@ import time
 
 import psutil
 import pytest
-from harness import answer, eventually, greedy
 
 from vllm_mp import EngineDeadError, EngineError, SamplingParams
+from vllm_mp.testing.engines import answer, eventually, greedy
 
 
 async def start_streams(engine, count):

@@ -12,17 +12,17 @@ from typing import NamedTuple
 import msgspec
 import psutil
 import pytest
-from random_models import CONFIGS, save_random_model
 
 from vllm_mp import AsyncEngineArgs, EngineStartError, SamplingParams, wire
-from vllm_mp.client.core_connection import CoreConnection
-from vllm_mp.config import CoreLaunch
+from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.core_launch import CoreLaunch
 from vllm_mp.status_page import CoreState, StatusPage
+from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
 PROMPT = list(range(20, 40))
 START = "import runpy\nrunpy.run_module('vllm_mp.core', run_name='__main__')\n"
 FAIL = """
-from vllm_mp.core.model_runner import ModelRunner
+from vllm_mp.core.worker.model_runner import ModelRunner
 import torch
 
 def launch(self, step, batch, sampler):
@@ -32,7 +32,7 @@ ModelRunner.launch = launch
 """
 HANG_WHEN_DESTROYED = """
 import time
-from vllm_mp.core.model_runner import ModelRunner
+from vllm_mp.core.worker.model_runner import ModelRunner
 
 class Graph:
     def __del__(self, sleep=time.sleep):
@@ -53,9 +53,9 @@ def chatter():
     warnings.warn("a warning")
     logging.getLogger("vllm_mp.core").error("an error")
 
-from vllm_mp.core.server import Server
-receive = Server.receive
-Server.receive = lambda self, admit: (chatter(), receive(self, admit))[1]
+from vllm_mp.core.ipc.request_handler import RequestHandler
+receive = RequestHandler.receive
+RequestHandler.receive = lambda self, admit: (chatter(), receive(self, admit))[1]
 """
 
 
@@ -216,7 +216,12 @@ def test_suspects_go_on_where_their_answers_were(start):
     core.add(0, max_tokens=12)
     (whole,) = core.answers(1).values()
     for slot in range(1, 5):
-        core.add(slot, max_tokens=12, output=wire.pack_ids(whole[: 3 * slot - 3]), suspect=0 if slot == 3 else 3 * slot)
+        core.add(
+            slot,
+            max_tokens=12,
+            output=wire.pack_ids(whole[: 3 * slot - 3]),
+            isolate_until_num_tokens=0 if slot == 3 else 3 * slot,
+        )
     answers = core.answers(4)
     assert answers == {slot: whole[3 * slot - 3 :] for slot in range(1, 5)}
 

@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import socket
 
-from harness import answer, greedy
-from hostile_campaign import attack_core, tormented_core
-from hostile_core import attack_client
-
 from vllm_mp import AsyncLLM
+from vllm_mp.testing.engines import answer, greedy
+from vllm_mp.testing.fuzzing.client_campaign import attack_client
+from vllm_mp.testing.fuzzing.core_campaign import attack_core, tormented_core
 
 
 def test_a_core_under_hostile_frames_serves_the_others_and_leaks_nothing(tmp_path):

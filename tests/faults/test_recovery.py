@@ -6,7 +6,6 @@ import signal
 import time
 
 import pytest
-from harness import ENGINE, answer, eventually, greedy, is_empty
 
 from vllm_mp import (
     AsyncEngineArgs,
@@ -17,6 +16,7 @@ from vllm_mp import (
     RequestOutputKind,
     SamplingParams,
 )
+from vllm_mp.testing.engines import ENGINE, answer, eventually, greedy, is_empty
 
 PROMPT = "The history of the city begins"
 LONG_PROMPT = list(range(1000, 1320))
@@ -532,14 +532,14 @@ def test_a_standby_takes_over_and_another_one_is_made_ready(make_engine):
 
 
 def test_a_first_core_that_dies_while_it_loads_is_an_error_at_once(default_model, monkeypatch):
-    from vllm_mp.client.core_source import LaunchedCores
+    from vllm_mp.client.engine.launcher import CoreLauncher
 
-    begin = LaunchedCores.begin
+    begin = CoreLauncher.begin
 
     def begin_and_kill(self):
         begin(self)
         os.kill(self._process.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(LaunchedCores, "begin", begin_and_kill)
+    monkeypatch.setattr(CoreLauncher, "begin", begin_and_kill)
     with pytest.raises(EngineStartError, match="SIGKILL"):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), **ENGINE))

@@ -6,9 +6,10 @@ import shutil
 import tempfile
 
 import pytest
-from differential import save_small_model
-from fault_scenarios import SCENARIOS, Arena, play
-from fault_soak import soak
+
+from vllm_mp.testing.differential import save_small_model
+from vllm_mp.testing.faults.scenarios import SCENARIOS, Arena, play
+from vllm_mp.testing.faults.soak import soak
 
 _TRIED_ELSEWHERE = {
     *("kill", "segv", "abort", "term", "stop", "spin", "slow-core", "exit-in-step", "exit-while-loading"),

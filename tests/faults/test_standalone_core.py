@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import answer, eventually, greedy, is_empty
-from standalone_core import standalone
+from support.standalone_core import standalone
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
 from vllm_mp.curve_key import ensure_key_file
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 
 def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):

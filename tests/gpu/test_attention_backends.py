@@ -4,14 +4,15 @@ import asyncio
 
 import pytest
 import torch
-from gpu_device import DEVICE, ON_DEVICE
-from harness import answer, greedy, running_engine
-from paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
-from random_models import random_prompts, save_config
+from support.gpu_device import DEVICE, ON_DEVICE
+from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from transformers import LlamaConfig
 
+from vllm_mp.testing.engines import answer, greedy, running_engine
+from vllm_mp.testing.random_models import random_prompts, save_config
+
 pytest.importorskip("triton")
-from triton_sweep import at
+from support.triton_sweep import at
 
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.attention_backends import Case, choose

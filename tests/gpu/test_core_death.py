@@ -5,13 +5,13 @@ import os
 import signal
 
 import pytest
-from gpu_device import DEVICE, ON_DEVICE, device_memory_in_use
-from greedy_parity import generate_all
-from harness import answer, eventually, greedy, running_engine
-from random_models import random_prompts, save_config
+from support.gpu_device import DEVICE, ON_DEVICE, device_memory_in_use
 from transformers import LlamaConfig
 
 from vllm_mp import EngineDeadError, EngineStartError, SamplingParams
+from vllm_mp.testing.engines import answer, eventually, greedy, running_engine
+from vllm_mp.testing.greedy_parity import generate_all
+from vllm_mp.testing.random_models import random_prompts, save_config
 
 pytestmark = ON_DEVICE
 

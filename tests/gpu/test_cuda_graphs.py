@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from gpu_device import DEVICE, ON_DEVICE
-from greedy_parity import assert_engine_is_greedy
-from harness import running_engine
-from local_engine import LocalEngine
-from random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, one_thread, random_prompts, save_random_model
+from support.gpu_device import DEVICE, ON_DEVICE
+from support.local_engine import LocalEngine
 
-from vllm_mp.core import model_runner
-from vllm_mp.core.cuda_graphs import cuda_capture
-from vllm_mp.core.device import free_cuda_memory
+from vllm_mp.core.worker import model_runner
+from vllm_mp.core.worker.cuda_graphs import cuda_capture
+from vllm_mp.core.worker.device import free_cuda_memory
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
+from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
+from vllm_mp.testing.random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, one_thread, random_prompts, save_random_model
 
 pytestmark = [
     *ON_DEVICE,

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from float8_reference import in_float8
-from gpu_device import DEVICE, ON_DEVICE
-from greedy_parity import assert_engine_is_greedy
-from harness import running_engine
-from random_models import CONFIGS, PROMPT_LENGTHS, one_thread, random_prompts, save_random_model
+from support.float8_reference import in_float8
+from support.gpu_device import DEVICE, ON_DEVICE
 
 from vllm_mp.kernels import ops, reference
+from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
+from vllm_mp.testing.random_models import CONFIGS, PROMPT_LENGTHS, one_thread, random_prompts, save_random_model
 
 pytestmark = [
     *ON_DEVICE,

@@ -6,11 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_device import DEVICE, ON_DEVICE
-from greedy_parity import assert_engine_is_greedy, num_preemptions
-from harness import running_engine
-from paged_steps import paged_metadata
-from random_models import (
+from support.gpu_device import DEVICE, ON_DEVICE
+from support.paged_steps import paged_metadata
+from torch import Tensor
+
+from vllm_mp import SamplingParams
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.worker.sampler import Sampler
+from vllm_mp.kernels import ops
+from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
+from vllm_mp.testing.random_models import (
     CONFIGS,
     NATIVE,
     PROMPT_LENGTHS,
@@ -20,13 +27,6 @@ from random_models import (
     save_random_model,
     scarce_blocks,
 )
-from torch import Tensor
-
-from vllm_mp import SamplingParams
-from vllm_mp.core.batch import Batch
-from vllm_mp.core.request import Request
-from vllm_mp.core.sampler import Sampler
-from vllm_mp.kernels import ops
 
 pytestmark = ON_DEVICE
 

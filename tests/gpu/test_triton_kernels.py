@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from gpu_device import ON_DEVICE
-from paged_steps import paged_metadata
+from support.gpu_device import ON_DEVICE
+from support.paged_steps import paged_metadata
 
 pytest.importorskip("triton")
 pytestmark = [*ON_DEVICE]
 
-from triton_sweep import *  # noqa: E402, F403
-from triton_sweep import DEVICE, assert_near, operations, reference  # noqa: E402
+from support.triton_sweep import *  # noqa: E402, F403
+from support.triton_sweep import DEVICE, assert_near, operations, reference  # noqa: E402
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="takes 9 GB, and so long on a CPU")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from flash_stand_ins import flash_attn_varlen_func, flash_attn_with_kvcache, module
-from paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.flash_stand_ins import flash_attn_varlen_func, flash_attn_with_kvcache, module
+from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from torch import Tensor
 
 from vllm_mp.kernels import attention_backends, flash, ops, reference

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from vllm_mp.architecture import Architecture
 from vllm_mp.core.models import build_model
-from vllm_mp.core.weights import fill_with_dummy_weights
+from vllm_mp.core.weights.loader import fill_with_dummy_weights
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.cpu.library import VARIABLE, library, load, runnable_builds
 from vllm_mp.kernels.cpu.packed import PackedLinear
+from vllm_mp.model_config.architecture import Architecture
 
 LONG = [(1, 1500), (1, 513), (1, 512), (300, 1200), (5, 600)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -161,7 +161,7 @@ def test_the_attention_of_a_token_is_the_same_in_any_chunk_and_company(build, dt
             query_start=torch.tensor([0, last - first], dtype=torch.int32),
             seq_lens=torch.tensor([last], dtype=torch.int32),
             block_table=whole.metadata.block_table[:1],
-            slot_mapping=whole.metadata.slot_mapping[first:last],
+            cell_mapping=whole.metadata.cell_mapping[first:last],
             query_lens=[last - first],
             host_seq_lens=[last],
             num_decodes=int(last - first == 1),
@@ -176,7 +176,7 @@ def test_the_attention_of_a_token_is_the_same_in_any_chunk_and_company(build, dt
 def test_what_is_not_finite_stays_with_the_tokens_that_see_it(build, dtype):
     batch = PagedBatch([(1, 40), (60, 100), (3, 9)], 4, 2, 64, 16)
     expected = attend(batch, dtype, batch.metadata, 0.125)
-    spoilt = batch.metadata.slot_mapping[1 + 20]
+    spoilt = batch.metadata.cell_mapping[1 + 20]
     batch.v_cache.flatten(0, 1)[spoilt] = float("nan")
     got = attend(batch, dtype, batch.metadata._replace(isolates=True), 0.125)
     seeing = slice(1 + 20, 1 + 60)

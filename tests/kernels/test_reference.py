@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from vllm_mp.architecture import ACTIVATIONS as SUPPORTED_ACTIVATIONS
 from vllm_mp.kernels import ops, reference
+from vllm_mp.model_config.architecture import ACTIVATIONS as SUPPORTED_ACTIVATIONS
 
 
 @pytest.mark.parametrize("rows", [DECODES_EVEN, DECODES_RAGGED, PREFILLS, MIXED, [(1, 37)], [(1, 1)]])
@@ -45,7 +45,7 @@ def test_a_token_that_is_not_finite_is_kept_from_those_before_it(
     batch = PagedBatch([(1, 9), (20, 20), (20, 33)], 6, 2, 16, 8)
     expected = batch.expected(0.25, window, soft_cap)
     for first in (1, 21):
-        getattr(batch, cache).view(-1, 2, 16)[batch.metadata.slot_mapping[first + 12]] = torch.nan
+        getattr(batch, cache).view(-1, 2, 16)[batch.metadata.cell_mapping[first + 12]] = torch.nan
     metadata = batch.metadata._replace(isolates=True)
     got = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, metadata, 0.25, window, soft_cap)
     for rows in (slice(0, 13), slice(21, 33)):

@@ -38,7 +38,7 @@ EXPECTED = {
 
 def test_every_kernel_compiles_and_fits():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = Path(__file__).parents[1] / "gpu_compiler.py"
+    program = Path(__file__).parents[1] / "support" / "gpu_compiler.py"
     found = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     assert found.returncode == 0, found.stderr
     compiled = json.loads(found.stdout)

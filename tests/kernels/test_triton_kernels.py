@@ -7,15 +7,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_batch import PagedBatch
+from support.paged_batch import PagedBatch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs them on the GPU that is here"
 )
 
-from triton_sweep import *  # noqa: E402, F403
-from triton_sweep import assert_near, attend, attend_by_definition  # noqa: E402
+from support.triton_sweep import *  # noqa: E402, F403
+from support.triton_sweep import assert_near, attend, attend_by_definition  # noqa: E402
 
 FEW_EXAMPLES = settings(
     max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.device import choose_step_size
+from vllm_mp.core.worker.device import choose_step_size
 from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
 
 CONTEXT = 2048

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from vllm_mp import EngineArgs, SamplingParams
-from vllm_mp.core import device_faults
-from vllm_mp.core.batch import Batch
-from vllm_mp.core.fault_hooks import FaultHooks
-from vllm_mp.core.request import Request
-from vllm_mp.core.scheduler import Step
-from vllm_mp.fault_injection import Fault, parse_faults
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.fault_injection import device_faults
+from vllm_mp.fault_injection.faults import Fault, parse_faults
+from vllm_mp.fault_injection.hooks import FaultHooks
 
 
 def test_conditions_are_read():
@@ -73,7 +73,9 @@ class Core:
                 0, slot, name, SamplingParams(), np.array(known, np.int32), 4 - 2 * (slot == 0), 16, (0, slot)
             )
             self.batch.add(request, np.array([slot + 1], np.int32), computed)
-        self.step = Step(np.array([0, 1]), np.array([1, 2]), 1, np.array([True, True]), np.array([False, False]))
+        self.step = ScheduledStep(
+            np.array([0, 1]), np.array([1, 2]), 1, np.array([True, True]), np.array([False, False])
+        )
         self.sent = []
         self.number = 0
         self._model = lambda *_: torch.ones(3, 2)
@@ -181,7 +183,7 @@ def test_a_fault_while_loading_waits_for_its_share():
 @pytest.mark.parametrize(("messages", "sent"), [(0, []), (1, ["first"]), (5, ["first", "second"])])
 def test_a_fault_of_messages_strikes_between_them(monkeypatch, messages, sent):
     monkeypatch.setattr(
-        "vllm_mp.core.fault_hooks.step_outputs", lambda *_: iter([(0, "first"), (0, "second")]), raising=True
+        "vllm_mp.fault_injection.hooks.step_outputs", lambda *_: iter([(0, "first"), (0, "second")]), raising=True
     )
     core = Core(f"raise@publish,step=2,messages={messages}")
     core._send_to = lambda _, message: core.sent.append(message)

@@ -5,16 +5,16 @@ import random
 
 import msgspec
 import pytest
-from hostile_frames import ClientFrames, CoreFrames, slots_named
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mp import wire
-from vllm_mp.client.answer import Answer
-from vllm_mp.client.request_book import RequestBook
-from vllm_mp.client.request_stream import RequestStream
-from vllm_mp.core.request_memory import MAX_BYTES, RequestMemory
+from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.core.scheduler.memory_quota import MAX_BYTES, MemoryQuota
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.testing.fuzzing.frames import ClientFrames, CoreFrames, slots_named
 
 VOCAB_SIZE = 97
 SEEDS = st.integers(0, 2**32)
@@ -33,7 +33,7 @@ def test_a_core_reads_a_message_or_refuses_it_with_a_documented_error(seed):
 
 
 def stream_of(book, request_id, **params):
-    answers = [Answer(0, SamplingParams(**params), token_text=chr)]
+    answers = [Completion(0, SamplingParams(**params), token_text=chr)]
     stream = RequestStream(request_id, None, [1, 2, 3], answers, 0.0)
     book.reserve(request_id)
     book.enter(stream)
@@ -43,7 +43,7 @@ def stream_of(book, request_id, **params):
 @settings(deadline=None)
 @given(SEEDS)
 def test_no_message_about_some_requests_touches_the_others(seed):
-    book, frames = RequestBook(), CoreFrames(seed, 1, VOCAB_SIZE)
+    book, frames = OutputProcessor(), CoreFrames(seed, 1, VOCAB_SIZE)
     wanting = ({}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0})
     calm = [stream_of(book, f"calm {i}", **wanting[i]) for i in range(4)]
     spared = {stream.answers[0].slot for stream in calm}
@@ -86,7 +86,7 @@ def test_every_field_of_any_shape_is_among_those():
 
 def test_a_large_request_arrives_as_it_was():
     params = SamplingParams(seed=1, logit_bias=dict.fromkeys(range(2**16), 0.5), stop=["x"])
-    sent = wire.AddRequest(1, 2, "id", wire.pack_ids([5] * 2**16), params, suspect=1)
+    sent = wire.AddRequest(1, 2, "id", wire.pack_ids([5] * 2**16), params, isolate_until_num_tokens=1)
     arrived = wire.decode_client_message(wire.encode(sent))
     assert isinstance(arrived, wire.AddRequest)
     assert msgspec.to_builtins(arrived) == msgspec.to_builtins(sent)
@@ -129,7 +129,7 @@ def fill(memory, client, num_bytes=2**20):
 
 
 def test_however_much_clients_take_there_is_room_for_the_next():
-    memory = RequestMemory()
+    memory = MemoryQuota()
     shares = [fill(memory, client) for client in range(6)]
     assert shares == [MAX_BYTES // 2**21 // 2**i for i in range(6)]
     for _ in range(shares[0]):

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from vllm_mp.config import CoreLaunch, core_environment
+from vllm_mp.core_launch import CoreLaunch, core_environment
 from vllm_mp.engine_args import AsyncEngineArgs
 
 HELP = "run a core that clients reach at an address (AsyncLLM.connect)"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_mp.model_files import cache_root
+from vllm_mp.model_store.resolve import cache_root
 
 HELP = "print versions, machine and paths, for reports of problems"
 

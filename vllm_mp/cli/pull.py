@@ -2,7 +2,7 @@
 
 import argparse
 
-from vllm_mp.model_files import DEFAULT_MODEL, resolve_model
+from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
 
 HELP = "fetch a model, convert it if need be, and print the folder that holds it"
 

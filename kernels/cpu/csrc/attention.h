@@ -20,7 +20,7 @@ constexpr int TILE_ROWS = 48;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // Where the tokens of a step stand in the cache; the fields are those of ops.AttentionMetadata.
-struct Step {
+struct ScheduledStep {
     int64_t num_tokens;
     int64_t num_rows;
     const int32_t* query_start;
@@ -28,7 +28,7 @@ struct Step {
     const int32_t* block_table;
     int64_t block_table_stride;
     int64_t block_size;
-    const int64_t* slot_mapping;
+    const int64_t* cell_mapping;
     int64_t isolates;
 };
 
@@ -61,7 +61,7 @@ struct Attention {
     int64_t partials = 0;           // of a query head
 };
 
-inline Attention plan(const Step& step, const Heads& heads) {
+inline Attention plan(const ScheduledStep& step, const Heads& heads) {
     Attention done;
     const int most = step.isolates ? 1 : int(std::max<int64_t>(1, TILE_ROWS / heads.group()));
     for (int32_t row = 0; row < step.num_rows; ++row) {
@@ -90,7 +90,7 @@ struct Span {
 };
 
 // The positions that the queries of a tile see, all of them or those of its part.
-inline Span keys_of(const Step& step, const Heads& heads, const QueryTile& tile) {
+inline Span keys_of(const ScheduledStep& step, const Heads& heads, const QueryTile& tile) {
     const int64_t end = step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first)) + tile.count;
     const int64_t begin = heads.window ? std::max<int64_t>(0, end - tile.count + 1 - heads.window) : 0;
     if (tile.part < 0) return {tile.row, begin, end};
@@ -113,7 +113,7 @@ inline KeyTile tile_at(const Span& span, int64_t at, const int64_t* slots) {
             slots + (start - first)};
 }
 
-inline void find_slots(const Step& step, const Span& span, int64_t* slots) {
+inline void find_slots(const ScheduledStep& step, const Span& span, int64_t* slots) {
     const int32_t* blocks = step.block_table + span.row * step.block_table_stride;
     slots += span.begin % KEYS;
     for (int64_t position = span.begin; position < span.end;) {
@@ -411,7 +411,7 @@ struct Caches {
 // of one part: into part, highest and sums of the scratch memory. The keys of `next` are those that are needed after
 // these.
 template <class T>
-void attend_part(const Step& step, const Heads& heads, int64_t first_head, int64_t num_heads, const QueryTile& tile,
+void attend_part(const ScheduledStep& step, const Heads& heads, int64_t first_head, int64_t num_heads, const QueryTile& tile,
                  const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
     const int64_t rows = tile.count * heads.group(), dim = heads.padded_value_dim();
     const int64_t first_position =
@@ -449,7 +449,7 @@ inline void put_result(const float* total, float sum, int64_t dim, T* out) {
 // One tile, of `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each query token, `q_stride` and
 // `out_stride` apart. The keys of `next` are those that are needed after these.
 template <class T>
-void attend(const Step& step, const Heads& heads, int64_t first_head, int64_t num_heads, const QueryTile& tile,
+void attend(const ScheduledStep& step, const Heads& heads, int64_t first_head, int64_t num_heads, const QueryTile& tile,
             const Span& next, const T* q, int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride,
             float* partials, Scratch<T>& s) {
     const int64_t group = heads.group(), head_rows = tile.count * group, rows = num_heads * head_rows;
@@ -506,7 +506,7 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
 
 // All queries of a step; `todo` is its plan.
 template <class T>
-void attend_all(Member& member, const Step& step, const Heads& heads, const Attention& todo, const T* q,
+void attend_all(Member& member, const ScheduledStep& step, const Heads& heads, const Attention& todo, const T* q,
                 int64_t q_stride, const T* k_cache, const T* v_cache, T* out, int64_t out_stride, float* partials) {
     thread_local Scratch<T> scratch;
     const Caches<T> caches{k_cache, v_cache};

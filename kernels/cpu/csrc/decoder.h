@@ -53,7 +53,7 @@ constexpr int64_t FEW = 2;
 
 // One layer by all members of a team: what it adds to `x` [num_tokens, hidden].
 template <class T>
-void add_layer(Member& member, const DecoderLayer<T>& layer, const Step& step, const Attention& todo, float eps, T* x,
+void add_layer(Member& member, const DecoderLayer<T>& layer, const ScheduledStep& step, const Attention& todo, float eps, T* x,
                const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<T>& b) {
     const Heads& heads = layer.heads;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
@@ -87,7 +87,7 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const Step& step, c
                      store_some(b.qkv.data() + row * qkv_size + column, sums, count);
                  });
     member.each(tokens * all_heads, [&](int64_t i) {
-        const int64_t token = i / all_heads, head = i % all_heads, slot = step.slot_mapping[token];
+        const int64_t token = i / all_heads, head = i % all_heads, slot = step.cell_mapping[token];
         T* at = b.qkv.data() + token * qkv_size + head * head_dim;
         if (head < heads.queries + heads.keys) {
             const T* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
@@ -121,7 +121,7 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const Step& step, c
 // layers before have made of them, and is overwritten; `positions` [num_tokens]; `cos_sin` [max_position, head_dim]; a
 // cache for each layer of the decoder; `out` as `x`.
 template <class T>
-void run(const Decoder<T>& decoder, int64_t first, int64_t end, const Step& step, T* x, const int64_t* positions,
+void run(const Decoder<T>& decoder, int64_t first, int64_t end, const ScheduledStep& step, T* x, const int64_t* positions,
          const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads) {
     static Buffers<T> b;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;

@@ -99,7 +99,7 @@ void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int t
 }
 
 template <class T>
-void attention(const Step& step, const Heads& heads, const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
+void attention(const ScheduledStep& step, const Heads& heads, const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
                T* out, int threads) {
     const Attention todo = plan(step, heads);
     std::vector<float> partials(todo.partials * heads.queries * heads.partial_size());
@@ -129,11 +129,11 @@ int64_t vmp_panel_columns() { return NR; }
     void vmp_logits_##NAME(const Linear<T>* w, const T* x, int64_t rows, float* out, int threads) {                    \
         linear(*w, x, rows, out, threads);                                                                            \
     }                                                                                                                 \
-    void vmp_attention_##NAME(const Step* step, const Heads* heads, const T* q, int64_t q_stride, const T* k_cache,    \
+    void vmp_attention_##NAME(const ScheduledStep* step, const Heads* heads, const T* q, int64_t q_stride, const T* k_cache,    \
                               const T* v_cache, T* out, int threads) {                                                \
         attention(*step, *heads, q, q_stride, k_cache, v_cache, out, threads);                                        \
     }                                                                                                                 \
-    void vmp_decoder_##NAME(const Decoder<T>* decoder, int64_t first, int64_t end, const Step* step, T* x,             \
+    void vmp_decoder_##NAME(const Decoder<T>* decoder, int64_t first, int64_t end, const ScheduledStep* step, T* x,             \
                             const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches,       \
                             T* out, int threads) {                                                                    \
         run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads);                    \

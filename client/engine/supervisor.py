@@ -1,0 +1,267 @@
+"""Keeps a core at hand: watches the one there is, and has the next one come when it dies or hangs."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import zmq
+
+from vllm_mp import wire
+from vllm_mp.client.engine.health import HangWatch, is_stopped
+from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource
+from vllm_mp.client.engine.oom_kills import count_oom_kills
+from vllm_mp.client.engine.restart_limit import RestartLimit
+from vllm_mp.errors import EngineStartError
+from vllm_mp.status_page import AWAKE, CoreStatus, SleepState
+
+logger = logging.getLogger(__name__)
+
+_EXIT_GRACE_S = 1.0
+"""From the end of a connection to that of the process, of which it is usually the first sign."""
+_BYE_LINGER_MS = 500
+_STANDBY_DELAY_S = 2.0
+"""After a core has come up, while the requests of its predecessor are computed anew."""
+_STANDBY_RETRY_S = 30.0
+
+
+class Death(NamedTuple):
+    """The core has ended; another is under way."""
+
+    cause: str
+    in_step: dict[int, int]
+    """By the slot of each of this client's requests that were in the step that was executing: the tokens it had."""
+    num_in_step: int
+    """Requests in that step, of all clients."""
+    is_from_outside: bool
+    """Somebody has killed it, which no request can have brought about."""
+    sleep: SleepState = AWAKE
+    """That it was in, where that can be seen."""
+
+
+class End(NamedTuple):
+    """The core is gone for good."""
+
+    cause: str
+
+
+News = Death | Core | End
+
+
+class CoreSupervisor:
+    """A thread that watches the core, so that a busy or blocked event loop delays no restart.
+
+    What happens is put in a queue for the event loop, in order; `news_fd` is readable while there is something in it.
+    """
+
+    def __init__(self, source: CoreSource, core: Core, restarts: RestartLimit | None) -> None:
+        """`core` is what `source` gave first; with `restarts` None its end is that of everything.
+
+        Nothing is watched before `watch`.
+        """
+        self.core = core
+        """The latest."""
+        self.num_restarts = 0
+        self.end: str | None = None
+        """Why the core is gone for good; None while it is not."""
+        self._source = source
+        self._limits = core.config.liveness_config
+        self._restarts = restarts
+        self._news: deque[News] = deque()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self.news_fd = self._reader
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._owner = os.getpid()
+        self._stops = threading.Event()
+        self._is_closed = False
+        self._connections = [core.connection]
+        self._oom_kills = count_oom_kills()
+        self._has_work: Callable[[], bool] = lambda: False
+        self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
+
+    def watch(self, has_work: Callable[[], bool]) -> None:
+        """Begin to watch. `has_work` says, in any thread, whether this client waits for something from the core."""
+        self._has_work = has_work
+        self._thread.start()
+
+    def take_news(self) -> list[News]:
+        """What has happened since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+        news = []
+        while self._news:
+            news.append(self._news.popleft())
+        return news
+
+    def release(self, core: Core) -> None:
+        """Close the connection of a core that has been replaced."""
+        self._connections.remove(core.connection)
+        core.connection.close()
+
+    def status(self) -> CoreStatus | None:
+        """What the status page of the latest core says; None where it cannot be seen."""
+        return self.core.page.read() if self.core.page else None
+
+    @property
+    def standby_pid(self) -> int | None:
+        """The process that would be the next core; None while there is none."""
+        return self._source.standby_pid
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End the thread, every connection, and what the source has started, by force after `timeout` seconds.
+
+        Idempotent. A core that others run is told that this client leaves.
+        """
+        if self._is_closed or os.getpid() != self._owner:
+            return  # a forked child has neither the thread nor the core
+        self._is_closed = True
+        self._stops.set()
+        os.write(self._wake_writer, b"\0")
+        # The collector of garbage may call this from the thread itself, which then ends on its return.
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+        if self.core.process is None:
+            with contextlib.suppress(Exception):
+                self.core.connection.send(wire.Bye(self.core.connection.incarnation))
+        for connection in self._connections:
+            connection.close(0 if self.core.process else _BYE_LINGER_MS)
+        self._source.close(timeout, self.core)
+        for descriptor in (self._reader, self._writer, self._wake_reader, self._wake_writer):
+            os.close(descriptor)
+
+    def _run(self) -> None:
+        try:
+            core: Core | None = self.core
+            while core is not None:
+                death = self._watch(core)
+                if death is None:
+                    return
+                core = self._replace(core, death)
+        except Exception as error:  # a defect here must not leave streams waiting for ever
+            if not self._stops.is_set():
+                logger.exception("the watch over the core failed")
+                self._tell(End(f"the watch over the core failed: {error!r}"))
+
+    def _tell(self, news: News) -> None:
+        if isinstance(news, End):
+            self.end = news.cause
+        elif isinstance(news, Core):
+            self._connections.append(news.connection)
+            self.core = news
+        self._news.append(news)
+        with contextlib.suppress(BlockingIOError):  # full: the loop has been told often enough
+            os.write(self._writer, b"\0")
+
+    def _watch(self, core: Core) -> Death | None:
+        """Wait until `core` has died, ending it if it hangs; None when told to stop."""
+        process = core.process
+        limits = self._limits
+        pid = process.pid if process else None
+        hang = HangWatch(limits.engine_iteration_timeout_s, pid, limits.start_timeout_s)
+        poller = zmq.Poller()
+        poller.register(self._wake_reader, zmq.POLLIN)
+        poller.register(core.connection.monitor, zmq.POLLIN)
+        if process is not None:
+            poller.register(process.pid_fd, zmq.POLLIN)
+        broken_since: float | None = None
+        standby_at = time.monotonic() + (_STANDBY_DELAY_S if self.num_restarts else 0.0)
+        while True:
+            poller.poll(int(1000 * hang.interval_s))
+            if self._stops.is_set():
+                return None
+            if process is None:
+                if core.connection.is_broken():
+                    return self._death(core, f"the connection to the core at {core.connection.address} broke")
+                continue
+            if not process.is_alive():
+                return self._death(core, process.describe_end())
+            if core.connection.is_broken():
+                broken_since = broken_since or time.monotonic()
+                poller.unregister(core.connection.monitor)
+            if broken_since and time.monotonic() > broken_since + _EXIT_GRACE_S:
+                process.kill()
+                return self._death(core, f"the connection to it broke, and {process.describe_end()}")
+            if core.page is not None and hang.is_hung(core.page, self._has_work()):
+                return self._end_hung(core)
+            if time.monotonic() > standby_at:
+                try:
+                    self._source.prepare_standby()
+                except OSError as error:  # no memory for another process, say: nothing that the core needs
+                    logger.warning("there is no standby: %s", error)
+                    standby_at = time.monotonic() + _STANDBY_RETRY_S
+
+    def _end_hung(self, core: Core) -> Death:
+        assert core.process is not None
+        status = core.page and core.page.read()
+        was_stopped = is_stopped(core.process.pid)  # by a signal, for which a request has no means
+        core.process.kill()
+        limit, how = self._limits.engine_iteration_timeout_s, ", stopped by a signal" if was_stopped else ""
+        cause = f"the core process {core.process.pid} made no progress for {limit:g} s{how}: {status}"
+        return self._death(core, cause, was_hung=not was_stopped)
+
+    def _death(self, core: Core, cause: str, was_hung: bool = False) -> Death:
+        status = core.page.read() if core.page else None
+        in_step = status.step_requests if status else []
+        kills, self._oom_kills = self._oom_kills, count_oom_kills()
+        was_killed = core.process is not None and core.process.was_killed and not was_hung
+        if was_killed and self._oom_kills > kills:
+            cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
+            was_killed = False
+        own = {slot: num_output_tokens for client, slot, num_output_tokens in in_step if client == core.client}
+        sleep = status.sleep if status else AWAKE
+        return Death(cause, own, len(in_step), was_killed or core.process is None, sleep)
+
+    def _replace(self, core: Core, death: Death) -> Core | None:
+        """Have the successor of `core` come; None if there will be none."""
+        cause, has_served = death.cause, True
+        if core.process is not None:
+            self._source.discard(core.process)
+        if self._restarts is None:
+            self._tell(End(cause))
+            return None
+        is_told = False
+        while True:
+            delay = self._restarts.delay_after(time.monotonic(), has_served)
+            if delay is None:
+                limits = self._limits
+                self._tell(
+                    End(
+                        f"the core has died more than max_core_restarts={limits.max_core_restarts} times within "
+                        f"core_restart_window_s={limits.core_restart_window_s:g}; at last {cause}"
+                    )
+                )
+                return None
+            if not is_told:  # after the last death nothing is to be said about single requests
+                self._tell(death)
+                is_told = True
+            if self._stops.wait(delay):
+                return None
+            try:
+                self._source.begin()
+                successor = self._source.finish(self._raise_if_stopped)
+            except _Stopped:
+                return None
+            except (EngineStartError, OSError, zmq.ZMQError) as error:
+                if not isinstance(self._source, CoreLauncher):
+                    self._tell(End(f"{cause}, and {error}"))
+                    return None
+                logger.warning("%s", str(error).partition(";")[0])
+                cause, has_served = str(error), False
+                continue
+            self.num_restarts += 1
+            self._tell(successor)
+            return successor
+
+    def _raise_if_stopped(self) -> None:
+        if self._stops.is_set():
+            raise _Stopped
+
+
+class _Stopped(Exception):
+    """Nobody waits for the next core any more."""

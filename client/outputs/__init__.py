@@ -1,0 +1,1 @@
+"""What comes back from a core: tokens turned into text, streams and outputs."""

@@ -1,0 +1,174 @@
+"""One answer to a prompt as it arrives: tokens, their log-probabilities, and the text they make."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
+from vllm_mp.client.outputs.stop_strings import StopStrings
+from vllm_mp.outputs import CompletionOutput, Logprob, LogprobsOnePosition
+from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+from vllm_mp.wire import AddPooling, AddRequest, Finished, TokenLogprobs
+
+TokenText = Callable[[int], str]
+
+
+class Completion:
+    """Takes tokens in by position and reads them into text: when the consumer asks, or at once to find stop strings."""
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        detokenizer: IncrementalDetokenizer | None = None,
+        token_text: TokenText | None = None,
+    ) -> None:
+        """`token_text` gives the text of one token, for log-probabilities; None: they have no text."""
+        self.index = index
+        self.slot = -1
+        """What names the answer on the wire, once its request has been sent."""
+        self.message: AddRequest | AddPooling | None = None
+        """What asked a core for it, and asks the next one for the rest."""
+        self.params = params
+        self.token_ids: list[int] = []
+        """Every token received; recovery sends these to the next core."""
+        self.finish: Finished | None = None
+        self._detokenizer = detokenizer
+        self._token_text = token_text
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._logprobs: list[LogprobsOnePosition] | None = None if params.logprobs is None else []
+        self._cumulative_logprobs: list[float] = []
+        """Of the answer up to each token."""
+        self._text = ""
+        """All of it, or with DELTA what the consumer has not taken yet."""
+        self._num_read = 0
+        self._is_read = False
+        """The text is all there is."""
+        self._num_taken = 0
+        self._end_is_taken = False
+
+    @property
+    def wants_stop_strings(self) -> bool:
+        """The text has to be read as it comes, because it may end the answer."""
+        return self._stops is not None
+
+    @property
+    def is_taken(self) -> bool:
+        """The consumer has seen the end."""
+        return self._end_is_taken
+
+    def take_in(self, token_id: int, position: int) -> bool:
+        """Add a token whose position has the lower 16 bits `position`; False if tokens are missing before it.
+
+        A token that came before is ignored.
+        """
+        ahead = (position - len(self.token_ids)) & 0xFFFF
+        if ahead == 0:
+            self.token_ids.append(token_id)
+            return True
+        return ahead >= 0x8000
+
+    def take_in_logprobs(self, message: TokenLogprobs) -> None:
+        """Add the log-probabilities of tokens; those of positions that came before are ignored."""
+        if self._logprobs is None:
+            return
+        start = len(self._logprobs)
+        append_logprobs(self._logprobs, message, self._token_text)
+        sums = self._cumulative_logprobs
+        for entry in self._logprobs[start:]:
+            chosen = next(iter(entry.values()))
+            sums.append((sums[-1] if sums else 0.0) + chosen.logprob)
+
+    def has_news(self, interval: int) -> bool:
+        """The consumer has not seen the end, the first token, or at least `interval` of the others."""
+        if self.finish is not None:
+            return not self._end_is_taken
+        num_new = len(self.token_ids) - self._num_taken
+        return num_new >= interval or (num_new > 0 and self._num_taken == 0)
+
+    def read(self) -> None:
+        """Turn the tokens that have arrived since the last call into text; ends the answer at a stop string."""
+        detokenizer, finish = self._detokenizer, self.finish
+        if detokenizer is None or self._is_read:
+            return
+        new_ids = self.token_ids[self._num_read :]
+        start, self._num_read = self._num_read, len(self.token_ids)
+        self._is_read = finish is not None
+        if new_ids and finish and finish.reason == "stop" and not self.params.include_stop_str_in_output:
+            new_ids.pop()  # the token that stopped it came with the end, so it is among these
+        if self._stops is None:
+            self._text += detokenizer.append(new_ids)
+            if finish:
+                self._text += detokenizer.flush()
+            return
+        for count, token_id in enumerate(new_ids, start + 1):
+            piece = detokenizer.append((token_id,))
+            if count <= self.params.min_tokens:
+                self._text += piece
+                continue
+            self._text += self._stops.feed(piece)
+            if self._stops.found is not None:
+                self._cut(count, self._stops.found)
+                return
+        if finish:
+            rest = detokenizer.flush()
+            if start + len(new_ids) > self.params.min_tokens:
+                rest = self._stops.feed(rest)
+                if self._stops.found is not None:
+                    self._cut(len(self.token_ids), self._stops.found)
+                rest += self._stops.flush()
+            self._text += rest
+
+    def completion(self) -> CompletionOutput:
+        """What the consumer sees now: everything, or with DELTA what it has not seen."""
+        # Before its end, a text that is searched has been read already, by whoever can tell the core of a stop.
+        if not self.wants_stop_strings or self.finish is not None:
+            self.read()
+        delta = self.params.output_kind == RequestOutputKind.DELTA
+        start = self._num_taken if delta else 0
+        finish = self.finish
+        self._num_taken = len(self.token_ids)
+        self._end_is_taken = finish is not None
+        text = self._text
+        if delta:
+            self._text = ""
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[start:],
+            cumulative_logprob=self._cumulative_logprobs[-1] if self._cumulative_logprobs else None,
+            logprobs=None if self._logprobs is None else self._logprobs[start:],
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop_reason if finish else None,
+        )
+
+    def _cut(self, count: int, stop: str) -> None:
+        """End the answer for `stop`, which its token number `count` completes."""
+        del self.token_ids[count:]
+        if self._logprobs is not None:
+            del self._logprobs[count:], self._cumulative_logprobs[count:]
+        self.finish = Finished(self.slot, count, "stop", stop)
+        self._is_read = True
+
+
+def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenText | None) -> None:
+    """Append to `known`, which has an entry a position, those of `message` that are not in it yet.
+
+    Raises ValueError for a message that leaves a gap or whose parts disagree.
+    """
+    ranks = np.frombuffer(message.ranks, "<u4")
+    ids = np.frombuffer(message.token_ids, "<i4").reshape(len(ranks), -1)
+    values = np.frombuffer(message.values, "<f4").reshape(ids.shape)
+    if len(ranks) and (not ids.size or ids.min() < 0):
+        raise ValueError(f"log-probabilities of position {message.position} came without their token")
+    if message.position > len(known):
+        raise ValueError(f"log-probabilities of position {message.position} came where {len(known)} were awaited")
+    for i in range(len(known) - message.position, len(ranks)):
+        entry: LogprobsOnePosition = {}
+        for place, (token_id, value) in enumerate(zip(ids[i].tolist(), values[i].tolist(), strict=True)):
+            # The chosen token comes first, and again in its place if it is among the most likely.
+            if token_id not in entry:
+                rank = int(ranks[i]) if place == 0 else place
+                entry[token_id] = Logprob(value, rank, token_text(token_id) if token_text else None)
+        known.append(entry)

@@ -1,0 +1,147 @@
+"""The core's socket: bound to one address that nobody else serves."""
+
+import contextlib
+import fcntl
+import hmac
+import os
+import resource
+import stat
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from vllm_mp.curve_key import read_key_file
+from vllm_mp.wire import MAX_MESSAGE_BYTES
+
+_MAX_UNREAD = 32
+"""Messages of one client that the core holds before it has read them."""
+_MANY_DESCRIPTORS = 2**16
+
+
+class BoundSocket:
+    """A bound ROUTER socket; `close` leaves neither socket file nor lock.
+
+    Raises ValueError, naming the address and the remedy, for an address that is malformed, in use or not
+    permitted. A Unix socket lies behind a lock file, because binding one would silently take it from a process
+    that serves it already. A TCP socket speaks CURVE and lets in only holders of the key file.
+    """
+
+    def __init__(self, address: str, key_file: str | None = None) -> None:
+        self._address = address
+        self._lock: int | None = None
+        self._path: Path | None = None
+        self._authenticator: ThreadAuthenticator | None = None
+        _raise_descriptor_limit()
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        # Sending to a client that has gone raises instead of being dropped in silence, and no queue has a limit at
+        # which a token would be lost. What a client sends faster than it is read waits with the client.
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        try:
+            if address.startswith(("ipc://@", "ipc://*")):
+                raise ValueError(f"address {address!r} must name a path: ipc:///PATH/TO/SOCKET")
+            if address.startswith("ipc://"):
+                self._lock_path(Path(address.removeprefix("ipc://")))
+            elif address.startswith("tcp://"):
+                self._require_keys(key_file)
+            else:
+                raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
+            self._bind()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Unbind, giving messages that are under way `linger_ms` milliseconds; safe to call twice."""
+        if self.socket.closed:
+            return
+        self.socket.close(linger=linger_ms)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+        if self._lock is not None and self._path is not None:
+            for path in (self._path, _lock_file(self._path)):
+                with contextlib.suppress(OSError):  # somebody may have removed or moved its folder
+                    path.unlink()
+            os.close(self._lock)
+            self._lock = None
+
+    def _bind(self) -> None:
+        try:
+            self.socket.bind(self._address)
+        except zmq.ZMQError as error:
+            remedy = "choose another address, or stop the process that uses this one"
+            if error.errno != zmq.EADDRINUSE:
+                remedy = "give ipc:///PATH/TO/SOCKET in a writable folder, or tcp://HOST:PORT"
+            raise ValueError(f"cannot listen on {self._address}: {error.strerror}; {remedy}") from error
+        if self._path is not None:
+            self._path.chmod(0o600)
+
+    def _lock_path(self, path: Path) -> None:
+        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+            raise ValueError(
+                f"the path of {self._address} is longer than the {zmq.IPC_PATH_MAX_LEN} bytes that a Unix socket "
+                "may have; choose a shorter one"
+            )
+        try:
+            if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+                raise ValueError(f"cannot listen on {self._address}: there is a file that is not a socket")
+            lock = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen on {self._address}: {error.strerror}; give a path in a folder that exists and "
+                "is writable"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(lock, 32).decode("ascii", "replace").strip()
+            os.close(lock)
+            raise ValueError(
+                f"{self._address} is served by process {owner or 'unknown'} already; choose another address, or "
+                "stop that process"
+            ) from error
+        os.ftruncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
+        self._lock, self._path = lock, path
+
+    def _require_keys(self, key_file: str | None) -> None:
+        if key_file is None:
+            raise ValueError(
+                f"{self._address} is a TCP address, which needs keys: give --key-file FILE (made if it does not "
+                "exist; clients need a copy)"
+            )
+        public, secret = read_key_file(key_file)
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(public))
+        self.socket.curve_server = True
+        self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
+
+
+class _OneKey:
+    """Lets in exactly the clients that hold the same key as the core."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._public)
+
+
+def _raise_descriptor_limit() -> None:
+    """Let this process have all the descriptors that it may: libzmq ends it when a connection finds none left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
+    if soft not in (wanted, resource.RLIM_INFINITY):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")

@@ -1,0 +1,357 @@
+"""The core's side of the wire: who the clients are, what they ask, what goes back to them."""
+
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from vllm_mp import wire
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.ipc.step_messages import by_client, step_outputs
+from vllm_mp.core.scheduler.block_pool import root_hash
+from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.scheduler.scheduler import ModelOutput, Scheduler, StepUpdate
+from vllm_mp.core.worker.logit_rules import LogitRules
+from vllm_mp.request_validation import check_pooling, check_request
+from vllm_mp.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_RECEIVE_S = 0.01
+"""Seconds that messages may take between two steps, so that no flood of them holds up the streams."""
+_PROBE_INTERVAL_S = 1.0
+_MAX_CLIENTS = 4096
+_MAX_ERROR_CHARACTERS = 2000
+_NO_SAMPLING = SamplingParams()
+"""What pooling requests have instead of sampling parameters: nothing reads it."""
+
+
+class RequestHandler:
+    """Turns frames into requests for the scheduler and step results into frames.
+
+    Nothing that arrives may hurt the core: what cannot be decoded, comes from a stranger or is meant for another
+    incarnation is counted in `num_dropped`; a request that cannot run is answered with its error.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", config: VllmConfig, incarnation: int) -> None:
+        self.num_dropped = 0
+        self._admits = True
+        self._socket = socket
+        self._config = config
+        self._incarnation = incarnation
+        self._identities: dict[bytes, int] = {}
+        self._clients: dict[int, bytes] = {}
+        self._next_client = 0
+        self._probe_below = 0
+        """Clients of lower numbers were here before the latest hello, and may have left since they were heard of."""
+        self._last_probe = -_PROBE_INTERVAL_S
+        self._scheduler: Scheduler | None = None
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self._is_held_up = False
+        """The latest call has something to be done before the messages behind it are read."""
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that have said hello and are not known to have left."""
+        return len(self._clients)
+
+    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
+        """Begin to admit: `calls` are the operations that clients may name.
+
+        What one returns is its answer, plain data, or a future of that, which is answered when it is done; where it is
+        not done yet, the messages behind it are left for the next `receive`. It gets a client's arguments in the right
+        number but of any type, and refuses them by a ValueError.
+        """
+        self._scheduler = scheduler
+        self._calls = calls
+
+    def refuse(self, reason: str) -> None:
+        """Tell every client that has said hello, or has it under way, why the core will not serve."""
+        while self._socket.poll(0):
+            identity, *frames = self._socket.recv_multipart()
+            message = self._decode(frames)
+            if isinstance(message, wire.Hello):
+                self._send(identity, wire.Refused(reason))
+
+    def receive(self, admit: bool = True) -> None:
+        """Handle what has arrived, without waiting; new requests are turned away unless `admit`."""
+        self._admits = admit
+        deadline = time.monotonic() + _RECEIVE_S
+        self._probe()
+        self._is_held_up = False
+        while time.monotonic() < deadline and not self._is_held_up:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._decode(frames)
+            if message is None:
+                continue
+            try:
+                self._handle(identity, message, len(frames[0]))
+            except zmq.ZMQError:
+                raise
+            except Exception as error:
+                # Whatever a message asks for, the others are served.
+                self._drop(f"it could not be handled: {error!r}", error)
+                client = self._identities.get(identity)
+                if client is not None and isinstance(message, wire.AddRequest | wire.AddPooling):
+                    self._turn_away(client, message, repr(error))
+                elif client is not None and isinstance(message, wire.Call):
+                    self._reply(client, message.call_id, error=repr(error))
+
+    def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
+        """Tell clients of requests, (client, end) each, that have ended outside of a step."""
+        for client, own in by_client(ends).items():
+            self._send_ends(client, own)
+
+    def publish(self, step: int, result: StepUpdate, computed: ModelOutput) -> None:
+        """Send each client its part of what a step brought."""
+        for client, message in self.step_outputs(step, result, computed):
+            self._send_to(client, message)
+
+    def step_outputs(
+        self, step: int, result: StepUpdate, computed: ModelOutput
+    ) -> Iterator[tuple[int, wire.StepOutput]]:
+        """The messages of step number `step`, each with the client that it is for."""
+        return step_outputs(self._incarnation, step, result, computed)
+
+    def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
+        if len(frames) != 1:
+            self._drop(f"{len(frames)} frames where one was expected")
+            return None
+        try:
+            return wire.decode_client_message(frames[0])
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as error:
+            self._drop(str(error))
+            return None
+
+    def _drop(self, why: str, cause: Exception | None = None) -> None:
+        self.num_dropped += 1
+        # Powers of two, so that a flood of garbage does not flood the log.
+        if self.num_dropped & (self.num_dropped - 1) == 0:
+            logger.warning(
+                "dropped a message that is not of the protocol (%d so far): %.500s",
+                self.num_dropped,
+                why,
+                exc_info=cause,
+            )
+
+    def _handle(self, identity: bytes, message: wire.ClientMessage, num_bytes: int) -> None:
+        if isinstance(message, wire.Hello):
+            self._greet(identity, message)
+            return
+        client = self._identities.get(identity)
+        if client is None:
+            self._drop("a message from a client that has not said hello")
+        elif message.incarnation != self._incarnation:
+            self._drop(f"a message for incarnation {message.incarnation} of the core, this is {self._incarnation}")
+        elif isinstance(message, wire.AddRequest | wire.AddPooling):
+            self._add(client, message, num_bytes)
+        elif isinstance(message, wire.AbortRequests):
+            self._abort(client, message.slots)
+        elif isinstance(message, wire.Call):
+            self._call(client, message)
+        else:
+            self._forget(client)
+
+    def _greet(self, identity: bytes, hello: wire.Hello) -> None:
+        if hello.version != wire.PROTOCOL_VERSION:
+            self._send(
+                identity,
+                wire.Refused(
+                    f"the core speaks version {wire.PROTOCOL_VERSION} of the protocol, the client version "
+                    f"{hello.version}; install the same vllm-mp on both sides"
+                ),
+            )
+            return
+        self._probe_below = self._next_client
+        client = self._identities.get(identity)
+        if client is None and len(self._clients) >= _MAX_CLIENTS:
+            self._send(identity, wire.Refused(f"the core has {_MAX_CLIENTS} clients, which is the most; close some"))
+            return
+        if client is None:
+            client = self._next_client
+            self._next_client += 1
+            self._identities[identity] = client
+            self._clients[client] = identity
+        config = msgspec.json.encode(self._config)
+        self._send_to(client, wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, client, os.getpid(), config))
+
+    def _probe(self) -> None:
+        """Find out who has left without a word, by writing to all who were here when another came."""
+        if not self._probe_below or time.monotonic() < self._last_probe + _PROBE_INTERVAL_S:
+            return
+        for client in [client for client in self._clients if client < self._probe_below]:
+            self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b""))
+        self._probe_below, self._last_probe = 0, time.monotonic()
+
+    def _add(self, client: int, message: wire.AddRequest | wire.AddPooling, num_bytes: int) -> None:
+        scheduler = self._running_scheduler()
+        if not 0 <= message.slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, message.slot):
+            self._drop(f"slot {message.slot} of client {client} is not free")
+            return
+        try:
+            if not self._admits:
+                raise ValueError("the core is shutting down; send the request to another one")
+            if isinstance(message, wire.AddPooling):
+                request = self._make_pooling_request(client, message)
+            else:
+                request = self._make_request(client, message)
+            request.num_bytes = num_bytes + REQUEST_BYTES
+            scheduler.memory.check(client, request.num_bytes)
+        except (ValueError, NotImplementedError) as error:
+            self._turn_away(client, message, str(error))
+            return
+        scheduler.add(request)
+
+    def _turn_away(self, client: int, message: wire.AddRequest | wire.AddPooling, error: str) -> None:
+        num_output_tokens = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
+        self._send_ends(client, [wire.Finished(message.slot, num_output_tokens, "error", error=_shown(error))])
+
+    def _make_pooling_request(self, client: int, message: wire.AddPooling) -> Request:
+        prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, self._config.model_config.pooling
+        check_pooling(message.request_id, prompt, params, self._config)
+        pooling = msgspec.structs.replace(
+            params,
+            pooling_type=params.pooling_type or defaults.pooling_type,
+            normalize=defaults.normalize if params.normalize is None else params.normalize,
+        )
+        return Request(
+            client=client,
+            slot=message.slot,
+            request_id=message.request_id,
+            params=_NO_SAMPLING,
+            tokens=prompt,
+            num_prompt_tokens=len(prompt),
+            max_total_tokens=len(prompt),
+            hashes=[root_hash(message.cache_salt)] if self._config.cache_config.enable_prefix_caching else [],
+            # The others need the hidden states of tokens before the last.
+            reads_cache=pooling.pooling_type == "last",
+            order=self._running_scheduler().order_of(message.priority),
+            pooling=pooling,
+            isolate_until_num_tokens=message.isolate_until_num_tokens,
+        )
+
+    def _make_request(self, client: int, message: wire.AddRequest) -> Request:
+        prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
+        max_total_tokens = check_request(
+            message.request_id, prompt, output, message.params, message.bad_words, self._config
+        )
+        # They were sent before the first token of the answer.
+        prompt_logprobs = None if len(output) else message.params.prompt_logprobs
+        rules = LogitRules.of(message.params, message.bad_words)
+        # The rules hold these, as arrays, where a dict takes ten times as much.
+        message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
+        return Request(
+            client=client,
+            slot=message.slot,
+            request_id=message.request_id,
+            params=message.params,
+            tokens=np.concatenate([prompt, output]),
+            num_prompt_tokens=len(prompt),
+            max_total_tokens=max_total_tokens,
+            rules=rules,
+            num_logprobs=self._num_logprobs(message.params.logprobs),
+            num_prompt_logprobs=self._num_logprobs(prompt_logprobs),
+            hashes=self._root_hashes(client, message),
+            # What is found in the cache is not computed, and so has no log-probabilities.
+            reads_cache=prompt_logprobs is None,
+            order=self._running_scheduler().order_of(message.priority),
+            isolate_until_num_tokens=message.isolate_until_num_tokens,
+        )
+
+    def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:
+        """What the block hashes of a request build on; of one that may share with no other, nothing."""
+        if self._config.cache_config.enable_prefix_caching:
+            return [root_hash(message.cache_salt)]
+        if message.group:
+            # With the client's number, which is never given out again: no other client can name this group.
+            return [root_hash(f"{client} {message.group}")]
+        return []
+
+    def _num_logprobs(self, wanted: int | None) -> int:
+        """How many to send a position; -1: none at all, not even of the chosen token."""
+        if wanted == -1:
+            return self._config.model_config.architecture.vocab_size
+        return -1 if wanted is None else wanted
+
+    def _abort(self, client: int, slots: list[int]) -> None:
+        ends = [self._running_scheduler().abort(client, slot) for slot in slots]
+        self._send_ends(client, [end for end in ends if end is not None])
+
+    def _call(self, client: int, message: wire.Call) -> None:
+        call = self._calls.get(message.name)
+        try:
+            if call is None:
+                known = ", ".join(sorted(self._calls))
+                raise ValueError(f"the core has no operation {message.name[:100]!r}; it has {known}")
+            try:
+                inspect.signature(call).bind(*message.args)
+            except TypeError as error:
+                raise ValueError(f"operation {message.name}: {error}") from error
+            result = call(*message.args)
+        except ValueError as error:
+            self._reply(client, message.call_id, error=str(error))
+            return
+        if isinstance(result, Future):
+            self._is_held_up = not result.done()
+            result.add_done_callback(lambda done: self._reply_with(client, message.call_id, done))
+        else:
+            self._reply(client, message.call_id, result)
+
+    def _reply_with(self, client: int, call_id: int, done: "Future[Any]") -> None:
+        error = done.exception()
+        if error is None:
+            self._reply(client, call_id, done.result())
+        else:
+            self._reply(client, call_id, error=str(error))
+
+    def _reply(self, client: int, call_id: int, result: Any = None, error: str | None = None) -> None:
+        self._send_to(client, wire.Reply(self._incarnation, call_id, result, error and _shown(error)))
+
+    def _send_ends(self, client: int, ends: list[wire.Finished]) -> None:
+        if ends:
+            self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b"", finished=ends))
+
+    def _send_to(self, client: int, message: wire.CoreMessage) -> None:
+        identity = self._clients.get(client)
+        if identity is not None and not self._send(identity, message):
+            logger.debug("client %d is gone", client)
+            self._forget(client)
+
+    def _send(self, identity: bytes, message: wire.CoreMessage) -> bool:
+        """False if the peer is gone."""
+        try:
+            self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def _forget(self, client: int) -> None:
+        """Drop a client and all its requests."""
+        identity = self._clients.pop(client)
+        del self._identities[identity]
+        scheduler = self._running_scheduler()
+        for slot in scheduler.slots_of(client):
+            scheduler.abort(client, slot)
+
+    def _running_scheduler(self) -> Scheduler:
+        if self._scheduler is None:
+            raise RuntimeError("the core does not serve yet")
+        return self._scheduler
+
+
+def _shown(error: str) -> str:
+    """`error` without most of a value that fills megabytes."""
+    return error if len(error) <= _MAX_ERROR_CHARACTERS else error[:_MAX_ERROR_CHARACTERS] + "..."

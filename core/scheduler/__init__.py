@@ -1,0 +1,1 @@
+"""Which requests run in each step, and where their keys and values lie."""

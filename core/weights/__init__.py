@@ -1,0 +1,1 @@
+"""A model's weights: read from a checkpoint, converted from GGUF, or random."""

@@ -1,0 +1,262 @@
+"""Turns a GGUF file into a model folder: `python -m vllm_mp.core.weights.gguf_converter SOURCE.gguf FOLDER`.
+
+The weights are written in float32, the exact values of the quantised ones. Lines `progress FRACTION` on
+stdout tell how far it has come. A file that cannot be converted ends it with exit status 1, a disk without
+room with `DISK_FULL_EXIT`; the last line of stderr is the reason.
+"""
+
+import errno
+import functools
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from vllm_mp.model_store.gguf import DISK_FULL_EXIT
+
+_BYTES_PER_WEIGHT = 4
+
+# Fractions of the time that the default model's conversion takes.
+_OPENED_AT = 0.1
+_IMPORTED_AT = 0.35
+_LOADED_AT = 0.6
+_DEQUANTIZED_AT = 0.85
+
+# Metadata that some versions of transformers pass over, and the configuration's name for it.
+_PASSED_OVER = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "context_length": "max_position_embeddings",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+_ABSENT = object()
+
+_SPECIAL_TOKENS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+
+
+class _Reader(gguf.GGUFReader):  # type: ignore[misc]
+    """The GGUF reader over a plain array: slicing the memmap it uses takes three quarters of its time."""
+
+    @property
+    def data(self) -> Any:
+        return self._plain
+
+    @data.setter
+    def data(self, mapped: Any) -> None:
+        self._plain = mapped.view(np.ndarray)
+
+
+def main(arguments: list[str]) -> int:
+    """Convert `arguments` = [source, folder]; return the exit status."""
+    source, folder = map(Path, arguments)
+    try:
+        convert(source, folder)
+    except Exception as error:
+        text = str(error).strip() or type(error).__name__
+        reason = getattr(error, "strerror", None) or text.splitlines()[0]
+        print(reason, file=sys.stderr)
+        full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in text
+        return DISK_FULL_EXIT if full else 1
+    return 0
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Write the model in `source` to `folder` as config, generation config, tokenizer and safetensors.
+
+    Raises ValueError for a file that cannot be read, an architecture that transformers does not know from
+    GGUF, and weights that are not those of the architecture; OSError (ENOSPC) before any work when the disk
+    has no room for the result.
+    """
+    _report(0.0)
+    reader = _open(source)
+    _check_room(reader, folder)
+    _share(reader)
+    _report(_OPENED_AT)
+
+    architecture = str(reader.fields["general.architecture"].contents())
+    try:
+        model, tokenizer = _load(source, reader, architecture)
+    except OSError:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"architecture {architecture!r}: {text}") from error
+    _report(_DEQUANTIZED_AT)
+    _use_special_tokens_of_file(model, tokenizer, reader)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    for path in folder.iterdir():
+        # safetensors writes for the owner alone, which a cache shared by several users cannot do with.
+        path.chmod(0o644)
+    _report(1.0)
+
+
+def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:
+    """The model, dequantized, and the tokenizer, as transformers makes them of the file."""
+    # Loaded here, because what is wrong with the file is known much sooner than transformers is imported.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    _report(_IMPORTED_AT)
+    file = {"gguf_file": source.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **file)
+    _report(_LOADED_AT)
+    config = AutoConfig.from_pretrained(source.parent, **file)
+    _complete(config, reader, architecture)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        config=config,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **file,
+    )
+    # What transformers finds no weight for it draws at random.
+    problems = [f"no tensor for {name}" for name in sorted(report["missing_keys"])]
+    problems += [
+        f"{name} has shape {list(found)}, not {list(wanted)}" for name, found, wanted in report["mismatched_keys"]
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"{problems[0]}{more}: transformers does not fully know this architecture from GGUF")
+    return model, tokenizer
+
+
+def _complete(config: Any, reader: gguf.GGUFReader, architecture: str) -> None:
+    """Set what the file says and transformers passes over."""
+    for key, name in _PASSED_OVER.items():
+        field = reader.fields.get(f"{architecture}.{key}")
+        if field is not None and getattr(config, name, _ABSENT) not in (_ABSENT, field.contents()):
+            setattr(config, name, field.contents())
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # layers with a window are not scaled
+    theta = reader.fields.get(f"{architecture}.rope.freq_base")
+    if theta is not None and "rope_theta" in rope:
+        rope["rope_theta"] = float(theta.contents())
+    if rope.get("rope_type") == "default":
+        rope.update(_rope_scaling(reader, architecture, rope))
+        if rope["rope_type"] == "longrope":
+            config.original_max_position_embeddings = rope["original_max_position_embeddings"]
+
+
+def _rope_scaling(reader: gguf.GGUFReader, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary scaling in transformers' terms, from metadata or from the tensors that llama.cpp keeps it in."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")}
+    prefix = f"{architecture}.rope.scaling."
+    scaling = {
+        key.removeprefix(prefix): field.contents() for key, field in reader.fields.items() if key.startswith(prefix)
+    }
+    original = scaling.get("original_context_length")
+    if "rope_freqs.weight" in tensors:
+        return _llama3_scaling(np.asarray(tensors["rope_freqs.weight"].data), float(rope["rope_theta"]))
+    if "rope_factors_long.weight" in tensors:
+        factors = {
+            f"{length}_factor": tensors[f"rope_factors_{length}.weight"].data.tolist() for length in ("short", "long")
+        }
+        return {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+    kind = scaling.get("type", "none")
+    if kind == "none":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"rotary scaling {kind!r} is not supported; supported are linear, yarn and factors in tensors")
+    known = {"original_max_position_embeddings": original} if original else {}
+    return {"rope_type": kind, "factor": scaling["factor"], **known}
+
+
+def _llama3_scaling(factors: Any, theta: float) -> dict[str, Any]:
+    """The parameters of Llama 3.1's scaling, which `factors` [head_dim / 2] are the result of."""
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    turns = original / (2 * np.pi * theta ** (np.arange(len(factors)) / len(factors)))
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+        raise ValueError("its rotary factors (rope_freqs.weight) are not those of Llama 3; no other rule is supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _open(source: Path) -> gguf.GGUFReader:
+    try:
+        reader = _Reader(source)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"not a GGUF file, or a damaged or truncated one ({error})") from error
+    if not reader.tensors:
+        raise ValueError("the file holds no tensors")
+    return reader
+
+
+def _check_room(reader: gguf.GGUFReader, folder: Path) -> None:
+    needed = sum(int(tensor.n_elements) for tensor in reader.tensors) * _BYTES_PER_WEIGHT
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
+
+
+def _share(reader: gguf.GGUFReader) -> None:
+    """Let transformers find its work done: it parses the file four times, and makes the table of tensor names
+    anew for every module of the model, which together is half of the time that a conversion takes.
+    """
+    dequantize = gguf.dequantize
+    done = 0
+
+    def dequantize_and_report(data: Any, kind: Any) -> Any:
+        nonlocal done
+        done += 1
+        _report(_LOADED_AT + (_DEQUANTIZED_AT - _LOADED_AT) * min(done / len(reader.tensors), 1.0))
+        return dequantize(data, kind)
+
+    gguf.GGUFReader = lambda *_args, **_options: reader
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    gguf.dequantize = dequantize_and_report
+
+
+def _use_special_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
+    """Make tokenizer and configurations name the special tokens that the file names.
+
+    Some versions of transformers guess the tokenizer's from the tokens' names, and take the beginning of a
+    message for its end. The end of a turn, where the file has one of its own, ends a generation too.
+    """
+    for name, key in _SPECIAL_TOKENS.items():
+        token = _token_id(reader, key)
+        if token is not None and getattr(tokenizer, f"{name}_id") != token:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
+    ends = [tokenizer.eos_token_id, _token_id(reader, "tokenizer.ggml.eot_token_id")]
+    ends = [token for token in dict.fromkeys(ends) if token is not None]
+    for config in (model.config, model.generation_config):
+        if tokenizer.bos_token_id is not None:
+            config.bos_token_id = tokenizer.bos_token_id
+        known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if not set(ends) <= set(known):
+            config.eos_token_id = ends[0] if len(ends) == 1 else ends
+
+
+def _token_id(reader: gguf.GGUFReader, key: str) -> int | None:
+    field = reader.fields.get(key)
+    return None if field is None else int(field.contents())
+
+
+def _report(fraction: float) -> None:
+    print(f"progress {fraction:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Log-probabilities of chosen tokens and of the most likely ones, as they go over the wire."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_mp.core.scheduler.batch import Batch, Rows
+from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.worker.host_copies import ToHost, on_host, to_device
+from vllm_mp.wire import TokenLogprobs
+
+# Bound on the logits that one piece of a prompt materialises, in elements of [positions, vocab]; one message of all
+# of their log-probabilities fits the wire, too.
+MAX_LOGIT_ELEMENTS = 1 << 22
+
+Owned = tuple[int, TokenLogprobs]
+"""(client, what it is sent)."""
+
+
+class Logprobs(NamedTuple):
+    """Of n positions, on the host, or on their way to it."""
+
+    token_ids: Tensor
+    """Int32 [n, 1 + k], the chosen token, then the most likely ones, best first."""
+    values: Tensor
+    """Float32 [n, 1 + k]."""
+    ranks: Tensor
+    """Int64 [n], place of the chosen token, 1 for the most likely; equal ones share the better place."""
+
+    @classmethod
+    def gather(cls, distribution: Tensor, chosen: Tensor, count: int, to_host: ToHost = on_host) -> "Logprobs":
+        """Those of `chosen` int64 [n] and of the `count` best, of `distribution` float32 [n, vocab] of logarithms."""
+        chosen = chosen.unsqueeze(-1)
+        own = distribution.gather(-1, chosen)
+        ranks = (distribution > own).sum(-1) + 1
+        best = distribution.topk(min(count, distribution.shape[-1]), dim=-1)
+        ids = torch.cat((chosen, best.indices), -1).to(torch.int32)
+        values = torch.cat((own, best.values), -1)
+        return cls(to_host(ids), to_host(values), to_host(ranks))
+
+    def message(self, slot: int, position: int, first: int, last: int, count: int) -> TokenLogprobs:
+        """The rows [first, last), `count` tokens beside the chosen one each, for the request in `slot`."""
+        return TokenLogprobs(
+            slot,
+            position,
+            self.token_ids[first:last, : count + 1].numpy().astype("<i4").tobytes(),
+            self.values[first:last, : count + 1].numpy().astype("<f4").tobytes(),
+            self.ranks[first:last].numpy().astype("<u4").tobytes(),
+        )
+
+
+def wants_logprobs(batch: Batch, rows: Rows) -> bool:
+    """Whether any of the batch's `rows` does, of the tokens it samples."""
+    return bool((batch.num_logprobs[rows] >= 0).any())
+
+
+class StepLogprobs:
+    """The log-probabilities of the tokens that a step samples, for those of its rows that want them.
+
+    Made before the sampler changes the logits, because they are the model's own.
+    """
+
+    def __init__(self, logits: Tensor, batch: Batch, rows: Rows) -> None:
+        """`logits` [n, vocab] of the batch's `rows` [n]."""
+        wanting = np.flatnonzero(batch.num_logprobs[rows] >= 0)
+        rows = rows[wanting]
+        self._counts = batch.num_logprobs[rows]
+        # As they are now: when the messages are made, the rows may be others'.
+        positions = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+        self._owners = list(
+            zip(batch.client[rows].tolist(), batch.slot[rows].tolist(), positions.tolist(), strict=True)
+        )
+        if len(wanting):
+            self._index = to_device(wanting, logits.device)
+            self._distribution = logits[self._index].float().log_softmax(-1)
+
+    def messages(self, tokens: Tensor, to_host: ToHost = on_host) -> Callable[[], list[Owned]]:
+        """For `tokens` int64 [n], of which negative ones have no log-probability.
+
+        The result is to be called for them when what `to_host` has taken is there.
+        """
+        if not self._owners:
+            return list
+        chosen = tokens[self._index]
+        on_its_way = to_host(chosen)
+        found = []
+        # One selection for each number of tokens: how ties are ordered depends on it.
+        for count in np.unique(self._counts).tolist():
+            alike = np.flatnonzero(self._counts == count)
+            at = to_device(alike, chosen.device)
+            found.append(
+                (count, alike, Logprobs.gather(self._distribution[at], chosen[at].clamp(min=0), count, to_host))
+            )
+
+        def make() -> list[Owned]:
+            is_good = (on_its_way.numpy() >= 0).tolist()
+            messages: dict[int, Owned] = {}
+            for count, alike, logprobs in found:
+                for i, place in enumerate(alike.tolist()):
+                    if is_good[place]:
+                        client, slot, position = self._owners[place]
+                        messages[place] = client, logprobs.message(slot, position, i, i + 1, count)
+            return [messages[place] for place in sorted(messages)]
+
+        return make
+
+
+def prompt_logprobs(
+    step: ScheduledStep,
+    batch: Batch,
+    hidden: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    to_host: ToHost = on_host,
+) -> Callable[[], list[Owned]]:
+    """Those of the prompt tokens that `step` reads, for the rows that want them and have not been sent them.
+
+    `hidden` [num_tokens, hidden_size] are the step's final hidden states. The result is to be called for the messages
+    when what `to_host` has taken is there.
+    """
+    parts: list[tuple[int, int, int, int, Logprobs]] = []
+    # Pieces, so that the logits of a long prompt stay bounded.
+    piece = max(1, MAX_LOGIT_ELEMENTS // vocab_size)
+    for i in np.flatnonzero(batch.num_prompt_logprobs[step.rows] >= 0).tolist():
+        row = int(step.rows[i])
+        request = batch.request(row)
+        count, begin = request.num_prompt_logprobs, int(batch.num_computed_tokens[row])
+        # The state at one position tells of the token at the next.
+        first = max(request.num_prompt_logprobs_sent, begin + 1)
+        last = min(begin + int(step.counts[i]) + 1, request.num_prompt_tokens)
+        offset = int(step.counts[:i].sum()) - begin - 1
+        for start in range(first, last, piece):
+            stop = min(start + piece, last)
+            distribution = compute_logits(hidden[offset + start : offset + stop]).float().log_softmax(-1)
+            chosen = to_device(batch.token_ids[row, start:stop].astype(np.int64), hidden.device)
+            found = Logprobs.gather(distribution, chosen, count, to_host)
+            parts.append((request.client, request.slot, start, count, found))
+        request.num_prompt_logprobs_sent = max(first, last)
+    return lambda: [
+        (client, found.message(slot, start, 0, len(found.ranks), count)) for client, slot, start, count, found in parts
+    ]

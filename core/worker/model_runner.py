@@ -1,0 +1,338 @@
+"""Runs the model over the rows that the scheduler chose."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.scheduler.batch import Batch, Vector
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.scheduler.scheduler import ModelOutput, ScheduledStep
+from vllm_mp.core.weights.loader import load_model
+from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
+from vllm_mp.core.worker.device import available_memory, cache_blocks, choose_attention, free_cuda_memory
+from vllm_mp.core.worker.host_copies import HostCopies, to_device
+from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
+from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
+from vllm_mp.core.worker.pooler import Pooler
+from vllm_mp.core.worker.sampler import Sampler
+from vllm_mp.core.worker.step_inputs import step_inputs
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+
+
+class PendingOutput(NamedTuple):
+    """A step that the device may still be computing."""
+
+    tokens: Tensor
+    """Int64 [num_sampled], on its way to the host."""
+    logprobs: Callable[[], list[Owned]]
+    prompt_logprobs: Callable[[], list[Owned]]
+    vectors: Callable[[], list[Vector]]
+    copies: HostCopies
+
+    def wait(self) -> ModelOutput:
+        """What the step has brought, when it has been computed."""
+        self.copies.wait()
+        return ModelOutput(self.tokens.numpy(), self.logprobs(), self.prompt_logprobs(), self.vectors())
+
+
+class _NoModel(NamedTuple):
+    """Stands where a model was whose weights have been dropped."""
+
+    kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
+
+
+class ModelRunner:
+    """Owns the weights and the KV cache.
+
+    Both can be given up, as `vllm_mp.core.worker.sleep.Memory` says, while there is no step to run.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Callable[[float], None] | None = None,
+        beat: Callable[[], None] = lambda: None,
+        make_capture: Callable[[torch.device], Capture] | None = None,
+    ) -> None:
+        """Load the model; `progress` is called with the share that is done, 0 to 1.
+
+        `beat` is called again and again within a step, so that a long one can be told from one that hangs.
+        `make_capture` says how decode steps are captured; by default in CUDA graphs, where device and kernels allow it.
+
+        Raises ValueError for weights that are missing or do not fit, and when the cache has no space.
+        """
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        self._cache_dtype = ops.FLOAT8 if config.cache_config.cache_dtype == "fp8" else dtype
+        model_config = config.model_config
+        self._progress = progress or (lambda _: None)
+        self._beat = beat
+        self._wrap: Callable[[Any], Any] = lambda model: model
+        self._model: Any = self._load()
+        self._attention = choose_attention(config, device, dtype, self._model.kv_shapes)
+        self._offloaded: OffloadedWeights | None = None
+        self._latest: Tensor | None = None
+        """Int64 [max_num_seqs] on the device, the token that was last sampled for each row, if the next step reads it.
+        """
+        if config.scheduler_config.async_scheduling:
+            self._latest = torch.zeros(config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
+        self._pooler = Pooler()
+        self._may_spoil = False
+        """Attention has to be asked to isolate where something is not finite, which the host finds out."""
+        self._graphs: DecodeGraphs | None = None
+        self._make_capture = make_capture or self._usual_capture()
+        graph_bytes = 0
+        if device.type == "cuda" and not model_config.architecture.is_encoder:
+            graph_bytes = self._profile()
+        config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
+        self._kv_caches = self._allocate(config.cache_config.num_blocks)
+        self._may_spoil = not all(self._attention.isolates(*cache) for cache in self._kv_caches)
+        self._graphs = self._make_graphs(batch_sizes(config.scheduler_config.max_num_seqs))
+
+    @torch.inference_mode()
+    def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> PendingOutput:
+        """Have the device compute the step, without waiting for it; all that it needs of `batch` is read now.
+
+        The step that `step.awaits` tokens of must have been launched as the last one before.
+        """
+        copies = HostCopies(self._device)
+        input_ids, positions, metadata = self._inputs(step, batch)
+        hidden = self._forward(step, input_ids, positions, metadata)
+        if self._may_spoil and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
+            # A token that overflows spoils what comes before it in its prompt, and so blocks that others share.
+            hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
+        vectors = self._pooler.pool(hidden, step, batch, copies.take)
+        vocab_size = self._config.model_config.architecture.vocab_size
+        of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size, copies.take)
+        tokens, logprobs = self._sample(hidden, step, batch, sampler, copies)
+        copies.end()
+        return PendingOutput(tokens, logprobs, of_prompts, vectors, copies)
+
+    def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
+        """Have `wrap` of the model called in its place, in every step."""
+        self._wrap = wrap
+        self._model = wrap(self._model)
+        self._graphs = self._make_capture = None
+
+    def offload_weights(self) -> None:
+        try:
+            if self._device.type != "cpu" and self._offloaded is None:
+                self._offloaded = OffloadedWeights(self._model, self._beat)
+        finally:
+            release_memory(self._device)
+
+    def drop_weights(self) -> None:
+        self._offloaded, self._model = None, _NoModel(self._model.kv_shapes)
+        release_memory(self._device)
+
+    def restore_weights(self) -> None:
+        if isinstance(self._model, _NoModel):
+            self._progress(0.0)
+            self._model = self._load()
+        elif self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+        release_memory(self._device)  # the host's copy, or what the weights were made of
+
+    def drop_cache(self) -> None:
+        self._graphs, self._kv_caches = None, []
+        release_memory(self._device)
+
+    def restore_cache(self) -> None:
+        cache = self._config.cache_config
+        num_bytes = cache.num_blocks * cache.block_size * self._token_bytes()
+        if self._device.type == "cpu" and num_bytes > (free := available_memory()):
+            raise MemoryError(f"the KV cache takes {num_bytes:,} bytes, and {free:,} are free")
+        self._kv_caches = self._allocate(cache.num_blocks)
+
+    def prepare(self) -> None:
+        self._graphs = self._captured(batch_sizes(self._config.scheduler_config.max_num_seqs))
+
+    def _load(self) -> Any:
+        """The model with its weights, which beats at each layer."""
+        model_config = self._config.model_config
+        model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype)
+        for layer in _layers(cast("nn.Module", model)):
+            layer.register_forward_pre_hook(lambda *_: self._beat())
+        return self._wrap(model)
+
+    def _forward(
+        self, step: ScheduledStep, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Hidden states [num_tokens, hidden] of the step, by a graph if there is one that fits it."""
+        if self._graphs is not None and self._graphs.fits(step):
+            hidden = self._graphs.run(input_ids, positions, metadata)
+            if hidden is not None:
+                return hidden
+        computed: Tensor = self._model(input_ids, positions, self._kv_caches, metadata)
+        return computed
+
+    def _usual_capture(self) -> Callable[[torch.device], Capture] | None:
+        """CUDA graphs for the models that were written to be captured; None where every step is launched anew."""
+        model = self._config.model_config
+        if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
+            return None
+        if not (self._attention.captures and ops.can_capture(self._device)):
+            logger.info("decode steps are launched anew each, as torch's attention reads lengths on the host")
+            return None
+        return cuda_capture
+
+    def _make_graphs(self, sizes: Sequence[int]) -> DecodeGraphs | None:
+        """Graphs of decode steps of so many rows, on the cache that is there; None where none can be had."""
+        try:
+            return self._captured(sizes)
+        except CaptureError as error:
+            self._make_capture = None
+            logger.warning("decode steps are launched anew each, as they cannot be captured: %s", error)
+            return None
+
+    @torch.inference_mode()
+    def _captured(self, sizes: Sequence[int]) -> DecodeGraphs | None:
+        """As `_make_graphs`; raises CaptureError where they cannot be captured, and None is where none are wanted."""
+        if self._make_capture is None or not self._kv_caches:
+            return None
+        started = time.monotonic()
+        model, block_size = self._config.model_config, self._config.cache_config.block_size
+        graphs = DecodeGraphs(
+            lambda input_ids, positions, metadata: self._model(input_ids, positions, self._kv_caches, metadata),
+            -(-model.max_model_len // block_size),
+            model.max_model_len,
+            self._device,
+        )
+        graphs.capture(sizes, self._make_capture(self._device), self._beat)
+        logger.info("decode steps of up to %d rows captured in %.1f s", max(sizes), time.monotonic() - started)
+        return graphs
+
+    def latest_token(self, row: int) -> int:
+        """The token that `row` was last given, which may not have reached the host yet; waits for the device."""
+        assert self._latest is not None, "without async_scheduling no step reads it"
+        return int(self._latest[row])
+
+    def _sample(
+        self, hidden: Tensor, step: ScheduledStep, batch: Batch, sampler: Sampler, copies: HostCopies
+    ) -> tuple[Tensor, Callable[[], list[Owned]]]:
+        """The tokens [num_sampled] on their way to the host, and what gives the messages of their log-probabilities."""
+        if not step.samples.any():
+            return _NO_TOKENS, list
+        rows = step.rows[step.samples]
+        if len(rows) < len(hidden):
+            last = (np.cumsum(step.counts) - 1)[step.samples]
+            hidden = hidden[self._to_device(last)]
+        if sampler.takes_highest(rows) and not wants_logprobs(batch, rows):
+            self._beat()
+            tokens = self._model.argmax(hidden)
+            messages: Callable[[], list[Owned]] = list
+        else:
+            logits = self._compute_logits(hidden)
+            logprobs = StepLogprobs(logits, batch, rows)
+            tokens = sampler.sample(logits, rows)
+            messages = logprobs.messages(tokens, copies.take)
+        if self._latest is not None:
+            # Where there is no token, its row goes on with any: nobody gets what comes of it.
+            self._latest.index_copy_(0, self._to_device(rows), tokens.clamp(min=0))
+        return copies.take(tokens), messages
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        self._beat()
+        logits: Tensor = self._model.compute_logits(hidden)  # which an encoder lacks, and nobody asks of one
+        return logits
+
+    def _inputs(self, step: ScheduledStep, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
+        input_ids, positions, metadata = step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
+        if self._latest is not None and len(step.awaits):
+            sampled = self._latest.index_select(0, self._to_device(step.rows[step.awaits]))
+            input_ids.index_copy_(0, self._to_device(step.awaits), sampled)
+        return input_ids, positions, metadata._replace(attend=self._attention.attend)
+
+    def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return to_device(array, self._device)
+
+    def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+        """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; none for an encoder.
+
+        Not zeroed: no operation reads a slot that was not written, and memory that is not reached is not taken.
+        """
+        block_size = self._config.cache_config.block_size
+
+        def cache(shape: tuple[int, int]) -> Tensor:
+            return torch.empty((num_blocks, block_size, *shape), dtype=self._cache_dtype, device=self._device)
+
+        return [(cache(keys), cache(values)) for keys, values in self._model.kv_shapes]
+
+    def _token_bytes(self) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
+        return self._cache_dtype.itemsize * elements
+
+    def _profile(self) -> int:
+        """Run the largest prefill, a decode and the largest draw once; the bytes that graphs will take.
+
+        Their peak of memory is what the cache must leave, and no first step has to load or compile what they use.
+        """
+        scheduler, model = self._config.scheduler_config, self._config.model_config
+        block_size = self._config.cache_config.block_size
+        count = min(scheduler.max_num_batched_tokens, model.max_model_len)
+        num_blocks = -(-count // block_size)
+        batch = Batch(1, count, block_size, [])
+        prompt = np.zeros(count, np.int32)
+        request = Request(0, 0, "profile", SamplingParams(), prompt, count, count + 1, (0, 0))
+        batch.add(request, np.arange(1, num_blocks + 1, dtype=np.int32))
+        self._kv_caches = self._allocate(num_blocks + 1)
+        for done in (0, count - 1):
+            batch.num_computed_tokens[0] = done
+            step = ScheduledStep(
+                np.array([0]), np.array([count - done]), int(done > 0), np.array([True]), np.array([False])
+            )
+            self.launch(step, batch, Sampler(batch, self._device)).wait()
+        graph_bytes = self._graph_bytes()
+        self._kv_caches = []
+        logits = torch.zeros(
+            (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device
+        )
+        distribution = logits.log_softmax(dim=-1)  # of log-probabilities, which lasts as long as the draw
+        halves = torch.full((len(logits),), 0.5, device=self._device)
+        ops.sample(logits, halves, halves, torch.ones_like(halves, dtype=torch.int64), halves, halves.double())
+        del distribution
+        torch.cuda.synchronize(self._device)
+        return graph_bytes
+
+    def _graph_bytes(self) -> int:
+        """The bytes that the graphs of all sizes will take, from those of the largest and of one that fits its memory.
+
+        The graphs themselves can only be made when the cache, which they are bound to, is there.
+        """
+        sizes = batch_sizes(self._config.scheduler_config.max_num_seqs)
+        taken = []
+        for trial in (sizes[-1:], sizes[-2:]):
+            torch.cuda.empty_cache()
+            before = free_cuda_memory(self._device)
+            graphs = self._make_graphs(trial)
+            taken.append(before - free_cuda_memory(self._device))
+            del graphs
+        torch.cuda.empty_cache()
+        largest, both = taken
+        return max(0, largest) + (len(sizes) - 1) * max(0, both - largest)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a model: what its outermost lists of modules hold."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _layers(child)

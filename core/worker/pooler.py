@@ -1,0 +1,83 @@
+"""From hidden states to one vector a prompt."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_mp.core.scheduler.batch import Batch, Vector
+from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.worker.host_copies import ToHost, on_host
+from vllm_mp.pooling_params import PoolingParams
+
+_SHORTEST = 1e-12
+"""Vectors that are shorter than this are divided by it, as sentence-transformers does."""
+
+
+class Pooler:
+    """Pools the hidden states of prompts, which may come in chunks, in float32.
+
+    What a chunk has to leave for the next one is kept by row. A chunk that begins at the first token begins anew, so
+    whatever an aborted or preempted request has left in its row is never read.
+    """
+
+    def __init__(self) -> None:
+        self._partial: dict[int, Tensor] = {}
+        """Float32 [hidden_size] by row: at most one for each."""
+
+    def pool(
+        self, hidden: Tensor, step: ScheduledStep, batch: Batch, to_host: ToHost = on_host
+    ) -> Callable[[], list[Vector]]:
+        """The vectors of the rows that `step.pools` marks, in order, from `hidden` [num_tokens, hidden_size].
+
+        Call this with every step as it is launched, while `batch.num_computed_tokens` is still where its chunks begin.
+        Call the result for the vectors once the copies that `to_host` began have arrived.
+        """
+        is_pooled = batch.is_pooled[step.rows]
+        if not is_pooled.any():
+            return list
+        pooled, ends = [], np.cumsum(step.counts)
+        for i in np.flatnonzero(is_pooled).tolist():
+            row, count = int(step.rows[i]), int(step.counts[i])
+            states = hidden[int(ends[i]) - count : int(ends[i])]
+            pooling = _pooling_of(batch, row)
+            value = self._value(row, states, pooling.pooling_type, continues=bool(batch.num_computed_tokens[row]))
+            if not step.pools[i]:
+                # A copy, or it would keep the step's hidden states from being freed.
+                self._partial[row] = value.to(torch.float32, copy=True)
+            elif pooling.pooling_type == "mean":
+                pooled.append(value / int(batch.num_prompt_tokens[row]))
+            else:
+                pooled.append(value.float())
+        if not pooled:
+            return list
+        params = [_pooling_of(batch, row) for row in step.rows[step.pools].tolist()]
+        vectors = to_host(torch.stack(pooled))
+        return lambda: [_finish(vector, one) for vector, one in zip(vectors.numpy(), params, strict=True)]
+
+    def _value(self, row: int, states: Tensor, pooling_type: str | None, continues: bool) -> Tensor:
+        """What `states` [count, hidden_size] and the chunks before them come to: a sum where the mean is wanted."""
+        if pooling_type == "last":
+            return states[-1]
+        before = self._partial.pop(row) if continues else None
+        if pooling_type == "cls":
+            return states[0] if before is None else before
+        total = states.sum(0, dtype=torch.float32)
+        return total if before is None else before + total
+
+
+def _pooling_of(batch: Batch, row: int) -> PoolingParams:
+    pooling = batch.request(row).pooling
+    if pooling is None:
+        raise RuntimeError(f"row {row} has no pooling request")
+    return pooling
+
+
+def _finish(vector: Vector, pooling: PoolingParams) -> Vector:
+    """`vector` cut to the dimensions that are wanted, then of length 1 if it should be."""
+    vector = vector[: pooling.dimensions]
+    if pooling.normalize:
+        length = np.sqrt(np.square(vector, dtype=np.float64).sum())
+        vector = (vector / max(length, _SHORTEST)).astype(np.float32)
+    return vector

@@ -1,0 +1,42 @@
+"""A step laid out token by token, as the model and its attention take it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.kernels.ops import AttentionMetadata
+
+
+def step_inputs(
+    step: ScheduledStep, batch: Batch, block_size: int, to_device: Callable[[npt.NDArray[Any]], Tensor]
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Token ids and positions, int64 [num_tokens] each, and where attention looks.
+
+    The id of a token that `step.awaits` is whatever the batch has in its place.
+    """
+    rows, counts = step.rows, step.counts
+    ends = np.cumsum(counts)
+    row_of = np.repeat(rows, counts)
+    positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed_tokens[rows], counts)
+    input_ids = batch.token_ids[row_of, positions].astype(np.int64)
+    slots = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
+    slots += positions % block_size
+    seq_lens = batch.num_computed_tokens[rows] + counts
+    max_seq_len = int(seq_lens.max())
+    blocks = batch.block_table[rows, : -(-max_seq_len // block_size)]
+    metadata = AttentionMetadata(
+        query_start=to_device(np.concatenate([[0], ends]).astype(np.int32)),
+        seq_lens=to_device(seq_lens.astype(np.int32)),
+        block_table=to_device(blocks),
+        cell_mapping=to_device(slots),
+        query_lens=counts.tolist(),
+        host_seq_lens=seq_lens.tolist(),
+        num_decodes=step.num_decodes,
+        max_seq_len=max_seq_len,
+    )
+    return to_device(input_ids), to_device(positions), metadata

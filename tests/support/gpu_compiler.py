@@ -1,0 +1,141 @@
+"""Compiles every Triton kernel for GPUs that need not be there; run as a program.
+
+Prints a JSON list of [major, minor, kernel, bytes of shared memory] for some compute capabilities. The launches are
+those that the operations make for a step of a model: they are taken down instead of being run, so the interpreter
+must be off.
+"""
+
+import json
+from typing import Any
+
+import torch
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from support.paged_batch import MIXED, PagedBatch
+from vllm_mp.kernels.reference import FLOAT8
+from vllm_mp.kernels.triton import launch, operations
+
+TABLES = {(9, 0): launch._HOPPER, (8, 6): launch._SMALL}
+FLOAT8_TABLES = {(9, 0): launch._HOPPER, (8, 9): launch._SMALL}
+"""Of GPUs that have 8-bit floats."""
+NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    FLOAT8: "fp8e4nv",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+class Compiler:
+    """Takes the place of `JITFunction.run`."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+        self.shared: dict[Any, int] = {}
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes = {}
+        for i, parameter in enumerate(kernel.params):
+            name, value = parameter.name, values[parameter.name]
+            specialized = not parameter.do_not_specialize
+            if parameter.is_constexpr or (specialized and isinstance(value, int) and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name], attributes[i,] = f"*{NAMES[value.dtype]}", ALIGNED
+            elif isinstance(value, int):
+                signature[name] = "i32"
+                if specialized and value % 16 == 0:
+                    attributes[i,] = ALIGNED
+            else:
+                signature[name] = "fp32"
+        options = {name: named[name] for name in ("num_warps", "num_stages") if name in named}
+        key = (kernel.__name__, *map(str, (signature, constants, options)))
+        if key not in self.shared:
+            source = ASTSource(kernel, signature, constants, attributes)
+            self.shared[key] = compile_kernel(source, target=self.target, options=options).metadata.shared
+
+
+def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Each operation but attention, in the shapes of a model."""
+    hidden = heads * head_dim
+    x, weight = torch.ones(8, hidden, dtype=dtype), torch.ones(hidden, dtype=dtype)
+    operations.rms_norm(x, weight, 1e-5)
+    operations.add_rms_norm(x, x, weight, 1e-5)
+    operations.layer_norm(x, weight, weight, 1e-5)
+    for activation in (operations.silu_and_mul, operations.gelu, operations.gelu_tanh):
+        activation(x)
+    q, k, v = torch.ones(8, heads + 2 * kv_heads, head_dim, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
+    caches = torch.empty(2, 4, 16, kv_heads, head_dim, dtype=dtype).unbind()
+    positions, table = torch.zeros(8, dtype=torch.int64), torch.ones(64, head_dim, dtype=dtype)
+    operations.rms_norm(q, table[0], 1e-5)
+    operations.rotary(q, k, positions, table)
+    operations.write_kv(k, v, *caches, positions)
+    operations.rotary_write_kv(q, k, v, positions, table, *caches, positions)
+    logits, column = torch.ones(4, 128_256, dtype=dtype), torch.ones(4)
+    operations.sample(logits, column, column, column.long(), column, column.double())
+
+
+def call_float8(dtype: torch.dtype) -> None:
+    """The operations with 8-bit floats, in the shapes of a model, and with sizes that fill no tile."""
+    for outputs, inputs, groups, counts in ((4096, 4096, 32, (1, 40, 2048)), (200, 300, 1, (1, 2048))):
+        weight, bias = torch.empty(outputs, inputs, dtype=FLOAT8), torch.ones(outputs, dtype=dtype)
+        scale = torch.ones(outputs if groups == 1 else outputs // 128, groups)
+        for rows in counts:
+            operations.fp8_linear(torch.ones(rows, inputs, dtype=dtype), weight, scale, bias)
+    q, k, v = torch.ones(8, 48, 128, dtype=dtype).split((32, 8, 8), 1)
+    caches = torch.empty(2, 4, 16, 8, 128, dtype=FLOAT8).unbind()
+    positions, table = torch.zeros(8, dtype=torch.int64), torch.ones(64, 128, dtype=dtype)
+    operations.write_kv(k, v, *caches, positions)
+    operations.rotary_write_kv(q, k, v, positions, table, *caches, positions)
+    attend(dtype, 128, 128, None, None, FLOAT8)
+
+
+def attend(
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    window: int | None,
+    soft_cap: float | None,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
+    batch = PagedBatch(MIXED, 8, 2, key_dim, 16, value_dim)
+    q, k_cache, v_cache = batch.q.to(dtype), *(x.to(cache_dtype or dtype) for x in (batch.k_cache, batch.v_cache))
+    for splits in (1, 8):
+        metadata = batch.metadata._replace(decode_splits=splits)
+        operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
+
+
+def call_floats() -> None:
+    call_all(torch.bfloat16, 32, 8, 128)
+    attend(torch.bfloat16, 64, 64, None, None)
+    attend(torch.bfloat16, 128, 128, 512, 30.0)
+    attend(torch.float16, 192, 128, None, None)
+    attend(torch.bfloat16, 256, 256, None, None)
+    attend(torch.float32, 128, 128, None, None)
+
+
+def main() -> None:
+    found = []
+    for tables, call in ((TABLES, call_floats), (FLOAT8_TABLES, lambda: call_float8(torch.bfloat16))):
+        for capability, table in tables.items():
+            compiler = Compiler(capability)
+            JITFunction.run = lambda kernel, *args, compiler=compiler, **named: compiler.run(kernel, *args, **named)
+            launch._table = lambda *_, table=table: table
+            launch._num_processors = lambda *_: 132
+            call()
+            found += [[*capability, key[0], shared] for key, shared in compiler.shared.items()]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""A scheduler and a model in this process: what a core does, without clients."""
+
+from collections import deque
+
+import numpy as np
+import torch
+
+from vllm_mp import AsyncEngineArgs, SamplingParams
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.block_pool import BlockPool, root_hash
+from vllm_mp.core.scheduler.invariants import check_invariants
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.core.worker.device import choose_step_size
+from vllm_mp.core.worker.model_runner import ModelRunner
+from vllm_mp.core.worker.sampler import Sampler
+
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 40,
+    "block_size": 4,
+    "kv_cache_memory_bytes": 2**22,
+}
+
+
+class LocalEngine:
+    """Runs requests for their tokens and the log-probabilities of these."""
+
+    def __init__(self, folder, device="cpu", make_capture=None, beat=lambda: None, **options):
+        config = AsyncEngineArgs(str(folder), device=device, **{**OPTIONS, **options}).create_engine_config()
+        self.device = torch.device(device)
+        choose_step_size(config, self.device)
+        dtype = getattr(torch, config.model_config.dtype)
+        self.runner = ModelRunner(config, self.device, dtype, beat=beat, make_capture=make_capture)
+        scheduler, cache = config.scheduler_config, config.cache_config
+        self.batch = Batch(scheduler.max_num_seqs, config.model_config.max_model_len, cache.block_size, [])
+        self.pool = BlockPool(cache.num_blocks)
+        self.scheduler = Scheduler(scheduler, self.batch, self.pool, cache.block_size)
+        self.sampler = Sampler(self.batch, self.device)
+        self.num_ahead = int(bool(scheduler.async_scheduling))
+        self.in_flight = deque()
+        self.tokens = {}
+        self.logprobs = {}
+
+    def add(self, slot, prompt, max_tokens, num_logprobs=1, **params):
+        tokens = np.array(prompt, np.int32)
+        made = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0, "seed": slot, **params})
+        self.tokens[slot], self.logprobs[slot] = [], []
+        self.scheduler.add(
+            Request(
+                0,
+                slot,
+                str(slot),
+                made,
+                tokens,
+                len(tokens),
+                len(tokens) + max_tokens,
+                self.scheduler.order_of(0),
+                hashes=[root_hash("")],
+                num_logprobs=num_logprobs,
+            )
+        )
+
+    def step(self):
+        """One turn of the core's loop; the step that it launched."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.in_flight.append((step, self.runner.launch(step, self.batch, self.sampler)))
+            self.scheduler.launched(step)
+        while len(self.in_flight) > (self.num_ahead if step is not None else 0):
+            booked, computing = self.in_flight.popleft()
+            computed = computing.wait()
+            result = self.scheduler.update(booked, computed.tokens, computed.vectors)
+            for slot, token in zip(result.slots.tolist(), result.tokens.tolist(), strict=True):
+                self.tokens[slot].append(token)
+            for _, message in computed.logprobs:
+                self.logprobs[message.slot].append((message.token_ids, message.values))
+        check_invariants(self.scheduler)
+        return step
+
+    def run(self):
+        while self.scheduler.has_work or self.in_flight:
+            self.step()

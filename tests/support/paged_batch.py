@@ -1,0 +1,80 @@
+"""Rows of tokens scattered over the blocks of a cache, for attention to be tried on."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from vllm_mp.kernels import reference
+from vllm_mp.kernels.reference import AttentionMetadata
+
+# (query tokens, context) of each row, single-token rows first.
+DECODES_EVEN = [(1, 9), (1, 9), (1, 9)]
+DECODES_RAGGED = [(1, 1), (1, 70), (1, 3), (1, 17), (1, 16)]
+PREFILLS = [(5, 5), (20, 33), (16, 16)]
+MIXED = [(1, 40), (1, 2), (7, 7), (3, 50)]
+
+
+class PagedBatch:
+    """Rows with random contexts, scattered over the blocks of a cache that is otherwise NaN."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        value_dim: int | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        value_dim = value_dim or head_dim
+        self.rows = rows
+        blocks_per_row = [-(-context // block_size) for _, context in rows]
+        num_blocks = sum(blocks_per_row) + 3
+        shuffled = iter(torch.randperm(num_blocks, generator=generator).tolist())
+        tables = [list(itertools.islice(shuffled, count)) for count in blocks_per_row]
+        width = max(blocks_per_row) + 1
+        self.q = torch.randn(sum(q for q, _ in rows), heads, head_dim, generator=generator)
+        self.keys = [torch.randn(context, kv_heads, head_dim, generator=generator) for _, context in rows]
+        self.values = [torch.randn(context, kv_heads, value_dim, generator=generator) for _, context in rows]
+        self.k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"))
+        self.v_cache = torch.full((num_blocks, block_size, kv_heads, value_dim), float("nan"))
+        slots = [
+            [table[p // block_size] * block_size + p % block_size for p in range(context)]
+            for table, (_, context) in zip(tables, rows, strict=True)
+        ]
+        for row_slots, k, v in zip(slots, self.keys, self.values, strict=True):
+            reference.write_kv(k, v, self.k_cache, self.v_cache, torch.tensor(row_slots))
+        self.metadata = AttentionMetadata(
+            query_start=torch.tensor([0, *itertools.accumulate(q for q, _ in rows)], dtype=torch.int32),
+            seq_lens=torch.tensor([context for _, context in rows], dtype=torch.int32),
+            block_table=torch.tensor([t + [10**6] * (width - len(t)) for t in tables], dtype=torch.int32),
+            cell_mapping=torch.tensor([s for row, (q, _) in zip(slots, rows, strict=True) for s in row[-q:]]),
+            query_lens=[q for q, _ in rows],
+            host_seq_lens=[context for _, context in rows],
+            num_decodes=sum(q == 1 for q, _ in rows),
+            max_seq_len=max(context for _, context in rows),
+        )
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Let every value be one that `dtype` has."""
+        self.q, self.k_cache, self.v_cache = (x.to(dtype).float() for x in (self.q, self.k_cache, self.v_cache))
+
+    def expected(self, scale: float, window: int | None, soft_cap: float | None) -> Tensor:
+        """Attention one query and one head at a time."""
+        out = []
+        queries = iter(self.q)
+        for (count, context), k, v in zip(self.rows, self.keys, self.values, strict=True):
+            for position in range(context - count, context):
+                q = next(queries)
+                first = max(0, position - window + 1) if window else 0
+                for_heads = []
+                for head in range(q.shape[0]):
+                    shared = head // (q.shape[0] // k.shape[1])
+                    scores = k[first : position + 1, shared] @ q[head] * scale
+                    if soft_cap:
+                        scores = soft_cap * torch.tanh(scores / soft_cap)
+                    for_heads.append(torch.softmax(scores, 0) @ v[first : position + 1, shared])
+                out.append(torch.stack(for_heads))
+        return torch.stack(out)

@@ -1,0 +1,74 @@
+"""What a client makes of whoever answers at a core's address."""
+
+import asyncio
+import contextlib
+import logging
+
+import pytest
+import zmq
+
+from vllm_mp import EngineStartError, wire
+from vllm_mp.client.engine.connection import CoreConnection
+
+
+@contextlib.contextmanager
+def peers(tmp_path):
+    """A client's connection, and the socket of what it takes for a core."""
+    address = f"ipc://{tmp_path}/core.sock"
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.SNDHWM, 0)  # as a core does: a ROUTER drops what its queue has no room for
+    router.bind(address)
+    connection = CoreConnection(address)
+    try:
+        yield connection, router
+    finally:
+        connection.close()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (wire.encode(wire.Welcome(99, 1, 0, 1, b"{}")), "version 99"),
+        (wire.encode(wire.Welcome(wire.PROTOCOL_VERSION, 1, 0, 1, b"{")), "cannot be read"),
+        (wire.encode(wire.Welcome(wire.PROTOCOL_VERSION, 1, 0, 1, b'{"model_config": 3}')), "cannot be read"),
+        (wire.encode(wire.Refused("no room")), "no room"),
+        (b"\xff\x00 HTTP/1.1", "is not a core"),
+    ],
+)
+def test_an_answer_that_is_no_welcome_is_told_as_it_is(tmp_path, answer, words):
+    with peers(tmp_path) as (connection, router):
+
+        def respond():
+            if router.poll(0):
+                identity, _ = router.recv_multipart()
+                router.send_multipart((identity, answer))
+
+        with pytest.raises(EngineStartError, match=words):
+            connection.greet(30, respond)
+
+
+def test_a_flood_of_garbage_is_counted_but_does_not_flood_the_log(tmp_path, caplog):
+    with peers(tmp_path) as (connection, router):
+        heard = []
+
+        async def run():
+            connection.attach(heard.append, connection.monitor.getsockopt(zmq.FD), lambda: None)
+            connection.send(wire.Bye(0))
+            router.poll(30_000)
+            identity, _ = router.recv_multipart()
+            for _ in range(1000):
+                router.send_multipart((identity, b"\xc1"))
+            router.send_multipart((identity, wire.encode(wire.Reply(0, 5))))
+            deadline = asyncio.get_running_loop().time() + 30
+            while not heard:
+                assert asyncio.get_running_loop().time() < deadline
+                await asyncio.sleep(0.01)
+            connection.detach()
+
+        with caplog.at_level(logging.WARNING):
+            asyncio.run(run())
+        assert [reply.call_id for reply in heard] == [5]
+        assert connection.num_dropped == 1000
+        assert 0 < len(caplog.records) < 12

@@ -1,0 +1,68 @@
+"""A core process as its parent sees it, where the system does not let it go."""
+
+import logging
+import subprocess
+
+import pytest
+
+from vllm_mp.client.engine import process
+from vllm_mp.client.engine.process import CoreProcess
+
+
+class Stuck:
+    """A process that is in the middle of something that the kernel does not interrupt."""
+
+    pid = 4711
+    stdin = property(lambda self: self)
+
+    def __init__(self, *arguments, **options):
+        self.waited = []
+        self.signals = []
+
+    def poll(self):
+        return None
+
+    def wait(self, timeout=None):
+        assert timeout is not None, "this would last for ever"
+        self.waited.append(timeout)
+        raise subprocess.TimeoutExpired("core", timeout)
+
+    def kill(self):
+        self.signals.append("kill")
+
+    def terminate(self):
+        self.signals.append("term")
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def core_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(process.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(process, "_exit_descriptor", lambda _: -1)
+    return CoreProcess(tmp_path / "run", 1)
+
+
+def test_a_core_that_its_device_keeps_from_ending_holds_nobody_up(core_process, caplog):
+    with caplog.at_level(logging.WARNING):
+        core_process.kill()
+        core_process.stop()
+        core_process.stop(60)
+    assert core_process._popen.signals == ["kill", "term", "kill", "term", "kill"]
+    assert sum(core_process._popen.waited) == process._KILL_TIMEOUT_S
+    assert [record.getMessage() for record in caplog.records] == [
+        "the core process 4711 was killed 20 s ago and is still there, with what it has of its device; if the next "
+        "core finds no memory there, restart the device or the machine"
+    ]
+
+
+def test_its_end_is_told_with_the_last_lines_of_its_log(core_process):
+    core_process.log_path.write_text(
+        "first\ntorch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+    )
+    core_process.kill()
+    assert not core_process.was_killed
+    told = core_process.describe_end()
+    assert told.startswith("the core process 4711 ended with SIGKILL, but the system has not let it go; ")
+    assert told.endswith("illegal memory access was encountered")

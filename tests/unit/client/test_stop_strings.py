@@ -1,0 +1,87 @@
+"""Stop strings in a text that comes in pieces.
+
+The piece that completes any stop string decides: of those that are complete then, the one that begins first counts, and
+of those that begin there the longest.
+"""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_mp.client.outputs.stop_strings import StopStrings
+
+# Few different characters, so that stops are found, overlap, and begin each other.
+TEXT = st.text(st.sampled_from("aab\né😀"), max_size=40)
+STOPS = st.lists(st.text(st.sampled_from("aab\né😀"), min_size=1, max_size=6), min_size=1, max_size=5)
+CUTS = st.lists(st.integers(0, 40), max_size=12)
+
+
+def pieces_of(text, cuts):
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(borders)]
+
+
+def first_stop(text, stops):
+    """(where it begins, which it is), by trying every place."""
+    for start in range(len(text)):
+        if here := [stop for stop in stops if text[start:].startswith(stop)]:
+            return start, max(here, key=len)
+    return None
+
+
+def length_of_beginning(text, stops):
+    """The most characters at the end of `text` with which a stop begins, without being complete."""
+    return max(size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size]))
+
+
+@given(TEXT, CUTS, STOPS, st.booleans())
+def test_everything_up_to_the_first_stop_is_passed_on_and_nothing_too_early(text, cuts, stops, include):
+    search = StopStrings(stops, include)
+    passed = known = ""
+    for piece in pieces_of(text, cuts):
+        known += piece
+        passed += search.feed(piece)
+        if found := first_stop(known, stops):
+            start, stop = found
+            assert search.found == stop
+            assert passed == known[:start] + (stop if include else "")
+            assert search.flush() == ""
+            return
+        assert search.found is None
+        assert passed == known[: len(known) - length_of_beginning(known, stops)]
+    assert passed + search.flush() == text
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "passed", "found"),
+    [
+        (["stop"], ["a st", "op b"], ["a ", ""], "stop"),
+        (["stop"], ["a st", "ar"], ["a ", "star"], None),
+        (["aab"], ["aaa", "ab"], ["a", "a"], "aab"),
+        (["ab", "abc"], ["abc"], [""], "abc"),
+        (["ab", "abc"], ["ab", "c"], [""], "ab"),
+        (["bcd", "abcde"], ["abcd", "e"], ["a"], "bcd"),
+        (["b", "ab"], ["xab"], ["x"], "ab"),
+        (["é"], ["caf", "é"], ["caf", ""], "é"),
+        (["."], ["a.b.c"], ["a"], "."),
+        (["(a|b)*"], ["aab (a", "|b)*"], ["aab ", ""], "(a|b)*"),
+    ],
+)
+def test_examples(stops, pieces, passed, found):
+    search = StopStrings(stops, include=False)
+    given_out = []
+    for piece in pieces:
+        given_out.append(search.feed(piece))
+        if search.found:
+            break
+    assert given_out == passed
+    assert search.found == found
+
+
+def test_what_was_held_back_comes_out_at_the_end_once():
+    search = StopStrings(["\n\nUser:"], include=False)
+    assert search.feed("Bye.\n\nUse") == "Bye."
+    assert search.flush() == "\n\nUse"
+    assert search.flush() == ""

@@ -1,0 +1,56 @@
+"""A long step shows that it goes on: it beats at every layer."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, GPTNeoXConfig, MixtralConfig
+
+from vllm_mp import AsyncEngineArgs, PoolingParams, SamplingParams
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.worker.model_runner import ModelRunner
+from vllm_mp.core.worker.sampler import Sampler
+from vllm_mp.kernels.cpu import decoder
+from vllm_mp.testing.random_models import CONFIGS, SIZES, one_thread, save_config
+
+COUNT, BLOCK = 20, 4
+MODELS = {
+    "llama": CONFIGS["llama"],
+    "gpt2": CONFIGS["gpt2"],
+    "encoder": BertConfig(**SIZES, architectures=["BertModel"]),
+    "transformers": GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]),
+    "transformers-experts": MixtralConfig(**SIZES, num_local_experts=4, architectures=["MixtralForCausalLM"]),
+}
+ARCHITECTURES = {"llama": ["LlamaForCausalLM"], "gpt2": ["GPT2LMHeadModel"]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_beats_at_every_layer(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder, "WORK_A_CALL", 0)  # short steps of tiny models are one call
+    config = MODELS[name]
+    config.architectures = config.architectures or ARCHITECTURES[name]
+    args = AsyncEngineArgs(
+        str(save_config(config, tmp_path)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        device="cpu",
+        block_size=BLOCK,
+        kv_cache_memory_bytes=2**22,
+    )
+    engine_config = args.create_engine_config()
+    beats = []
+    with one_thread():
+        runner = ModelRunner(engine_config, torch.device("cpu"), torch.float32, beat=lambda: beats.append(1))
+        beats.clear()
+        batch = Batch(1, 64, BLOCK, [])
+        pooling = PoolingParams(pooling_type="mean", normalize=False) if name == "encoder" else None
+        prompt = np.arange(COUNT, dtype=np.int32)
+        request = Request(0, 0, "long", SamplingParams(seed=1), prompt, COUNT, 60, (0, 0), pooling=pooling)
+        batch.add(request, np.arange(1, 1 + COUNT // BLOCK, dtype=np.int32))
+        pools = np.array([pooling is not None])
+        runner.launch(
+            ScheduledStep(np.array([0]), np.array([COUNT]), 0, ~pools, pools), batch, Sampler(batch, runner._device)
+        )
+    assert SIZES["num_hidden_layers"] <= len(beats) <= SIZES["num_hidden_layers"] + 1

@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+
+from vllm_mp.core.scheduler.block_pool import BlockPool
+
+
+def test_blocks_are_handed_out_once_and_never_the_padding_block():
+    pool = BlockPool(8)
+    blocks = np.concatenate([pool.allocate(3), pool.allocate(4)])
+    assert sorted(blocks.tolist()) == [1, 2, 3, 4, 5, 6, 7]
+    assert pool.num_free == 0
+
+
+def test_freed_blocks_can_be_used_again():
+    pool = BlockPool(5)
+    first = pool.allocate(4)
+    pool.free(first[:2])
+    assert pool.num_free == 2
+    assert set(pool.allocate(2).tolist()) == set(first[:2].tolist())
+
+
+def test_freeing_a_block_twice_or_the_padding_block_is_an_error():
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.free(blocks)
+    with pytest.raises(RuntimeError, match="free already"):
+        pool.free(blocks)
+    with pytest.raises(RuntimeError):
+        pool.free(np.array([0], np.int32))
+
+
+def test_asking_for_more_than_is_free_is_an_error():
+    with pytest.raises(RuntimeError, match="4 blocks asked for, 3 free"):
+        BlockPool(4).allocate(4)
+
+
+def test_a_registered_block_is_found_until_it_is_handed_out_again():
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.register(int(blocks[0]), b"one")
+    pool.register(int(blocks[1]), b"two")
+    pool.free(blocks)
+    assert pool.find([b"one", b"two", b"three"]) == blocks.tolist()
+    assert pool.num_free == 3
+    pool.allocate(1)
+    pool.allocate(1)
+    assert pool.find([b"one", b"two"]) == [blocks[0]], "the beginning of a prefix is evicted last"
+
+
+def test_a_shared_block_is_free_when_its_last_user_has_gone():
+    pool = BlockPool(3)
+    blocks = pool.allocate(1)
+    pool.register(int(blocks[0]), b"one")
+    pool.share(pool.find([b"one"]))
+    pool.free(blocks)
+    assert pool.num_free == 1
+    assert pool.num_free_among(blocks.tolist()) == 0
+    pool.free(blocks)
+    assert pool.num_free == 2
+    with pytest.raises(RuntimeError, match="free already"):
+        pool.free(blocks)
+
+
+def test_of_two_blocks_with_the_same_tokens_the_first_is_found():
+    pool = BlockPool(4)
+    first, second = pool.allocate(2).tolist()
+    pool.register(first, b"same")
+    pool.register(second, b"same")
+    assert pool.find([b"same"]) == [first]
+    pool.forget_all()
+    assert pool.find([b"same"]) == []

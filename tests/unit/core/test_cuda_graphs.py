@@ -1,0 +1,271 @@
+"""Decode steps that are padded to the size of a graph and computed out of its buffers are those that they were.
+
+A processor has no graphs, so what would be captured is called anew for each replay: on the same buffers, and without
+the lengths that a captured kernel could not read either. `tests/gpu` tries the graphs themselves.
+"""
+
+import contextlib
+import logging
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from support.local_engine import LocalEngine
+
+from vllm_mp.core.worker import cuda_graphs, model_runner
+from vllm_mp.core.worker.cuda_graphs import DecodeGraphs, batch_sizes
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.cpu import attention as cpu_attention
+from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model
+
+MODELS = ("llama", "qwen3", "mistral-windowed", "gpt2")
+PROMPTS = random_prompts((9, 3, 30, 1, 12, 5, 26, 2, 17, 8, 4, 11, 6, 21))
+SHARED = random_prompts((16,))[0]
+PENALTY = {"presence_penalty": 0.5}
+
+
+def stand_in(device):
+    """What makes a `Capture` for processors."""
+
+    def capture(compute):
+        compute()  # as the device does before it captures
+        return compute
+
+    return capture
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, folder in made.items():
+        save_random_model(CONFIGS[name], folder)
+    return made
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """(rows, size) of each replay."""
+    seen, run = [], DecodeGraphs.run
+
+    def watch(graphs, input_ids, positions, metadata):
+        count = len(metadata.seq_lens)
+        hidden = run(graphs, input_ids, positions, metadata)
+        if hidden is not None:
+            seen.append((count, next(size for size in graphs._sizes if size >= count)))
+        return hidden
+
+    monkeypatch.setattr(DecodeGraphs, "run", watch)
+    return seen
+
+
+def answers(folder, **options):
+    """Tokens and log-probabilities of requests that come and go, so that batches grow and shrink."""
+    engine = LocalEngine(folder, **options)
+    for slot, prompt in enumerate(PROMPTS):
+        sampled = {"temperature": 1.0, "top_p": 0.9} if slot % 3 == 0 else {}
+        engine.add(slot, prompt, max_tokens=4 + 5 * slot % 29, **sampled)
+        for _ in range(slot % 4):
+            engine.step()
+    engine.run()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    return engine.tokens, engine.logprobs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_steps_without_graphs_to_the_bit(folders, replays, name):
+    expected = answers(folders[name])
+    assert not replays
+    for overlaps in (False, True):
+        assert answers(folders[name], make_capture=stand_in, async_scheduling=overlaps) == expected
+    assert {size for _, size in replays} == {1, 2, 4, 8, 12}
+    assert {1, 3, 5, 7, 9} <= {count for count, _ in replays}, "also sizes between those of graphs"
+
+
+def test_what_a_step_writes_is_its_own_or_padding(folders, monkeypatch):
+    """Stale slots of longer batches are in the buffers when batches shrink."""
+    engine = LocalEngine(folders["llama"], make_capture=stand_in)
+    run, padded = DecodeGraphs.run, []
+
+    def contents():
+        return [cache.flatten(0, 1).clone() for pair in engine.runner._kv_caches for cache in pair]
+
+    def watch(graphs, input_ids, positions, metadata):
+        before = contents()
+        hidden = run(graphs, input_ids, positions, metadata)
+        for old, new in zip(before, contents(), strict=True):
+            written = (old.view(torch.int32) != new.view(torch.int32)).flatten(1).any(1).nonzero().flatten().tolist()
+            assert set(written) - {0} <= set(metadata.cell_mapping.tolist())
+        count = len(metadata.seq_lens)
+        size = next(size for size in graphs._sizes if size >= count)
+        assert not graphs._seq_lens[count:size].any(), "padding has no context that could be read"
+        padded.append(size > count)
+        return hidden
+
+    monkeypatch.setattr(DecodeGraphs, "run", watch)
+    for slot, prompt in enumerate(PROMPTS[:7]):
+        engine.add(slot, prompt, max_tokens=3 * slot + 2)
+    engine.run()
+    assert any(padded)
+
+
+def test_blocks_that_are_shared_are_read_through_a_graph_as_they_are_without(folders):
+    def play(**options):
+        engine = LocalEngine(folders["llama"], **options)
+        for slot in range(6):
+            engine.add(slot, [*SHARED, slot], max_tokens=10)
+        engine.run()
+        return engine.tokens
+
+    assert play(make_capture=stand_in, async_scheduling=True) == play()
+
+
+def test_rules_are_applied_to_what_a_graph_gives(folders):
+    def play(**options):
+        engine = LocalEngine(folders["qwen3"], **options)
+        for slot, prompt in enumerate(PROMPTS[:5]):
+            engine.add(slot, prompt, max_tokens=12, **(PENALTY if slot % 2 else {"logit_bias": {3: 2.0}}))
+        engine.run()
+        return engine.tokens
+
+    assert play(make_capture=stand_in, async_scheduling=True) == play()
+
+
+def test_only_steps_of_decodes_that_have_room_go_through_a_graph(folders, replays):
+    engine = LocalEngine(folders["llama"], make_capture=stand_in)
+    engine.runner._graphs.capture([2], stand_in(None), lambda: None)
+    for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10], [11, 12, 13])):
+        engine.add(slot, prompt, max_tokens=3 + 3 * slot)
+    step = engine.step()
+    assert step.num_decodes == 0
+    assert not replays, "prompts are read without"
+    while len(engine.step().rows) == 3:
+        assert not replays, "there is no graph for three"
+    engine.run()
+    assert {count for count, _ in replays} == {1, 2}
+
+
+def test_a_block_table_that_is_longer_than_the_buffer_goes_without(folders, replays):
+    expected = LocalEngine(folders["llama"])
+    engine = LocalEngine(folders["llama"], make_capture=stand_in)
+    engine.runner._graphs._max_blocks = 4
+    engine.runner._graphs.capture([1, 2, 4], stand_in(None), lambda: None)
+    for one in (expected, engine):
+        for slot in range(3):
+            one.add(slot, PROMPTS[slot][:6], max_tokens=30)
+        one.run()
+    assert engine.tokens == expected.tokens
+    assert replays
+    assert len(replays) < 15, "of contexts of more than 16 tokens there are none"
+
+
+def test_the_largest_graph_comes_first_and_each_is_a_sign_of_life(folders):
+    sizes, beats = [], []
+
+    def capture(compute):
+        sizes.append(len(compute()))
+        assert len(beats) >= len(sizes)
+        return compute
+
+    LocalEngine(folders["gpt2"], make_capture=lambda device: capture, beat=lambda: beats.append(1))
+    assert sizes == [12, 8, 4, 2, 1]
+
+
+def test_when_the_time_is_up_the_graphs_that_are_there_serve_all_sizes(folders, replays, monkeypatch, caplog):
+    expected = answers(folders["llama"])
+    monkeypatch.setattr(cuda_graphs, "_CAPTURE_TIME_S", -1.0)
+    with caplog.at_level(logging.WARNING):
+        assert answers(folders["llama"], make_capture=stand_in) == expected
+    assert {size for _, size in replays} == {12}
+    assert "no graphs for steps of 8 rows or fewer" in caplog.text
+
+
+def test_a_model_that_cannot_be_captured_is_computed_without_and_says_so_once(folders, replays, monkeypatch, caplog):
+    def refuse(compute):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    expected = answers(folders["llama"])
+    with caplog.at_level(logging.WARNING):
+        assert answers(folders["llama"], make_capture=lambda device: refuse) == expected
+    assert not replays
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("vllm_mp")] == [
+        "decode steps are launched anew each, as they cannot be captured: steps of 12 rows: operation not permitted "
+        "when stream is capturing"
+    ]
+
+
+def test_a_device_that_fails_while_it_captures_ends_the_start(folders, monkeypatch):
+    failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=failure))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", Mock())
+    monkeypatch.setattr(torch.cuda, "Stream", Mock())
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    with pytest.raises(cuda_graphs.DeviceError, match="illegal memory access"):
+        LocalEngine(folders["llama"], make_capture=cuda_graphs.cuda_capture)
+
+
+def test_attention_that_reads_lengths_on_the_host_is_not_captured(folders, monkeypatch, caplog):
+    monkeypatch.setattr(cpu_attention, "can_attend", lambda *_: False)
+    with caplog.at_level(logging.WARNING):
+        engine = LocalEngine(folders["gpt2"], make_capture=stand_in)
+    assert "which a graph cannot" in caplog.text
+    engine.add(0, [5, 6, 7], max_tokens=5)
+    engine.run()
+    assert len(engine.tokens[0]) == 5
+
+
+def test_a_processor_captures_nothing_by_itself(folders):
+    assert not ops.can_capture(torch.device("cpu"))
+    assert LocalEngine(folders["llama"]).runner._graphs is None
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 20, 100, 256, 300, 512, 5000])
+def test_the_sizes_of_graphs_pad_little_and_reach_as_far_as_there_are_rows(max_num_seqs):
+    sizes = batch_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(max_num_seqs, 512)
+    assert len(sizes) <= 51
+    for count in range(1, sizes[-1] + 1):
+        padding = next(size for size in sizes if size >= count) - count
+        assert padding < max(8, count / 16 + 1)
+        assert padding <= count
+
+
+def test_a_row_without_a_context_leaves_no_trace_in_any_other(folders):
+    """The same step at every padding: the hidden states of its rows are the same to the bit."""
+    engine = LocalEngine(folders["llama"], make_capture=stand_in)
+    for slot in range(3):
+        engine.add(slot, PROMPTS[slot], max_tokens=20)
+    for _ in range(4):
+        engine.step()
+    step = engine.scheduler.schedule()
+    graphs, found = engine.runner._graphs, []
+    with torch.inference_mode():
+        inputs = engine.runner._inputs(step, engine.batch)
+        for size in (3, 4, 8, 12):
+            graphs.capture([size], stand_in(None), lambda: None)
+            found.append(graphs.run(*inputs).clone())
+    assert np.array_equal(found[0].numpy(), engine.runner._model(*inputs[:2], engine.runner._kv_caches, inputs[2]))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_what_the_graphs_will_take_is_counted_from_two_of_them_while_the_largest_step_is_tried(folders, monkeypatch):
+    engine = LocalEngine(folders["qwen3"], make_capture=stand_in)
+    free = iter((1000, 900, 900, 770))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(model_runner, "free_cuda_memory", lambda _: next(free))
+    drawn = Mock(wraps=ops.sample)
+    monkeypatch.setattr(model_runner.ops, "sample", drawn)
+    others = len(batch_sizes(len(engine.batch.temperature))) - 1
+    assert engine.runner._profile() == 100 + others * 30
+    assert others == 4
+    ((logits, *_), _) = drawn.call_args
+    assert logits.shape == (len(engine.batch.temperature), CONFIGS["qwen3"].vocab_size), "each row draws at once"

@@ -1,0 +1,196 @@
+"""Who gets how much of which step, counted in steps."""
+
+import random
+from collections import Counter
+
+import pytest
+from support.stand_in_engine import BLOCK, Engine
+
+from vllm_mp.core.scheduler.request import NO_ROW
+from vllm_mp.core.scheduler.scheduler import Scheduler
+
+BUDGET, MAX_SEQS, LENGTH = 16, 6, 64
+
+
+class Load:
+    """Requests that arrive at random times, with what happened to each of them."""
+
+    def __init__(self, monkeypatch, seed, num_requests=60, **config):
+        self.random = random.Random(seed)
+        self.engine = Engine(
+            **{"num_blocks": 40, "max_num_seqs": MAX_SEQS, "budget": BUDGET, "max_model_len": LENGTH, **config}
+        )
+        self.requests = []
+        self.num_requests = num_requests
+        self.num_steps = 0
+        self.first_token_at = {}
+        """Number of the step that brought it, by slot."""
+        self.num_preempted = Counter()
+        self.step = None
+        load, preempt, admit = self, Scheduler._preempt, Scheduler._admit
+
+        def watch_preempt(scheduler, request):
+            running = [scheduler.batch.request(row).order for row in scheduler.batch.order.tolist()]
+            assert request.order == max(running), "the last in order is preempted"
+            load.num_preempted[request.slot] += 1
+            preempt(scheduler, request)
+
+        def watch_admit(scheduler, request, found):
+            waiting = [other.order for other in load.requests if other.row == NO_ROW and not load.has_ended(other)]
+            assert request.order == min(waiting), "the first in order is admitted"
+            return admit(scheduler, request, found)
+
+        monkeypatch.setattr(Scheduler, "_preempt", watch_preempt)
+        monkeypatch.setattr(Scheduler, "_admit", watch_admit)
+
+    def has_ended(self, request):
+        return request.slot in self.engine.ends
+
+    def arrive(self, **options):
+        request = self.engine.add(len(self.requests), **options)
+        self.requests.append(request)
+        return request
+
+    def steps(self):
+        """Let requests arrive and steps run until all have ended, yielding at each step who was about to decode."""
+        while True:
+            while len(self.requests) < self.num_requests and self.random.random() < 0.4:
+                self.arrive(
+                    num_prompt_tokens=self.random.choice([1, 3, 9, 30, 50]),
+                    max_tokens=self.random.choice([1, 5, 20, 60]),
+                    priority=self.random.randrange(-2, 3),
+                    salt=self.random.choice(["", None]),
+                )
+            batch = self.engine.batch
+            decoding = [
+                request
+                for request in self.requests
+                if request.row != NO_ROW and batch.num_tokens[request.row] - batch.num_computed_tokens[request.row] == 1
+            ]
+            before = self.num_preempted.copy(), {slot: len(output) for slot, output in self.engine.outputs.items()}
+            self.step = self.engine.step()
+            self.num_steps += 1
+            assert self.num_steps < 10_000
+            if self.step is None and len(self.requests) == self.num_requests:
+                return
+            for slot in self.engine.outputs:
+                self.first_token_at.setdefault(slot, self.num_steps)
+            yield decoding, *before
+
+    def run(self):
+        for _ in self.steps():
+            pass
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_every_step_keeps_to_its_budget_and_no_stream_misses_a_step_unless_it_is_preempted(monkeypatch, seed, policy):
+    load = Load(monkeypatch, seed, policy=policy, num_blocks=24, max_num_partial_prefills=1 + seed % 3)
+    for decoding, preempted, num_outputs in load.steps():
+        if load.step is None:
+            continue
+        assert load.step.counts.sum() <= BUDGET
+        for request in decoding:
+            if load.num_preempted[request.slot] == preempted[request.slot]:
+                assert len(load.engine.outputs[request.slot]) == num_outputs.get(request.slot, 0) + 1
+    assert load.num_preempted.total() > 0
+    assert len(load.engine.ends) == load.num_requests
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_first_tokens_come_in_the_order_of_arrival(monkeypatch, seed):
+    load = Load(monkeypatch, seed, num_blocks=24)
+    load.run()
+    times = [load.first_token_at[slot] for slot in range(load.num_requests)]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_requests_do_not_preempt_one_another_for_ever(monkeypatch, seed, policy):
+    """A cache that is just large enough for one of the longest, for a load of six at a time."""
+    load = Load(monkeypatch, seed, policy=policy, num_blocks=LENGTH // BLOCK)
+    load.run()
+    assert max(load.num_preempted.values()) <= 4
+    assert load.num_preempted.total() <= load.num_requests // 2
+    assert len(load.engine.ends) == load.num_requests
+
+
+def steps_until_first_token(engine, slot, arrive=lambda: None):
+    """Steps until the request in `slot` has its first token, `arrive` being called before each."""
+    num_steps = 0
+    while slot not in engine.outputs:
+        arrive()
+        engine.step()
+        num_steps += 1
+        assert num_steps < 1000
+    return num_steps
+
+
+def short_requests(engine, first_slot):
+    """A function that lets one more short request arrive, under the next slot."""
+    slots = iter(range(first_slot, 1000))
+    return lambda: engine.add(next(slots), num_prompt_tokens=4, max_tokens=3)
+
+
+def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming():
+    engine = Engine(budget=16, max_num_seqs=6, num_blocks=40)
+    arrive = short_requests(engine, 1)
+    for _ in range(10):
+        arrive()
+        engine.step()
+    engine.add(0, num_prompt_tokens=60)
+    assert steps_until_first_token(engine, 0, arrive) <= -(-60 // (16 - 5)), "five others decode beside it at most"
+
+
+def test_a_short_prompt_waits_for_the_long_one_before_it_unless_two_may_be_in_progress():
+    for most, steps in ((1, 200 // 8 + 1), (2, 1)):
+        engine = Engine(budget=8, max_model_len=256, max_num_partial_prefills=most)
+        engine.add(0, num_prompt_tokens=200)
+        engine.step()
+        engine.add(1, num_prompt_tokens=4)
+        assert steps_until_first_token(engine, 1) <= steps
+        engine.run()
+
+
+def test_no_more_prompts_are_in_progress_than_may_be():
+    for most in (1, 2, 3):
+        engine = Engine(budget=6, max_num_seqs=8, max_num_partial_prefills=most)
+        for slot in range(8):
+            engine.add(slot, num_prompt_tokens=40, max_tokens=2)
+        seen = set()
+        while engine.step() is not None:
+            rows = engine.batch.order
+            seen.add(int((engine.batch.num_computed_tokens[rows] < engine.batch.num_prompt_tokens[rows]).sum()))
+        assert max(seen) == most
+
+
+def test_a_request_that_needs_the_whole_cache_has_its_turn_among_small_ones():
+    engine = Engine(budget=16, max_num_seqs=6, num_blocks=16)
+    arrive = short_requests(engine, 1)
+    for _ in range(10):
+        arrive()
+        engine.step()
+    engine.add(0, num_prompt_tokens=60, max_tokens=4)
+    assert steps_until_first_token(engine, 0, arrive) <= 3 + 60 // 16 + 1, "those before it end, then it is read"
+    for _ in range(20):
+        arrive()
+        engine.step()
+    assert engine.ends[0] == "length"
+    engine.run()
+
+
+def test_a_stream_has_a_token_in_every_step_while_long_prompts_are_read():
+    engine = Engine(budget=16, max_num_seqs=8, max_model_len=256, num_blocks=400)
+    for slot in range(6):
+        engine.add(slot, num_prompt_tokens=2, max_tokens=100)
+    engine.step()
+    for slot in (6, 7):
+        engine.add(slot, num_prompt_tokens=200, max_tokens=1)
+    num_steps = 1
+    while 7 not in engine.ends:
+        step = engine.step()
+        num_steps += 1
+        assert [len(engine.outputs[slot]) for slot in range(6)] == [num_steps] * 6
+        assert step.counts.sum() <= 16
+    assert num_steps == 1 + 2 * 200 // (16 - 6), "what the streams leave of each step goes to the prompts"

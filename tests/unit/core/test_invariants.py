@@ -1,0 +1,229 @@
+"""Whatever happens, nothing is lost or used twice; and what would be is noticed."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.stand_in_engine import BLOCK, EOS, Engine
+
+from vllm_mp.core.scheduler.invariants import InvariantError, check_invariants
+
+LENGTH = 32
+PROMPTS = st.builds(
+    lambda shared, own: [7] * shared + own, st.integers(0, 20), st.lists(st.integers(7, 8), min_size=1, max_size=11)
+)
+"""Prompts that often begin alike, also with what others have generated."""
+
+
+def chosen_token(slot, position):
+    """A token of which few end a request, the same one however often it is computed."""
+    return (7, 8, 8, 7, 8, 7, 7, 8, 7, 8, EOS)[(7 * slot + 3 * position + position // 5) % 11]
+
+
+ACTIONS = ["add"] * 4 + ["step"] * 6 + ["abort", "abort", "fail", "forget", "pause", "resume"]
+ACTIONS += ["sleep", "wake_up", "wake_up"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_interleaving_of_events_keeps_every_request_row_and_block_accounted_for(data):
+    engine = Engine(
+        num_blocks=data.draw(st.integers(LENGTH // BLOCK, 20)),
+        max_num_seqs=data.draw(st.integers(1, 6)),
+        max_model_len=LENGTH,
+        budget=data.draw(st.integers(6, 24)),
+        max_num_partial_prefills=data.draw(st.integers(1, 3)),
+        policy=data.draw(st.sampled_from(["fcfs", "priority"])),
+        ahead=data.draw(st.integers(0, 1)),
+    )
+    live, limits, drains = set(), {}, []
+    for slot in range(data.draw(st.integers(1, 50))):
+        action = data.draw(st.sampled_from(ACTIONS))
+        if action == "add":
+            prompt, limit = data.draw(PROMPTS), data.draw(st.integers(1, 40))
+            pooled = data.draw(st.sampled_from([0, 0, 1, 3]))
+            length = 0 if pooled else min(limit, LENGTH - len(prompt))
+            output = data.draw(st.lists(st.integers(7, 8), max_size=max(0, length - 1)))
+            engine.add(
+                slot,
+                pooled=pooled,
+                output=output,
+                isolate_until_num_tokens=data.draw(st.sampled_from([False, False, True])),
+                prompt=prompt,
+                max_tokens=limit,
+                priority=data.draw(st.integers(-2, 2)),
+                salt=data.draw(st.sampled_from(["", "", "tenant", None])),
+                reads_cache=data.draw(st.sampled_from([True, True, False])),
+                presence_penalty=data.draw(st.sampled_from([0, 0, 0, 0, 1])),
+                ignore_eos=data.draw(st.booleans()),
+            )
+            live.add(slot)
+            limits[slot] = length
+        elif action == "abort" and live:
+            victim = data.draw(st.sampled_from(sorted(live)))
+            live.discard(victim)
+            end = engine.scheduler.abort(0, victim)
+            assert (end is None) == (victim in engine.ends)
+            if end is not None:
+                engine.end([(0, end)])
+        elif action == "forget":
+            engine.pool.forget_all()
+        elif action == "pause":
+            mode, clears = data.draw(st.sampled_from(["abort", "wait", "keep"])), data.draw(st.booleans())
+            drains.append(engine.pause_for(mode, clears))
+            if mode == "abort":
+                assert not engine.scheduler.num_running
+                assert not engine.scheduler.num_waiting
+        elif action == "resume":
+            engine.pause.resume()
+        elif action == "sleep":
+            engine.sleep.sleep(data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from(["keep", "abort"])))
+            engine.settle_sleep()
+        elif action == "wake_up":
+            engine.memory.fails = data.draw(st.sampled_from([{}, {}, {"prepare": RuntimeError()}]))
+            engine.sleep.wake_up(*data.draw(st.lists(st.sampled_from(["weights", "kv_cache"]))))
+            engine.settle_sleep()
+            assert bool(engine.sleep.state.missing) != engine.memory.is_whole
+        else:
+            failing = data.draw(st.sets(st.sampled_from(sorted(live)), max_size=2)) if live and action == "fail" else ()
+            engine.step(chosen_token, failing)
+        engine.pause.settle()
+        check_invariants(engine.scheduler)
+    engine.memory.fails = {}
+    engine.sleep.wake_up()
+    engine.settle_sleep()
+    engine.run(chosen_token)
+    engine.pause.resume()
+    engine.run(chosen_token)
+    assert all(drain.done() for drain in drains)
+    assert live <= set(engine.ends)
+    for slot in live:
+        if engine.ends[slot] == "length":
+            assert len(engine.outputs.get(slot, [])) == limits[slot]
+        elif engine.ends[slot] == "stop" and engine.outputs.get(slot):
+            assert engine.outputs[slot].index(EOS) == len(engine.outputs[slot]) - 1
+    assert set(engine.ends.values()) <= {"length", "stop", "abort", "error"}
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def running_engine():
+    """Two running requests, one that shares with the first, and two that wait."""
+    engine = Engine(max_num_seqs=2)
+    for slot in range(4):
+        engine.add(slot, prompt=list(range(100, 110)))
+    engine.step()
+    check_invariants(engine.scheduler)
+    return engine
+
+
+def lose_a_block(engine):
+    engine.pool._free.popitem()
+
+
+def use_a_block_twice(engine):
+    engine.batch.block_table[1, 2] = engine.batch.block_table[0, 2]
+
+
+def write_a_shared_block(engine):
+    engine.batch.num_computed_tokens[1] = BLOCK
+
+
+def forget_a_user(engine):
+    engine.pool._num_users[engine.batch.block_table[0, 0]] -= 1
+
+
+def hand_out_the_padding_block(engine):
+    engine.batch.block_table[0, 2] = 0
+
+
+def free_a_row_twice(engine):
+    engine.batch._free_rows.append(0)
+
+
+def lose_a_row(engine):
+    engine.batch.order = engine.batch.order[:1]
+
+
+def disorder_the_rows(engine):
+    engine.batch.order = engine.batch.order[::-1]
+
+
+def let_a_request_wait_twice(engine):
+    engine.scheduler._wait(engine.scheduler._waiting[0][1])
+
+
+def let_a_running_request_wait(engine):
+    engine.scheduler._wait(engine.batch.request(0))
+
+
+def lose_a_waiting_request(engine):
+    engine.scheduler._waiting.pop()
+
+
+def miscount_the_waiting(engine):
+    engine.scheduler._num_waiting += 1
+
+
+def run_while_asleep(engine):
+    engine.scheduler._is_asleep = True
+
+
+def hold_back_without_a_pause(engine):
+    _, request = engine.scheduler._waiting.pop()
+    engine.scheduler._num_waiting -= 1
+    engine.scheduler._held[0, request.slot] = request
+
+
+def forget_whose_turn_it_is(engine):
+    engine.batch.request(1).isolate_until_num_tokens = 1
+
+
+def compute_more_than_is_known(engine):
+    engine.batch.num_computed_tokens[0] = engine.batch.num_tokens[0] + 1
+
+
+def register_a_block_under_another_hash(engine):
+    block = int(engine.batch.block_table[0, 0])
+    del engine.pool._block_of[engine.pool._hash_of[block]]
+    engine.pool._hash_of[block] = b"other"
+    engine.pool._block_of[b"other"] = block
+
+
+def register_a_block_too_early(engine):
+    engine.batch.request(0).hashes.append(b"early")
+    engine.pool.register(int(engine.batch.block_table[0, 2]), b"early")
+
+
+def leave_a_hash_behind(engine):
+    engine.pool._block_of[b"left"] = 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lose_a_block, "a block is free exactly if it has no user"),
+        (use_a_block_twice, "the users of a block are the rows that have it"),
+        (write_a_shared_block, r"what row 1 will write has no other user"),
+        (forget_a_user, "the users of a block are the rows that have it"),
+        (hand_out_the_padding_block, "row 0 has no padding among its blocks"),
+        (free_a_row_twice, "every row is either in use or free, once; broken by .0"),
+        (lose_a_row, r"a live request has a place; broken by \[\(0, 1\)\]"),
+        (disorder_the_rows, "rows are in the order of their requests"),
+        (let_a_request_wait_twice, r"a live request has one place.*\(0, 2\)"),
+        (let_a_running_request_wait, r"a live request has one place.*\(0, 0\)"),
+        (lose_a_waiting_request, r"a live request has a place; broken by \[\(0, 3\)\]"),
+        (miscount_the_waiting, "the waiting are counted"),
+        (run_while_asleep, r"nothing runs in a scheduler that sleeps; broken by \[\(0, 0\), \(0, 1\)\]"),
+        (hold_back_without_a_pause, r"only a paused scheduler holds requests back; broken by \[\(0, 3\)\]"),
+        (forget_whose_turn_it_is, r"a suspect runs exactly if it is its turn; broken by \[\(0, 1\)\]"),
+        (compute_more_than_is_known, "the last token is not computed, .*; broken by .0"),
+        (register_a_block_under_another_hash, "found under the hash of row 0 at place 0"),
+        (register_a_block_too_early, "found under the hash of row 0 at place 2, of computed tokens"),
+        (leave_a_hash_behind, "a block and its hash lead to each other"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_broken_is_named(damage, words):
+    engine = running_engine()
+    damage(engine)
+    with pytest.raises(InvariantError, match=words):
+        check_invariants(engine.scheduler)

@@ -1,0 +1,186 @@
+"""Pausing with a stand-in for the model: who runs, who waits, and when the caller is told."""
+
+import pytest
+from support.stand_in_engine import Engine
+
+
+def engine_with(num_requests, steps=1, **config):
+    """An engine that has made `steps` steps with `num_requests` requests of 8 tokens."""
+    engine = Engine(**config)
+    for slot in range(num_requests):
+        engine.add(slot)
+    for _ in range(steps):
+        engine.step()
+    return engine
+
+
+def num_outputs(engine):
+    return [len(engine.outputs.get(slot, [])) for slot in range(len(engine.outputs))]
+
+
+def test_abort_ends_every_request_and_what_arrives_waits_for_the_resume():
+    engine = engine_with(3, max_num_seqs=2)
+    assert engine.pause.pause("abort", True).done()
+    assert engine.ends == {0: "abort", 1: "abort", 2: "abort"}
+    assert engine.pool.num_free == engine.pool.num_blocks
+    engine.add(3)
+    assert engine.step() is None
+    assert engine.scheduler.num_waiting == 1
+    assert engine.scheduler.is_paused
+    engine.pause.resume()
+    assert not engine.scheduler.is_paused
+    engine.run()
+    assert engine.outputs[3] == [7] * 8
+
+
+def test_wait_lets_requests_end_and_holds_back_what_arrives():
+    engine = engine_with(2, max_num_seqs=1, policy="priority")
+    done = engine.pause.pause("wait", True)
+    engine.add(2, priority=-5)
+    engine.run()
+    assert engine.ends == {0: "length", 1: "length"}
+    assert done.done()
+    assert engine.scheduler.num_waiting == 1
+    assert engine.scheduler.is_paused
+    engine.pause.resume()
+    engine.run()
+    assert engine.ends[2] == "length"
+
+
+def test_wait_is_answered_by_the_step_that_ends_the_last_request():
+    engine = engine_with(1)
+    done = engine.pause.pause("wait", True)
+    for _ in range(6):
+        engine.step()
+        assert not done.done()
+    engine.step()
+    assert done.done()
+
+
+def test_wait_is_answered_when_the_last_request_is_aborted():
+    engine = engine_with(1)
+    done = engine.pause.pause("wait", True)
+    engine.scheduler.abort(0, 0)
+    engine.pause.settle()
+    assert done.result() is None
+
+
+def test_wait_forgets_the_cache_only_where_that_is_asked_for():
+    for clears, counts in ((True, [20]), (False, [4])):
+        engine = Engine()
+        engine.add(0, prompt=list(range(100, 120)))
+        engine.step()
+        engine.pause.pause("wait", clears)
+        engine.run()
+        engine.pause.resume()
+        engine.add(1, prompt=list(range(100, 120)))
+        assert engine.step().counts.tolist() == counts
+
+
+def test_keep_freezes_running_requests_and_they_go_on_where_they_were():
+    engine = engine_with(3, steps=3, max_num_seqs=2)
+    assert engine.pause.pause("keep", False).done()
+    assert engine.step() is None
+    assert not engine.scheduler.has_work
+    engine.add(3)
+    assert num_outputs(engine) == [3, 3]
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 2)
+    engine.pause.resume()
+    assert engine.step().counts.tolist() == [1, 1]
+    engine.run()
+    assert num_outputs(engine) == [8] * 4
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_after_keep_with_a_cleared_cache_everything_is_computed_anew():
+    engine = engine_with(2, steps=3)
+    engine.pause_for("keep", True)
+    assert engine.pool.num_free == engine.pool.num_blocks
+    engine.pause.resume()
+    assert engine.step().counts.tolist() == [8, 8], "five tokens of the prompt and three of the answer"
+    engine.run()
+    assert num_outputs(engine) == [8, 8]
+
+
+def test_the_second_of_two_keeps_may_clear_the_cache():
+    engine = engine_with(1, steps=3)
+    engine.pause.pause("keep", False)
+    engine.pause_for("keep", True)
+    engine.pause.resume()
+    assert engine.step().counts.tolist() == [8]
+    engine.run()
+
+
+def test_pausing_twice_and_resuming_twice_is_no_error():
+    engine = engine_with(1)
+    first, second = (engine.pause.pause("wait", True) for _ in range(2))
+    engine.run()
+    assert first.done()
+    assert second.done()
+    assert engine.pause.pause("wait", True)
+    engine.pause.settle()
+    for _ in range(2):
+        engine.pause.resume()
+    engine.add(1)
+    engine.run()
+    assert engine.ends == {0: "length", 1: "length"}
+
+
+def test_what_arrived_during_a_pause_stays_held_when_the_mode_changes():
+    engine = engine_with(1, steps=2)
+    engine.pause.pause("keep", False)
+    engine.add(1)
+    done = engine.pause.pause("wait", False)
+    engine.run()
+    assert done.done()
+    assert engine.ends == {0: "length"}
+    engine.pause.pause("abort", False)
+    assert engine.ends == {0: "length", 1: "abort"}
+
+
+def test_a_wait_that_is_overtaken_fails_but_for_an_abort_which_fulfils_it():
+    for overtake, outcome in (
+        (lambda pause: pause.resume(), "resumed"),
+        (lambda pause: pause.pause("keep", True), "keep"),
+        (lambda pause: pause.pause("abort", False), None),
+    ):
+        engine = engine_with(1)
+        done = engine.pause.pause("wait", True)
+        overtake(engine.pause)
+        engine.pause.settle()
+        if outcome is None:
+            assert done.result(0) is None
+        else:
+            with pytest.raises(RuntimeError, match=outcome):
+                done.result(0)
+        engine.pause.resume()
+        engine.run()
+
+
+def test_a_wait_whose_requests_have_just_ended_is_fulfilled_by_what_overtakes_it():
+    engine = engine_with(1)
+    done = engine.pause.pause("wait", True)
+    engine.scheduler.abort(0, 0)
+    engine.pause.resume()
+    assert done.result(0) is None
+
+
+def test_held_and_frozen_requests_can_be_aborted():
+    for clears in (True, False):
+        engine = engine_with(2, max_num_seqs=1)
+        engine.pause.pause("keep", clears)
+        engine.add(2)
+        assert [engine.scheduler.abort(0, slot).num_output_tokens for slot in range(3)] == [1, 0, 0]
+        assert engine.scheduler.abort(0, 2) is None
+        assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 0)
+        assert engine.pool.num_free == engine.pool.num_blocks
+        engine.pause.resume()
+        assert engine.step() is None
+
+
+def test_other_modes_are_refused_by_name_and_change_nothing():
+    engine = engine_with(1)
+    for mode, clears, words in (("stop", True, "abort, wait, keep, got 'stop'"), ("keep", 1, "clear_cache")):
+        with pytest.raises(ValueError, match=words):
+            engine.pause.pause(mode, clears)
+    assert not engine.scheduler.is_paused

@@ -1,0 +1,219 @@
+"""What one client may cost the core and its other clients."""
+
+import time
+from concurrent.futures import Future
+
+import pytest
+import zmq
+from support.stand_in_engine import Engine
+
+from vllm_mp import AsyncEngineArgs, wire
+from vllm_mp.core.ipc import request_handler
+from vllm_mp.core.ipc.bound_socket import BoundSocket
+from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.scheduler import memory_quota
+from vllm_mp.sampling_params import SamplingParams
+
+HELLO = wire.encode(wire.Hello(wire.PROTOCOL_VERSION))
+
+
+class Core:
+    """A server at a real socket, with a scheduler that runs nothing."""
+
+    def __init__(self, address, config):
+        self.address = address
+        self.listener = BoundSocket(address)
+        self.request_handler = RequestHandler(self.listener.socket, config, 1)
+        self.engine = Engine()
+        self.request_handler.serve(
+            self.engine.scheduler, {"echo": lambda value: value, "fail": lambda: 1 // 0, "refuse": _refuse}
+        )
+        self.context = zmq.Context()
+        self.dealers = []
+
+    def connect(self, greet=True, limit=0):
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.setsockopt(zmq.SNDHWM, limit)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(self.address)
+        self.dealers.append(dealer)
+        if greet:
+            dealer.send(HELLO)
+            assert isinstance(self.answer(dealer), wire.Welcome)
+        return dealer
+
+    def answer(self, dealer):
+        """The next message to `dealer` that is not a mere sign of life."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            self.request_handler.receive()
+            while dealer.poll(1):
+                message = wire.decode_core_message(dealer.recv())
+                if not isinstance(message, wire.StepOutput) or message.finished:
+                    return message
+        raise AssertionError("no answer")
+
+    def ask(self, dealer, message):
+        dealer.send(wire.encode(message))
+        return self.answer(dealer)
+
+    def close(self):
+        for dealer in self.dealers:
+            dealer.close()
+        self.context.term()
+        self.listener.close()
+
+
+@pytest.fixture(scope="module")
+def config(default_model):
+    return AsyncEngineArgs(model=str(default_model), max_model_len=64).create_engine_config()
+
+
+@pytest.fixture
+def core(config, tmp_path):
+    core = Core(f"ipc://{tmp_path}/core.sock", config)
+    yield core
+    core.close()
+
+
+def request(slot, num_tokens=1):
+    return wire.AddRequest(1, slot, f"id {slot}", wire.pack_ids([5] * num_tokens), SamplingParams(seed=1))
+
+
+def test_a_flood_of_hellos_costs_the_other_clients_next_to_nothing(core):
+    quiet, loud = core.connect(), core.connect()
+    for _ in range(1000):
+        loud.send(HELLO)
+    for _ in range(1000):
+        core.answer(loud)
+    num_bothered = 0
+    while quiet.poll(50):
+        quiet.recv()
+        num_bothered += 1
+    assert num_bothered <= 10
+
+
+def test_a_client_that_left_without_a_word_is_forgotten_once_another_says_hello(core):
+    leaving = core.connect()
+    leaving.send(wire.encode(request(3)))
+    while not core.engine.scheduler.num_waiting:
+        core.request_handler.receive()
+    leaving.close()
+    core.connect()
+    deadline = time.monotonic() + 10
+    while core.request_handler.num_clients != 1:
+        assert time.monotonic() < deadline
+        core.request_handler.receive()
+        time.sleep(0.01)
+    assert not core.engine.scheduler.num_waiting
+
+
+def test_there_is_a_limit_to_clients_and_who_leaves_makes_room(core, monkeypatch):
+    monkeypatch.setattr(request_handler, "_MAX_CLIENTS", 3)
+    first, *_ = [core.connect() for _ in range(3)]
+    late = core.connect(greet=False)
+    late.send(HELLO)
+    refusal = core.answer(late)
+    assert isinstance(refusal, wire.Refused)
+    assert "3 clients" in refusal.reason
+    assert isinstance(core.ask(first, wire.Hello(wire.PROTOCOL_VERSION)), wire.Welcome)
+    first.send(wire.encode(wire.Bye(1)))
+    while core.request_handler.num_clients == 3:
+        core.request_handler.receive()
+    assert isinstance(core.ask(late, wire.Hello(wire.PROTOCOL_VERSION)), wire.Welcome)
+
+
+def test_a_request_that_there_is_no_room_for_is_answered_by_the_limit_and_others_have_room(core, monkeypatch):
+    monkeypatch.setattr(memory_quota, "MAX_BYTES", 20_000)
+    greedy, modest = core.connect(), core.connect()
+    for slot in range(20):
+        greedy.send(wire.encode(request(slot)))
+    end = core.answer(greedy).finished[0]
+    assert end.reason == "error"
+    assert "20000" in end.error
+    assert "no room" in end.error
+    assert 5 < end.slot < 10
+    live = core.engine.scheduler.num_waiting
+    modest.send(wire.encode(request(0)))
+    while core.engine.scheduler.num_waiting == live:
+        core.request_handler.receive()
+    ends = core.ask(greedy, wire.AbortRequests(1, list(range(20)))).finished
+    while not all(end.reason == "abort" for end in ends):  # first come the refusals of the others
+        ends = core.answer(greedy).finished
+    greedy.send(wire.encode(request(0)))
+    while core.engine.scheduler.num_waiting != 2:
+        core.request_handler.receive()
+
+
+def test_a_flood_of_messages_does_not_hold_up_the_next_step(core):
+    flooding, calls = core.connect(), []
+
+    def work():
+        calls.append(1)
+        busy_until = time.monotonic() + 0.01
+        while time.monotonic() < busy_until:
+            pass
+
+    core.request_handler.serve(core.engine.scheduler, {"work": work})
+    for call_id in range(30):
+        flooding.send(wire.encode(wire.Call(1, call_id, "work")))
+    while core.listener.socket.poll(100):
+        before = len(calls)
+        core.request_handler.receive()
+        assert len(calls) - before <= 2
+    assert len(calls) == 30
+
+
+def test_what_is_behind_a_call_that_has_something_to_be_done_first_is_left_for_the_next_receive(core):
+    calls = []
+
+    def begin(waits):
+        calls.append(Future())
+        if not waits:
+            calls[-1].set_result("done")
+        return calls[-1]
+
+    core.request_handler.serve(core.engine.scheduler, {"begin": begin})
+    client = core.connect()
+    for call_id, waits in enumerate((False, False, True, False)):
+        client.send(wire.encode(wire.Call(1, call_id, "begin", [waits])))
+    while len(calls) < 3:
+        core.request_handler.receive()
+    assert [call.done() for call in calls] == [True, True, False]
+    while len(calls) < 4:
+        core.request_handler.receive()
+    calls[2].set_result("at last")
+    answers = [core.answer(client) for _ in range(4)]
+    assert [(reply.call_id, reply.result) for reply in answers] == [
+        (0, "done"),
+        (1, "done"),
+        (3, "done"),
+        (2, "at last"),
+    ]
+
+
+def test_what_is_not_read_waits_with_its_sender(core):
+    num_sent, frame = 0, wire.encode(wire.Call(1, 1, "echo", ["x" * 2**20]))
+    dealer = core.connect(greet=False, limit=1)
+    while num_sent < 1000 and dealer.poll(500, zmq.POLLOUT):
+        dealer.send(frame)
+        num_sent += 1
+    assert 0 < num_sent < 200
+
+
+def test_a_message_that_cannot_be_handled_is_answered_and_logged_but_not_every_time(core, caplog):
+    client = core.connect()
+    for call_id in range(64):
+        assert "ZeroDivisionError" in core.ask(client, wire.Call(1, call_id, "fail")).error
+    assert 1 <= len(caplog.records) <= 7
+
+
+def test_an_error_does_not_repeat_megabytes(core):
+    client = core.connect()
+    assert len(core.ask(client, wire.Call(1, 1, "refuse", ["z" * 2**20])).error) < 3000
+    assert len(core.ask(client, wire.Call(1, 1, "z" * 2**20)).error) < 3000
+
+
+def _refuse(value):
+    raise ValueError(f"got {value}")

@@ -1,0 +1,239 @@
+"""Reading `config.json`: both generations of its format, and refusals that name the field."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from vllm_mp.model_config.architecture import SUPPORTED, Architecture, NativeArchitecture, architecture_name
+from vllm_mp.model_config.rope import Rope
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 3, "n_head": 4}
+
+
+def read(base: dict[str, Any] = LLAMA, /, **changes: Any) -> Any:
+    return Architecture.from_hf_config({**base, **changes})
+
+
+def as_class(name: str, **changes: Any) -> Any:
+    return read(architectures=[name], **changes)
+
+
+def test_fields_left_out_take_the_class_default() -> None:
+    arch = read()
+    assert (arch.num_kv_heads, arch.head_dim, arch.max_position) == (4, 16, 2048)
+    assert (arch.norm_eps, arch.activation, arch.tie_word_embeddings) == (1e-6, "silu", False)
+    assert arch.rope == Rope(theta=10_000.0)
+    assert arch.sliding_window == (None, None, None)
+    assert arch.attention_scale == (0.25, 0.25, 0.25)
+    assert arch.dtype is None
+
+
+def test_both_generations_of_the_format_read_alike() -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    old = read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}, torch_dtype="bfloat16")
+    older = read(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling}, torch_dtype="bfloat16")
+    new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, dtype="bfloat16")
+    assert old == older == new
+    assert new.rope is not None
+    assert new.rope.theta == 5e5
+    assert new.dtype == "bfloat16"
+
+
+def test_rope_scaling_null_is_no_scaling() -> None:
+    assert read(rope_scaling=None, rope_theta=1e6).rope == Rope(theta=1e6)
+
+
+def test_yarn_resolves_its_attention_factor_and_length() -> None:
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    arch = read(max_position_embeddings=100, rope_scaling=rope)
+    assert arch.max_position == 400
+    assert arch.rope is not None
+    assert arch.rope.attention_factor == pytest.approx(1.1386294)
+    deepseek = read(rope_scaling={**rope, "mscale": 0.7, "mscale_all_dim": 1.0}).rope
+    assert deepseek is not None
+    assert deepseek.attention_factor == pytest.approx((0.07 * 1.3862944 + 1) / (0.1 * 1.3862944 + 1))
+
+
+def test_dynamic_rope_ends_where_it_would_begin_to_stretch() -> None:
+    arch = read(max_position_embeddings=512, rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert arch.max_position == 512
+    assert arch.rope == Rope(theta=10_000.0, type="dynamic")
+
+
+def test_llama_bias_covers_output_and_qwen2_bias_does_not() -> None:
+    llama = read(attention_bias=True)
+    assert (llama.attention_bias, llama.attention_output_bias, llama.mlp_bias) == (True, True, False)
+    qwen = as_class("Qwen2ForCausalLM", num_key_value_heads=2)
+    assert (qwen.attention_bias, qwen.attention_output_bias) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)]
+)
+def test_mistral_window(changes: dict[str, Any], window: int | None) -> None:
+    arch = as_class("MistralForCausalLM", num_key_value_heads=2, **changes)
+    assert arch.sliding_window == (window,) * 3
+
+
+def test_qwen_windows_follow_max_window_layers_and_layer_types() -> None:
+    qwen: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": 8}
+    assert as_class("Qwen2ForCausalLM", **qwen).sliding_window == (None, None, None)
+    used = as_class("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=2, **qwen)
+    assert used.sliding_window == (None, None, 8)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    listed = as_class("Qwen3ForCausalLM", use_sliding_window=True, layer_types=types, **qwen)
+    assert listed.sliding_window == (8, None, 8)
+
+
+def test_qwen3_has_query_key_norms_and_its_own_head_size() -> None:
+    arch = as_class("Qwen3ForCausalLM", num_key_value_heads=2)
+    assert (arch.qk_norm, arch.head_dim, arch.attention_bias) == (True, 128, False)
+
+
+def test_gpt2_reads_its_own_field_names() -> None:
+    arch = read(GPT2, n_inner=None, scale_attn_by_inverse_layer_idx=True)
+    assert (arch.hidden_size, arch.intermediate_size, arch.num_layers, arch.max_position) == (
+        64,
+        256,
+        3,
+        1024,
+    )
+    assert (arch.rope, arch.tie_word_embeddings, arch.activation) == (None, True, "gelu_new")
+    assert arch.attention_scale == pytest.approx((1 / 4, 1 / 8, 1 / 12))
+
+
+def test_kv_bytes_count_keys_and_values_of_all_layers() -> None:
+    assert read(num_key_value_heads=2).kv_bytes_per_token(2) == 2 * 3 * 2 * 16 * 2
+
+
+def test_architecture_is_derived_from_the_model_type() -> None:
+    assert architecture_name({"model_type": "qwen3"}) == "Qwen3ForCausalLM"
+    assert read(architectures=None) == read()
+
+
+def test_a_configuration_that_names_no_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'model_type' 'mamba'.*config\.json"):
+        read(architectures=[], model_type="mamba")
+    with pytest.raises(ValueError, match=r"'model_type' \['llama'\]"):
+        read(architectures="LlamaForCausalLM", model_type=["llama"])
+
+
+OTHER = {"architectures": ["OtherForCausalLM"], "model_type": "other"}
+SPELLINGS: list[dict[str, Any]] = [
+    {"hidden_size": 64, "max_position_embeddings": 512},
+    {"n_embd": 64, "n_positions": 512},
+    {"d_model": 64, "max_seq_len": 512},
+    {"hidden_size": 64, "seq_length": 512, "n_ctx": None},
+    {"text_config": {"hidden_size": 64, "max_position_embeddings": 512, "vocab_size": 100}, "vocab_size": 7},
+]
+
+
+@pytest.mark.parametrize("fields", SPELLINGS)
+def test_an_architecture_without_native_module_is_read_under_the_names_that_its_fields_have(
+    fields: dict[str, Any],
+) -> None:
+    arch = read({**OTHER, "vocab_size": 100, "torch_dtype": "bfloat16"}, **fields)
+    assert not isinstance(arch, NativeArchitecture)
+    assert arch == Architecture(
+        name="OtherForCausalLM", vocab_size=100, hidden_size=64, max_position=512, dtype="bfloat16"
+    )
+
+
+def test_yarn_stretches_the_context_of_any_architecture() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    sizes = {**OTHER, "vocab_size": 100, "hidden_size": 64, "max_position_embeddings": 100}
+    assert read(sizes, rope_scaling=yarn).max_position == 400
+    by_layer = {"sliding_attention": {"rope_type": "default"}, "full_attention": yarn}
+    assert read(sizes, rope_parameters=by_layer).max_position == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": None}, r"'vocab_size' is None"),
+        ({"hidden_size": None}, r"'hidden_size' is missing.*n_embd, d_model"),
+        ({"max_position_embeddings": None}, r"'max_position_embeddings' is missing.*n_positions.*state-space.*ALiBi"),
+        ({"max_position_embeddings": "long"}, r"'max_position_embeddings' is 'long'"),
+        ({"is_encoder_decoder": True}, r"'is_encoder_decoder' is true; only decoder-only"),
+        ({"layer_types": ["full_attention", "linear_attention", "conv"]}, r"'layer_types' names .*conv.*linear_att"),
+        ({"rope_scaling": {"type": "yarn"}}, r"'factor' is missing"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_name_of_the_architecture(changes: dict[str, Any], message: str) -> None:
+    sizes = {**OTHER, "vocab_size": 100, "hidden_size": 64, "max_position_embeddings": 100}
+    with pytest.raises(ValueError, match=f"'OtherForCausalLM' cannot run here: .*{message}") as caught:
+        read(sizes, **changes)
+    assert all(name in str(caught.value) for name in SUPPORTED)
+
+
+def test_quantized_checkpoint_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"quantization_config.*'awq'"):
+        read(quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ValueError, match=r"quantization_config.*'mxfp4'"):
+        read(OTHER, quantization_config={"quant_method": "mxfp4"})
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
+def test_missing_size_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=f"'{field}' is missing"):
+        Architecture.from_hf_config({key: value for key, value in LLAMA.items() if key != field})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "64"}, r"'hidden_size' is '64'; it must be an integer"),
+        ({"hidden_size": 66}, r"'hidden_size' is 66; .*num_attention_heads \(4\)"),
+        ({"hidden_size": True}, r"'hidden_size' is True"),
+        ({"num_hidden_layers": 0}, r"'num_hidden_layers' is 0; .*at least 1"),
+        ({"num_key_value_heads": 3}, r"'num_key_value_heads' is 3; .*divide.*4"),
+        ({"head_dim": 15}, r"'head_dim' is 15; .*even"),
+        ({"rms_norm_eps": float("nan")}, r"'rms_norm_eps' is nan"),
+        ({"attention_bias": "yes"}, r"'attention_bias' is 'yes'; it must be true or false"),
+        ({"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; supported are silu"),
+        ({"torch_dtype": "float8_e4m3fn"}, r"'torch_dtype' is 'float8_e4m3fn'; supported are float32"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            r"rope_scaling\.rope_type' is 'longrope'; supported are default",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, r"'rope_scaling\.factor' is missing"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0.5}},
+            r"'rope_scaling\.factor' is 0\.5; .*at least 1",
+        ),
+        ({"rope_scaling": [1]}, r"'rope_scaling' is \[1\]; it must be one flat object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"'rope_parameters'.*one flat object"),
+        ({"partial_rotary_factor": 0.5}, r"'partial_rotary_factor' is 0\.5"),
+    ],
+)
+def test_bad_field_is_refused_with_its_value_and_what_is_allowed(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(**changes)
+
+
+def test_windowed_layers_without_a_window_contradict() -> None:
+    with pytest.raises(ValueError, match=r"'layer_types'.*'use_sliding_window'"):
+        as_class("Qwen2ForCausalLM", num_key_value_heads=2, layer_types=["sliding_attention"] * 3)
+    with pytest.raises(ValueError, match=r"'layer_types'.*3 entries"):
+        as_class("Qwen2ForCausalLM", num_key_value_heads=2, layer_types=["full_attention"])
+
+
+def test_reading_a_model_shape_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, vllm_mp.model_config.architecture; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

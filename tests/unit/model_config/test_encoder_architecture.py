@@ -1,0 +1,51 @@
+"""Reading the `config.json` of an encoder."""
+
+from typing import Any
+
+import pytest
+
+from vllm_mp.model_config.architecture import Architecture
+
+BERT = {
+    "architectures": ["BertModel"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 66,
+}
+DISTILBERT = {"model_type": "distilbert", "vocab_size": 100, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
+
+
+def read(base: dict[str, Any] = BERT, /, **changes: Any) -> Architecture:
+    return Architecture.from_hf_config({**base, **changes})
+
+
+def test_fields_left_out_take_the_class_default() -> None:
+    arch = read()
+    assert arch.is_encoder
+    assert (arch.norm_eps, arch.activation, arch.num_token_types, arch.position_offset) == (1e-12, "gelu", 2, 0)
+    assert (arch.num_kv_heads, arch.head_dim, arch.max_position) == (4, 8, 66)
+    assert read(DISTILBERT).name == "DistilBertModel"
+    assert (read(DISTILBERT).intermediate_size, read(DISTILBERT).num_token_types) == (48, 0)
+
+
+def test_robertas_first_rows_of_positions_are_none() -> None:
+    arch = read(architectures=["XLMRobertaModel"], pad_token_id=1)
+    assert (arch.position_offset, arch.max_position) == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_embedding_type": "relative_key"}, "'position_embedding_type' is 'relative_key'"),
+        ({"is_decoder": True}, "'is_decoder' is true"),
+        ({"hidden_act": "quick_gelu"}, "'hidden_act' is 'quick_gelu'"),
+        ({"num_attention_heads": 5}, "'hidden_size' is 32"),
+        ({"architectures": ["RobertaModel"], "max_position_embeddings": 2}, "'max_position_embeddings' is 2"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(**changes)

@@ -1,0 +1,110 @@
+"""What a checkpoint may say of its quantization, and where 8-bit floats can be computed."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_mp import AsyncEngineArgs
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.worker.device import check_float8
+from vllm_mp.model_config.architecture import Architecture
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 3, "n_head": 4}
+OTHER = {"architectures": ["OtherForCausalLM"], "vocab_size": 100, "hidden_size": 64, "n_positions": 100}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+BLOCK = {**FP8, "weight_block_size": [128, 128]}
+
+
+def read(quantization: Any, base: dict[str, Any] = LLAMA) -> Any:
+    return Architecture.from_hf_config({**base, "quantization_config": quantization})
+
+
+@pytest.mark.parametrize(
+    ("quantization", "scales"),
+    [
+        (None, None),
+        ({}, None),
+        (FP8, "tensor"),
+        ({**FP8, "activation_scheme": "static", "ignored_layers": ["lm_head"]}, "tensor"),
+        ({**FP8, "weight_block_size": None, "modules_to_not_convert": None}, "tensor"),
+        (BLOCK, "block"),
+        ({**BLOCK, "fmt": "e4m3", "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]}, "block"),
+        ({**BLOCK, "modules_to_not_convert": ["model.layers.0.mlp.gate", "model.layers.9.mlp", "vision.mlp"]}, "block"),
+    ],
+)
+def test_fp8_checkpoints_of_the_llama_family_are_read(quantization: Any, scales: str | None) -> None:
+    assert read(quantization).fp8 == scales
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "compressed-tensors"}, r"'compressed-tensors'.* only quant_method 'fp8'"),
+        ({"bits": 4}, r"quant_method None.* only quant_method 'fp8'"),
+        ("fp8", r"quant_method 'fp8'"),
+        ({**FP8, "fmt": "e5m2"}, r"'fmt' is 'e5m2'; supported are e4m3"),
+        ({**FP8, "activation_scheme": "none"}, r"'activation_scheme' is 'none'"),
+        ({**FP8, "weight_block_size": [64, 128]}, r"'weight_block_size' is \[64, 128\]; supported are \[128, 128\]"),
+        ({**FP8, "ignored_layers": "lm_head"}, r"'ignored_layers' is 'lm_head'; it must be a list"),
+        (
+            {**BLOCK, "modules_to_not_convert": ["lm_head", "model.layers.2.mlp"]},
+            r"'modules_to_not_convert' names 'model\.layers\.2\.mlp'.*model\.layers\.2\.mlp\.gate_proj would not",
+        ),
+        ({**FP8, "ignored_layers": ["down_proj"]}, r"'ignored_layers' names 'down_proj'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(quantization: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"config field .*{message}"):
+        read(quantization)
+
+
+@pytest.mark.parametrize(("base", "name"), [(GPT2, "GPT2LMHeadModel"), (OTHER, "OtherForCausalLM")])
+def test_fp8_checkpoints_of_other_models_are_refused_by_name(base: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"'fp8'.* not for {name}"):
+        read(FP8, base)
+
+
+def make_config(tmp_path: Any, **options: Any) -> VllmConfig:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return AsyncEngineArgs(
+        str(tmp_path), load_format="dummy", skip_tokenizer_init=True, **options
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quantization": "fp8"}, "the weights of .*"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8'"),
+        ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "the weights of .* and kv_cache_dtype='fp8'"),
+    ],
+)
+def test_a_gpu_without_8_bit_floats_is_refused_by_name(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    config = make_config(tmp_path, **options)
+    with pytest.raises(ValueError, match=rf"^{words}: .* 8\.9 or above, and Some GPU has 8\.6; "):
+        check_float8(config, torch.device("cuda"))
+    check_float8(make_config(tmp_path), torch.device("cuda"))
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, at=capability: at)
+        check_float8(config, torch.device("cuda"))
+
+
+def test_a_cpu_computes_8_bit_floats_and_says_that_it_is_slow(tmp_path: Any, caplog: Any) -> None:
+    check_float8(make_config(tmp_path), torch.device("cpu"))
+    assert not caplog.records
+    check_float8(make_config(tmp_path, quantization="fp8"), torch.device("cpu"))
+    assert "slow" in caplog.text

@@ -1,0 +1,124 @@
+"""GGUF files are converted exactly, once, and again when they have changed."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.tiny_gguf import write_tiny_gguf
+from transformers import PreTrainedTokenizerFast
+
+from vllm_mp.model_store import gguf
+from vllm_mp.model_store.resolve import resolve_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def no_conversion(*_: object) -> Path:
+    pytest.fail("it was converted again")
+
+
+def test_conversion_keeps_every_tensor_and_is_done_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "tiny model.gguf"
+    weights = write_tiny_gguf(source)
+    said: list[str] = []
+    folder = resolve_model(str(source), progress=said.append)
+    assert said == ["reading tiny model.gguf", "converting tiny model.gguf to safetensors (once)"]
+
+    converted = load_file(folder / "model.safetensors")
+    assert converted.keys() == weights.keys()
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(converted[name], weight, err_msg=name)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_key_value_heads"], config["bos_token_id"], config["eos_token_id"]) == (2, 1, 2)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+
+    monkeypatch.setattr(gguf, "run_conversion", no_conversion)
+    monkeypatch.setattr(gguf, "file_sha256", no_conversion)
+    assert resolve_model(str(source)) == folder
+
+
+def test_same_content_elsewhere_is_not_converted_again_but_changed_content_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversions: list[Path] = []
+
+    def record(source: Path, workspace: Path, *_: object) -> Path:
+        conversions.append(source)
+        (workspace / "model").mkdir()
+        return workspace / "model"
+
+    monkeypatch.setattr(gguf, "run_conversion", record)
+    source = tmp_path / "a.gguf"
+    source.write_bytes(b"one")
+    first = resolve_model(str(source))
+    (tmp_path / "elsewhere").mkdir()
+    source.rename(tmp_path / "elsewhere" / "a.gguf")
+    assert resolve_model(str(tmp_path / "elsewhere")) == first
+    assert len(conversions) == 1
+
+    moved = tmp_path / "elsewhere" / "a.gguf"
+    times = moved.stat()
+    moved.write_bytes(b"two")
+    os.utime(moved, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert resolve_model(str(moved)) != first
+    assert len(conversions) == 2
+
+
+def test_file_changed_during_its_conversion_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(source: Path, workspace: Path, *_: object) -> Path:
+        source.write_bytes(b"changed")
+        return workspace
+
+    monkeypatch.setattr(gguf, "run_conversion", change)
+    (tmp_path / "a.gguf").write_bytes(b"before")
+    with pytest.raises(ValueError, match="was changed while"):
+        resolve_model(str(tmp_path / "a.gguf"))
+
+
+def test_killed_conversion_leaves_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KilledHalfway(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            assert self.stdout.readline().startswith("progress")
+            os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(gguf.subprocess, "Popen", KilledHalfway)
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(RuntimeError, match=r"tiny\.gguf was ended by SIGKILL"):
+        resolve_model(str(tmp_path / "tiny.gguf"))
+    assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("size", [0, 3, 200, -200])
+def test_truncated_file_is_refused_by_name(tmp_path: Path, cache: Path, size: int) -> None:
+    source = tmp_path / "cut.gguf"
+    write_tiny_gguf(source)
+    source.write_bytes(source.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"cannot convert .*cut\.gguf: .*damaged or truncated"):
+        resolve_model(str(source))
+    assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
+
+
+def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "odd.gguf", architecture="perceptron")
+    with pytest.raises(ValueError, match=r"cannot convert .*odd\.gguf: .*perceptron"):
+        resolve_model(str(tmp_path / "odd.gguf"))
+
+
+def test_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "big-00001-of-00003.gguf").touch()
+    with pytest.raises(ValueError, match="--merge"):
+        resolve_model(str(tmp_path / "big-00001-of-00003.gguf"))

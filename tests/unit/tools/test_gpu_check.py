@@ -1,0 +1,154 @@
+"""tools/gpu_check.py as a user runs it, on the CPU and with a tiny model."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_mp.core.models import build_model
+from vllm_mp.model_config.architecture import Architecture
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_tool(out: Path, *arguments: str) -> tuple[int, dict]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--out", str(out), "--quick", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=out.parent,
+        check=False,
+    )
+    assert out.exists(), done.stderr
+    found = json.loads(out.read_text())
+    for error in found["errors"]:
+        assert error["part"] in done.stderr
+        assert error["error"] in done.stdout, "the table tells what failed"
+    return done.returncode, found
+
+
+def test_a_good_run_holds_every_figure_against_the_limits_of_its_device(tmp_path):
+    test = "tests/gpu/test_core_death.py::test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back"
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--tests", test)
+    assert found["errors"] == found["skipped"] == []
+    assert code == 0
+    assert (found["tests"]["passed"], found["tests"]["failed"], found["tests"]["errors"]) == (1, 0, 0)
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["device"] == "cpu"
+    assert found["date"]
+    assert found["ceilings"]["copy_bytes_per_s"] > 1e8
+    assert found["ceilings"]["matmul_flops_per_s"] > 1e8
+    record = found["benchmarks"]["tiny"]
+    assert 0 < record["start_s"] < 60
+    assert [figure["batch"] for figure in record["decode"]] == [1, 4]
+    assert [figure["prompt_len"] for figure in record["prefill"]] == [16, 64]
+    assert record["loads"]["8 of 8-16/8-16"]["output_tokens_per_s"] > 0
+    assert record["idle"] == {"steps": 50, "idle_share": None}, "on a CPU no event is one of a device"
+    assert record["transformers"]["decode"].keys() == {"1", "4"}
+    assert [step["sdpa_seconds"] is None for step in found["attention"]] == [False, False, True]
+    for figure in found["attention"]:
+        assert figure["seconds"] > 0
+        assert figure["share_of_bandwidth"] > 0
+    for figure in record["decode"] + record["prefill"]:
+        assert min(figure["rounds"]) <= figure["tokens_per_s"] <= max(figure["rounds"])
+        assert figure["share_of_bandwidth"] > 0
+        assert figure["share_of_matrix_rate"] > 0
+
+
+def test_failed_tests_are_named_and_fail_the_run(tmp_path):
+    tests = tmp_path / "test_sample.py"
+    tests.write_text(
+        "import pytest\n\n"
+        "def test_good(): pass\n\n"
+        "def test_bad(): assert 'this' == 'that'\n\n"
+        "@pytest.fixture\ndef broken(): raise OSError('no such thing')\n\n"
+        "def test_unable(broken): pass\n\n"
+        "@pytest.mark.skip\ndef test_later(): pass\n"
+    )
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--tests", str(tests))
+    assert code == 1
+    counts = {name: found["tests"][name] for name in ("passed", "failed", "errors", "skipped")}
+    assert counts == {"passed": 1, "failed": 1, "errors": 1, "skipped": 1}
+    by_name = {failure["test"].split("::")[-1]: failure["last_lines"] for failure in found["tests"]["failures"]}
+    assert by_name.keys() == {"test_bad", "test_unable"}
+    assert "AssertionError" in by_name["test_bad"][-1]
+    assert "OSError" in by_name["test_unable"][-1]
+    assert found["errors"] == []
+    assert len(found["benchmarks"]["tiny"]["decode"]) == 2, "the other parts ran"
+
+
+def test_without_time_nothing_is_measured_and_nothing_counts_as_proved(tmp_path):
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--budget-s", "0")
+    assert code == 1
+    assert found["skipped"] == ["ceilings", "tests", "attention", "tiny"]
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["errors"] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_part_that_fails_leaves_the_others_and_the_report_whole(tmp_path):
+    sample = tmp_path / "test_sample.py"
+    sample.write_text("def test_good(): pass\n")
+    code, found = run_tool(tmp_path / "results.json", "--tests", str(sample))
+    assert code == 1
+    assert found["tests"]["passed"] == 1
+    assert {error["part"] for error in found["errors"]} == {"ceilings", "attention", "tiny start"}
+    assert any("finds no CUDA device" in error["error"] for error in found["errors"])
+    assert found["benchmarks"]["tiny"]["decode"] == []
+
+
+def test_only_the_parts_that_are_asked_for_are_run(tmp_path):
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--only", "attention")
+    assert code == 0
+    assert found["tests"] is None
+    assert found["benchmarks"] == {}
+    assert len(found["attention"]) == 3
+
+
+@pytest.fixture
+def engine_speed(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("shared.engine_speed")
+
+
+def test_the_rate_is_that_of_the_time_in_which_all_streams_decode(engine_speed):
+    early = [(0.0, 1), (1.0, 1), (3.0, 1), (5.0, 1), (7.0, 1)]
+    late = [(3.0, 1), (5.0, 1), (7.0, 1), (8.0, 1), (9.0, 1)]
+    assert engine_speed.steady_tokens_per_s([early, late]) == pytest.approx(2 * 2 / 4.0)
+    with pytest.raises(ValueError, match="never all decoded"):
+        engine_speed.steady_tokens_per_s([early[:2], late])
+
+
+def test_a_device_is_idle_where_none_of_its_events_lies(engine_speed):
+    def event(cat, ts, dur):
+        return {"ph": "X", "cat": cat, "ts": ts, "dur": dur}
+
+    kernels = [event("kernel", 10, 20), event("gpu_memcpy", 25, 15), event("kernel", 45, 5), event("kernel", 46, 2)]
+    others = [event("cpu_op", 0, 100), {"ph": "i", "cat": "kernel", "ts": 90}]
+    assert engine_speed.idle_share([*reversed(kernels), *others]) == pytest.approx(5 / 40)
+    assert engine_speed.idle_share(others) is None
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.1-8B"])
+def test_a_decode_step_must_read_every_matrix_once(engine_speed, name):
+    arch = Architecture.from_hf_config(engine_speed.FULL.models[name].config)
+    model = build_model(arch, torch.bfloat16, "meta")
+    matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.dim() == 2}
+    count = sum(matrices.values()) - (0 if arch.tie_word_embeddings else arch.vocab_size * arch.hidden_size)
+    model_config = SimpleNamespace(architecture=arch, dtype="bfloat16", quantization=None)
+    cache_config = SimpleNamespace(cache_dtype="auto")
+    engine = SimpleNamespace(model_config=model_config, vllm_config=SimpleNamespace(cache_config=cache_config))
+    assert engine_speed.step_cost(engine, 1, 1, 0).memory_bytes == 2 * count
+    assert engine_speed.step_cost(engine, 3, 1, 0).flops == 3 * 2 * count
+    cached = engine_speed.step_cost(engine, 3, 1, 100).memory_bytes - 2 * count
+    assert cached == 300 * arch.kv_bytes_per_token(2)
+    model_config.quantization, cache_config.cache_dtype = "fp8", "fp8"
+    head = arch.vocab_size * arch.hidden_size
+    assert engine_speed.step_cost(engine, 1, 1, 0).memory_bytes == count - head + 2 * head
+    assert engine_speed.step_cost(engine, 3, 1, 100).memory_bytes == count + head + 300 * arch.kv_bytes_per_token(1)

@@ -1,0 +1,157 @@
+"""Models of the Hugging Face hub: from the local hub cache where they are complete, else downloaded."""
+
+import errno
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_mp.model_store.cache import disk_full
+from vllm_mp.model_store.folder import folder_problem, has_tokenizer
+from vllm_mp.model_store.package import DEFAULT_MODEL
+from vllm_mp.model_store.progress import Progress
+
+_CONNECT_TIMEOUT_S = 5.0
+_FIRST_ANSWER_TIMEOUT_S = 12.0
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+_DESCRIPTION_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_WEIGHT_FILES = ["*.safetensors"]
+# Exports for other engines sit in folders of their own, and repeat the weights.
+_IGNORED_FILES = ["onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "*.onnx*"]
+
+_OTHER_WAYS = f"name a local model folder, a .gguf file, or the default model {DEFAULT_MODEL!r}"
+
+
+def is_hub_id(model: str) -> bool:
+    """Tell whether `model` has the form of a hub id: "name" or "organisation/name"."""
+    return bool(_HUB_ID.fullmatch(model)) and len(model) <= 96 and "--" not in model and ".." not in model
+
+
+def hub_model(
+    model: str,
+    revision: str | None,
+    token: str | None,
+    cache: Path | None,
+    load_format: str,
+    progress: Progress,
+) -> Path:
+    """Return the local snapshot folder of the hub model `model` at `revision` (branch, tag or commit).
+
+    A complete snapshot in the hub's cache (or in `cache`) is used without asking the network. The safetensors
+    are left out where `load_format` is "dummy" or "tokenizer". Raises ValueError naming the model and the
+    remedy when it cannot be had, after at most about 15 seconds when the hub does not answer; OSError when
+    the disk is full.
+    """
+    from huggingface_hub import constants
+
+    at = f"{model!r}" + (f" at revision {revision!r}" if revision else "")
+    cached = _cached_snapshot(model, revision, cache)
+    problem = folder_problem(cached, load_format) if cached else "the hub's cache lacks it"
+    if cached and problem is None and has_tokenizer(cached):
+        return cached
+    if constants.HF_HUB_OFFLINE:
+        if cached and problem is None:
+            return cached
+        raise ValueError(
+            f"model {at} is not here and HF_HUB_OFFLINE is set: there is no such local folder, and {problem}. "
+            f"Unset HF_HUB_OFFLINE to download it, or {_OTHER_WAYS}"
+        )
+    try:
+        folder = _download(model, at, revision, token, cache, load_format, progress)
+    except _Unreachable as error:
+        if cached and problem is None:
+            return cached
+        raise ValueError(
+            f"model {at} is not here and {constants.ENDPOINT} could not deliver it ({error}): there is no such "
+            f"local folder, and {problem}. Check the network, or {_OTHER_WAYS}"
+        ) from error
+    if problem := folder_problem(folder, load_format):
+        raise ValueError(f"model {at} of the hub cannot be used: {problem}")
+    return folder
+
+
+class _Unreachable(Exception):
+    """The hub did not answer, or broke off."""
+
+
+def _download(
+    model: str,
+    at: str,
+    revision: str | None,
+    token: str | None,
+    cache: Path | None,
+    load_format: str,
+    progress: Progress,
+) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    def ask() -> None:
+        api = huggingface_hub.HfApi(token=token)
+        api.model_info(model, revision=revision, timeout=_CONNECT_TIMEOUT_S)
+
+    try:
+        _within(_FIRST_ANSWER_TIMEOUT_S, ask)
+        progress.line(f"fetching {at} from the hub")
+        return Path(
+            huggingface_hub.snapshot_download(
+                model,
+                revision=revision,
+                token=token,
+                cache_dir=cache,
+                etag_timeout=_CONNECT_TIMEOUT_S,
+                allow_patterns=_DESCRIPTION_FILES + ([] if load_format in ("dummy", "tokenizer") else _WEIGHT_FILES),
+                ignore_patterns=_IGNORED_FILES,
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise ValueError(
+            f"model {at} is gated: ask for access on its hub page, then pass hf_token or set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(f"model {model!r} has no revision {revision!r} on the hub") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(
+            f"model {at} is neither a local folder nor on the hub; if it is private pass hf_token or set "
+            f"HF_TOKEN, else {_OTHER_WAYS}"
+        ) from error
+    except Exception as error:
+        # The hub's library lets through errors of the HTTP library below it, which differs by version.
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(Path(cache or constants.HF_HUB_CACHE) / model, str(error)) from error
+        raise _Unreachable(_first_line(error)) from error
+
+
+def _cached_snapshot(model: str, revision: str | None, cache: Path | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("config.json", "tokenizer.json"):
+        file = try_to_load_from_cache(model, name, cache_dir=cache, revision=revision)
+        if isinstance(file, str):
+            return Path(file).parent
+    return None
+
+
+def _within(seconds: float, call: Callable[[], None]) -> None:
+    # No timeout of the HTTP library bounds the name look-up, which can take a minute on a cut-off machine.
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="hub-look-up", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:.0f} seconds")
+    if failure:
+        raise failure[0]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,88 @@
+"""What the user calls a model, turned into a local folder of config, safetensors and tokenizer files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_mp.model_store.cache import cache_root
+from vllm_mp.model_store.folder import folder_problem
+from vllm_mp.model_store.gguf import convert_gguf
+from vllm_mp.model_store.hub import hub_model, is_hub_id
+from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS, packaged_model
+from vllm_mp.model_store.progress import Progress
+
+__all__ = ["DEFAULT_MODEL", "cache_root", "resolve_model"]
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy", "tokenizer")
+
+
+def resolve_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Return the local folder of `model`, fetching and converting what is not there yet.
+
+    `model` is, in this order: the alias of a packaged model, a local folder, a `.gguf` file (or a folder
+    with one of them and no config.json), a hub id ("name" or "organisation/name"). `revision` and `hf_token`
+    concern the hub only. `download_dir` takes the place of the hub's cache and of `cache_root()`.
+    `load_format="dummy"` asks for no weights, "tokenizer" for the tokenizer alone, and "gguf" prefers a
+    folder's GGUF file to its safetensors. `progress` gets lines of text; without
+    it a bar or lines go to stderr.
+
+    Raises ValueError naming the model, what is missing and the remedy; OSError when the cache cannot be
+    written or is full; RuntimeError when the system ended a conversion.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format is {load_format!r}, allowed are {', '.join(LOAD_FORMATS)}")
+    if not model.strip() or "\0" in model:
+        raise ValueError(f"model is {model!r}: name a folder, a .gguf file, a hub id or {DEFAULT_MODEL!r}")
+    report = Progress(progress)
+    cache = Path(download_dir).expanduser().absolute() if download_dir else None
+    if model.lower() in PACKAGED_MODELS:
+        return packaged_model(model.lower(), cache or cache_root(), report)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        gguf = _gguf_inside(path, load_format)
+        if gguf is not None:
+            return convert_gguf(gguf, cache or cache_root(), report)
+        if problem := folder_problem(path, load_format):
+            raise ValueError(f"model {model!r}: {problem}")
+        return path.absolute()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"model {model!r} is a file, but no .gguf: name the folder that holds config.json")
+        return convert_gguf(path.absolute(), cache or cache_root(), report)
+    if _looks_like_path(model):
+        raise ValueError(f"model {model!r}: no such file or folder")
+    if not is_hub_id(model):
+        raise ValueError(
+            f"model {model!r} is no file, no folder and no hub id (organisation/name); aliases are "
+            f"{', '.join(PACKAGED_MODELS)}"
+        )
+    return hub_model(model, revision, hf_token, cache, load_format, report)
+
+
+def _looks_like_path(model: str) -> bool:
+    return (
+        model.startswith(("/", "./", "../", "~"))
+        or model in (".", "..")
+        or model.lower().endswith(".gguf")
+        or model.count("/") > 1
+    )
+
+
+def _gguf_inside(folder: Path, load_format: str) -> Path | None:
+    wanted = load_format == "gguf"
+    if not wanted and ((folder / "config.json").exists() or folder_problem(folder, load_format) is None):
+        return None
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"model {str(folder)!r} holds several GGUF files ({names}): name one of them")
+    if wanted and not files:
+        raise ValueError(f"model {str(folder)!r} holds no .gguf file, which load_format='gguf' asks for")
+    return files[0].absolute() if files else None

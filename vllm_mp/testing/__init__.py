@@ -1,0 +1,1 @@
+"""What tests and tools share: engines, prompts, random models, comparison with transformers, faults, fuzzing."""

@@ -1,0 +1,115 @@
+"""Requests of every kind to be disturbed: what they are, how they are consumed, and when their outputs came."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_mp import AsyncLLM, PoolingParams, RequestOutputKind
+from vllm_mp.errors import EngineError
+from vllm_mp.testing.differential import Case, Outcome, consume
+from vllm_mp.testing.prompts import PROMPTS
+
+
+class PoolingCase(NamedTuple):
+    """One vector that is asked for."""
+
+    prompt: str
+    params: dict[str, Any]
+
+
+Vector = np.ndarray
+AnyCase = Case | PoolingCase
+AnyOutcome = Outcome | Vector
+
+_GREEDY = {"temperature": 0.0}
+_SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+_KINDS: tuple[tuple[RequestOutputKind, dict[str, Any]], ...] = (
+    (RequestOutputKind.CUMULATIVE, _GREEDY),
+    (RequestOutputKind.DELTA, _SAMPLED),
+    (RequestOutputKind.DELTA, {**_GREEDY, "logprobs": 3}),
+    (RequestOutputKind.CUMULATIVE, {**_SAMPLED, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "logprobs": 1}),
+    (RequestOutputKind.DELTA, {**_SAMPLED, "n": 3}),
+    (RequestOutputKind.DELTA, {**_GREEDY, "stop": [". The", "\n\n", "ing to"], "include_stop_str_in_output": True}),
+    (RequestOutputKind.FINAL_ONLY, {**_SAMPLED, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.6}),
+    (RequestOutputKind.DELTA, {"temperature": 1.4, "logit_bias": {260: -5.0}, "bad_words": ["the"]}),
+    (RequestOutputKind.CUMULATIVE, {**_GREEDY, "prompt_logprobs": 2, "stop": ["!", "?\n"]}),
+)
+
+
+def mixed_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
+    """`count` requests of all kinds in turn, whose answers are up to `max_tokens` long, each tenth for a vector."""
+    cases: list[AnyCase] = []
+    prompts = itertools.cycle(PROMPTS)
+    for i, prompt in zip(range(count), prompts, strict=False):
+        if i % 10 == 9:
+            cases.append(PoolingCase(prompt + " x" * 60, {"pooling_type": ("mean", "last", "cls")[i // 10 % 3]}))
+            continue
+        kind, params = _KINDS[i % 10]
+        own = {**params, "seed": 1000 * seed + i, "max_tokens": max_tokens, "ignore_eos": True}
+        cases.append(Case(prompt, own, kind, priority=0, abort_after=None, after=0))
+    return cases
+
+
+class PauseWatch:
+    """How long consumers get nothing after something was done to the core. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.strike()
+
+    def strike(self) -> None:
+        """Begin anew."""
+        self.struck_at = self._last = time.perf_counter()
+        self.longest = 0.0
+        self.resumed_at: float | None = None
+        """The end of the longest pause: outputs that were on their way at the strike come before it."""
+        self.num_outputs = 0
+
+    def note(self) -> None:
+        """An output has come."""
+        now = time.perf_counter()
+        self.num_outputs += 1
+        if now - self._last > self.longest:
+            self.longest, self.resumed_at = now - self._last, now
+        self._last = now
+
+    @property
+    def next_token_s(self) -> float | None:
+        """From the strike to the next token after the pause."""
+        return None if self.resumed_at is None else self.resumed_at - self.struck_at
+
+
+class Watched:
+    """An engine whose outputs are noted as they come."""
+
+    def __init__(self, engine: AsyncLLM, watch: PauseWatch) -> None:
+        self._engine = engine
+        self._watch = watch
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        async for output in self._engine.generate(*args, **options):
+            self._watch.note()
+            yield output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+async def outcome_of(engine: AsyncLLM | Watched, case: AnyCase) -> AnyOutcome:
+    """What the engine answers; raises AssertionError where outputs of one stream contradict each other."""
+    if isinstance(case, Case):
+        return await consume(engine, case)
+    try:
+        async for output in engine.encode(case.prompt, PoolingParams(**case.params)):
+            vector: Vector = output.outputs.data
+        return vector
+    except (ValueError, EngineError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+async def outcomes_of(engine: AsyncLLM | Watched, cases: list[AnyCase]) -> list[AnyOutcome]:
+    """What the engine answers to all cases at once."""
+    return await asyncio.gather(*(outcome_of(engine, case) for case in cases))

@@ -1,0 +1,1 @@
+"""Hostile frames, sent to a core or to a client."""

@@ -1,0 +1,368 @@
+"""A live core under hostile frames, while a well-behaved client streams: what is promised, and what is seen."""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+
+from vllm_mp import AsyncLLM, wire
+from vllm_mp.errors import EngineError
+from vllm_mp.testing.engines import answer, eventually, greedy
+from vllm_mp.testing.fuzzing.frames import ClientFrames, raw_connections
+from vllm_mp.testing.fuzzing.report import Report
+from vllm_mp.testing.random_models import CONFIGS, save_random_model
+
+MAX_MODEL_LEN = 128
+OPTIONS = [
+    *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(2**23)),
+    *("--max-num-seqs", "32", "--num-threads", "1", "--disable-log-stats", "--check-invariants"),
+]
+NUM_STREAMS = 4
+"""Of the well-behaved client, at any time."""
+_MARGIN = 1e-3
+"""In log-probability: how far the best token of a calm answer is above the second, so that rounding changes none."""
+_BURST = 400
+_ANSWER_TIMEOUT_S = 60.0
+MEMORY_MARGIN = 48 * 2**20
+_CALM_ANSWERS = 12
+
+
+@contextlib.contextmanager
+def tormented_core(folder: Path, *options: str, model: str | None = None, before: str = ":") -> Iterator[str]:
+    """The address of a stand-alone core, of a small model of random weights unless one is named.
+
+    `before` is a line of shell that is run first, in the core's own process.
+    """
+    if model is None:
+        model = str(folder / "model")
+        save_random_model(CONFIGS["llama"], folder / "model")
+        options = ("--skip-tokenizer-init", *options)
+    address = f"ipc://{folder}/core.sock"
+    command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", model]
+    # A file, because a core whose log nobody reads from a pipe would stand still.
+    with (folder / "core.log").open("wb") as log:
+        process = subprocess.Popen(["sh", "-c", f'{before}; exec "$@"', "sh", *command, *OPTIONS, *options], stderr=log)
+    try:
+        yield address
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Attacker:
+    """Hostile sockets on one core, in a thread of their own."""
+
+    def __init__(self, address: str, seed: int, incarnation: int, vocab_size: int, report: Report) -> None:
+        self._address = address
+        self._chance = random.Random(seed)
+        self._context = zmq.Context()
+        self._frames = iter(ClientFrames(seed, incarnation, vocab_size))
+        self._raw = raw_connections(seed)
+        self._incarnation = incarnation
+        self._report = report
+        self._sockets = [self._dealer() for _ in range(4)]
+        self._stranger = self._dealer()
+        self._episodes = itertools.cycle(
+            (
+                self._raw_bytes,
+                self._fresh_identities,
+                self._pause_flood,
+                self._sleep_flood,
+                self._too_large,
+                self._never_reads,
+                self._flood,
+            )
+        )
+
+    def run(self, num_messages: int) -> None:
+        """Send until `num_messages` more have been sent, some of them by episodes of a special kind."""
+        target, bursts = self._report.num_sent + num_messages, 0
+        while self._report.num_sent < target:
+            self._burst(min(_BURST, target - self._report.num_sent))
+            bursts += 1
+            if bursts % 8 == 0:
+                next(self._episodes)()
+
+    def close(self) -> None:
+        for one in (*self._sockets, self._stranger):
+            one.close(linger=0)
+        self._context.term()
+
+    def _dealer(self, identity: bytes | None = None) -> "zmq.Socket[bytes]":
+        dealer = self._context.socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            dealer.setsockopt(option, 0)
+        if identity is not None:
+            dealer.setsockopt(zmq.ROUTING_ID, identity)
+        dealer.connect(self._address)
+        return dealer
+
+    def _burst(self, count: int) -> None:
+        """Frames of every kind on every socket; returns when the core has got through them."""
+        for dealer in self._sockets:
+            self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+        for _ in range(count):
+            kind, frames = next(self._frames)
+            dealer = self._stranger if self._chance.random() < 0.1 else self._chance.choice(self._sockets)
+            dealer.send_multipart(frames)
+            self._report.sent[kind] += 1
+        for dealer in self._sockets:
+            if self._chance.random() < 0.5:
+                self._send("bye", dealer, wire.Bye(self._incarnation))
+            else:
+                self._send("abort", dealer, wire.AbortRequests(self._incarnation, list(range(64))))
+            self._await_core(dealer)
+        while self._stranger.poll(0):
+            self._count(self._stranger.recv_multipart())
+
+    def _send(self, kind: str, dealer: "zmq.Socket[bytes]", message: wire.ClientMessage) -> None:
+        dealer.send(wire.encode(message))
+        self._report.sent[kind] += 1
+
+    def _await_core(self, dealer: "zmq.Socket[bytes]") -> None:
+        """Return when everything that was sent on `dealer` is done: a refused hello is answered behind all the rest."""
+        self._send("other version", dealer, wire.Hello(2**32))
+        while True:
+            if not dealer.poll(_ANSWER_TIMEOUT_S * 1000):
+                raise TimeoutError(f"the core has answered nothing for {_ANSWER_TIMEOUT_S:g} s")
+            if (message := self._count(dealer.recv_multipart())) is not None and "4294967296" in message.reason:
+                return
+
+    def _count(self, frames: list[bytes]) -> wire.Refused | None:
+        """Note an answer; returns it if it is a refusal of the client."""
+        message = wire.decode_core_message(frames[0])
+        answers = self._report.answers
+        if isinstance(message, wire.StepOutput):
+            answers["tokens"] += len(message.tokens) // 4
+            answers.update(f"ended: {end.reason}" for end in message.finished)
+        elif isinstance(message, wire.Reply):
+            answers["call refused" if message.error else "call answered"] += 1
+        else:
+            answers[type(message).__name__.lower()] += 1
+        return message if isinstance(message, wire.Refused) else None
+
+    def _raw_bytes(self) -> None:
+        """Connections that do not speak the transport protocol, or break it off."""
+        path = self._address.removeprefix("ipc://")
+        connections = []
+        for data in itertools.islice(self._raw, 60):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(5)
+            with contextlib.suppress(OSError):
+                connection.connect(path)
+                connection.sendall(data)
+            connections.append(connection)
+            self._report.sent["raw connection"] += 1
+        for connection in connections:
+            connection.close()
+
+    def _fresh_identities(self) -> None:
+        """Clients that come, ask for something, and leave without a word or with one, again and again."""
+        own = (None, b"x", b"\xff" * 255, b"same", b"same", b"\x00")
+        dealers = []
+        for i in range(120):
+            dealer = self._dealer(own[i] if i < len(own) else self._chance.randbytes(self._chance.randint(1, 255)))
+            self._send("fresh identity", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+            if i % 2:
+                params = self._one_token()
+                self._send("fresh identity", dealer, wire.AddRequest(self._incarnation, i, "id", b"\1\0\0\0", params))
+            if i % 3 == 0:
+                self._send("fresh identity", dealer, wire.Bye(self._incarnation))
+            dealers.append(dealer)
+        for dealer in dealers:
+            dealer.close(linger=100)
+
+    def _pause_flood(self) -> None:
+        """Pauses that take effect and are undone at once, and ones that do not."""
+        dealer, incarnation = self._sockets[0], self._incarnation
+        self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+        bad: tuple[list[Any], ...] = ([], ["x", True], [None, None], ["keep", 1], ["keep"] * 9, [2**64 - 1, 0.5])
+        for i in range(100):
+            self._send("pause", dealer, wire.Call(incarnation, i, "pause", ["keep", False]))
+            self._send("pause", dealer, wire.Call(incarnation, i, "pause", bad[i % len(bad)]))
+            self._send("pause", dealer, wire.Call(incarnation, i, "resume"))
+        self._await_core(dealer)
+
+    def _sleep_flood(self) -> None:
+        """Sleeps that end at once, of either level and in either order, and calls that bring about none."""
+        dealer, incarnation = self._sockets[0], self._incarnation
+        self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+        bad: tuple[list[Any], ...] = ([], [0], [True], [1.0, "keep"], [1, "wait"], ["weights"], [2**64 - 1], [1] * 9)
+        for i in range(40):
+            self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", [1 + i % 2, "keep"]))
+            self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", bad[i % len(bad)]))
+            self._send("sleep", dealer, wire.Call(incarnation, i, "wake_up", bad[1 + i % (len(bad) - 1)]))
+            for tag in wire.SLEEP_TAGS[:: (1, -1)[i % 3 > 0]]:
+                self._send("sleep", dealer, wire.Call(incarnation, i, "wake_up", [tag]))
+        self._await_core(dealer)
+
+    def _too_large(self) -> None:
+        """One message above the limit of the transport, and some below it that decode into as much as they can."""
+        dealer, call = self._sockets[1], b"\x95\x04\x00\x00\xa4ping"
+        empty_lists = b"\xdd" + (2**20).to_bytes(4, "big") + b"\x90" * 2**20
+        head = b"\x96\x02\xcf" + self._incarnation.to_bytes(8, "big") + b"\x00\xa2id\xc4\x04\x01\x00\x00\x00"
+        for frame in (
+            call + empty_lists,
+            head + b"\x81\xb2structured_outputs" + empty_lists,
+            head + b"\x81\xaaextra_args\x81\xa1x" + empty_lists,
+            head + b"\x81\xa4stop" + empty_lists,
+            wire.encode(wire.AbortRequests(self._incarnation, [1] * 2**21)),
+            wire.encode(wire.Call(self._incarnation, 1, "pause", ["x" * 2**22, True])),
+            wire.encode(wire.AddRequest(self._incarnation, 0, "i" * 2**22, b"", self._one_token())),
+            wire.encode(wire.AddRequest(self._incarnation, 0, "i", bytes(2**22), self._one_token())),
+        ):
+            dealer.send(frame)
+            self._report.sent["megabytes"] += 1
+        self._await_core(dealer)
+        huge = self._dealer()
+        huge.send(bytes(wire.MAX_MESSAGE_BYTES + 1))
+        self._report.sent["above the limit"] += 1
+        huge.close(linger=1000)
+
+    def _never_reads(self) -> None:
+        """A client that asks and asks, and takes none of the answers."""
+        with self._context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.RCVHWM, 1)
+            dealer.setsockopt(zmq.SNDHWM, 0)
+            dealer.setsockopt(zmq.LINGER, 2000)
+            dealer.connect(self._address)
+            self._send("never reads", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+            for i in range(2000):
+                self._send("never reads", dealer, wire.Call(self._incarnation, i, "status"))
+
+    def _flood(self) -> None:
+        """Many requests at once, of many priorities, all of them suspects or none; then none is wanted any more."""
+        dealer = self._sockets[2]
+        self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+        isolate_until = self._chance.choice((0, 1, 2**40))
+        for slot in range(1000, 3000):
+            message = wire.AddRequest(
+                self._incarnation, slot, "id", b"\1\0\0\0", self._one_token(), isolate_until_num_tokens=isolate_until
+            )
+            self._send("flood", dealer, message)
+        self._send("flood", dealer, wire.AbortRequests(self._incarnation, list(range(3000)) * 2))
+        self._await_core(dealer)
+
+    @staticmethod
+    def _one_token() -> Any:
+        return greedy(1, seed=1)
+
+
+async def holdings(engine: AsyncLLM) -> dict[str, int]:
+    """What the core of `engine` holds."""
+    status = await engine.core_status()
+    process = psutil.Process(status["pid"])
+    return {
+        "bytes of memory": process.memory_info().rss,
+        "descriptors": process.num_fds(),
+        "blocks": status["total_blocks"],
+        "free blocks": status["free_blocks"],
+        "clients": status["num_clients"],
+        "live requests": status["num_running"] + status["num_waiting"],
+        "messages dropped": status["num_dropped_messages"],
+    }
+
+
+async def calm_answers(
+    engine: AsyncLLM, vocab_size: int, count: int = _CALM_ANSWERS
+) -> dict[tuple[int, ...], list[int]]:
+    """Prompts and their greedy answers, undisturbed, of which every token is well ahead of the next best."""
+    chance, found = random.Random(0), {}
+    while len(found) < count:
+        prompt = [chance.randrange(vocab_size) for _ in range(chance.randint(1, 24))]
+        output = (await answer(engine, {"prompt_token_ids": prompt}, greedy(40, logprobs=2, ignore_eos=True))).outputs[
+            0
+        ]
+        values = [sorted((one.logprob for one in entry.values()), reverse=True) for entry in output.logprobs]
+        if all(best - second > _MARGIN for best, second in values):
+            found[tuple(prompt)] = output.token_ids
+    return found
+
+
+async def attack_core(address: str, num_messages: int, seed: int, say: Any = lambda line: None) -> Report:
+    """Fire `num_messages` at the core that listens at `address`; `say` hears of progress."""
+    report = Report()
+    engine = AsyncLLM.connect(address)
+    incarnation, vocab_size = (await engine.core_status())["incarnation"], engine.model_config.get_vocab_size()
+    expected = await calm_answers(engine, vocab_size)
+    attacker = Attacker(address, seed, incarnation, vocab_size, report)
+    is_over = threading.Event()
+
+    async def stream(first: int) -> None:
+        for prompt, token_ids in itertools.islice(itertools.cycle(expected.items()), first, None):
+            if is_over.is_set():
+                return
+            try:
+                output = await asyncio.wait_for(
+                    answer(engine, {"prompt_token_ids": list(prompt)}, greedy(40, ignore_eos=True)), _ANSWER_TIMEOUT_S
+                )
+            except (EngineError, TimeoutError, ValueError) as error:
+                report.breaches.append(f"a calm stream failed: {error!r}")
+                await asyncio.sleep(0.1)
+                continue
+            report.calm_answers += 1
+            if output.outputs[0].token_ids != token_ids:
+                report.breaches.append(f"a calm answer changed: {output.outputs[0]} where {token_ids} was expected")
+
+    async def attack(count: int) -> bool:
+        try:
+            await asyncio.to_thread(attacker.run, count)
+        except TimeoutError as error:
+            report.breaches.append(str(error))
+            return False
+        return True
+
+    calm = [asyncio.create_task(stream(i)) for i in range(NUM_STREAMS)]
+    # What a core grows to once, its caches and its allocator, is no leak.
+    warm = await attack(num_messages // 10)
+    report.before = await holdings(engine) if warm else {}
+    began, sent = time.monotonic(), report.num_sent
+    while warm and report.num_sent < num_messages:
+        if not await attack(min(100_000, num_messages - report.num_sent)):
+            break
+        say(f"{report.num_sent:,} sent, {report.calm_answers:,} calm answers, {len(report.breaches)} breaches")
+    report.seconds = (time.monotonic() - began) * report.num_sent / max(1, report.num_sent - sent)
+    is_over.set()
+    await asyncio.gather(*calm)
+    attacker.close()
+    await _hold_to_account(engine, address, report)
+    engine.shutdown()
+    return report
+
+
+async def _hold_to_account(engine: AsyncLLM, address: str, report: Report) -> None:
+    """Compare what the core holds with what it held, once everybody else has left."""
+    before = report.before
+
+    async def is_released() -> bool:
+        # A hello makes the core look who is still there.
+        AsyncLLM.connect(address).shutdown()
+        report.after = now = await holdings(engine)
+        return (
+            now["live requests"] == 0
+            and now["free blocks"] == now["blocks"]
+            and now["clients"] <= 2
+            and now["descriptors"] <= before.get("descriptors", 0)
+        )
+
+    try:
+        await eventually(is_released, _ANSWER_TIMEOUT_S)
+    except (AssertionError, EngineError) as error:
+        report.breaches.append(f"the core holds on to {report.after}: {error!r}")
+    if report.after.get("bytes of memory", 0) > before.get("bytes of memory", 0) + MEMORY_MARGIN:
+        report.breaches.append("the core grew")

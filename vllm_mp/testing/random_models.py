@@ -1,0 +1,137 @@
+"""Small models of every native architecture with random weights, as transformers makes and saves them."""
+
+import contextlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM as HubModel
+from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+GPT2_SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **parameters}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = rope("yarn", factor=2.0, original_max_position_embeddings=64)
+WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-biased": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, hidden_act="gelu_pytorch_tanh"),
+    "llama-linear": LlamaConfig(**SIZES, **rope("linear", factor=4.0)),
+    "llama-dynamic": LlamaConfig(**SIZES, **rope("dynamic", factor=4.0)),
+    "llama-llama3": LlamaConfig(**SIZES, **LLAMA3),
+    "llama-yarn": LlamaConfig(**SIZES, **YARN),
+    "llama-yarn-untruncated": LlamaConfig(
+        **SIZES,
+        **rope("yarn", factor=2.0, original_max_position_embeddings=64, truncate=False, attention_factor=0.8),
+    ),
+    "mistral-windowed": MistralConfig(**SIZES, sliding_window=9),
+    "mistral-unwindowed": MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-windowed": Qwen2Config(**SIZES, **WINDOWED, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3-windowed": Qwen3Config(
+        **SIZES, **WINDOWED, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "gpt2": GPT2Config(**GPT2_SIZES),
+    "gpt2-scaled": GPT2Config(
+        **GPT2_SIZES, n_inner=64, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False
+    ),
+}
+NATIVE = ("llama", "llama-llama3", "mistral-windowed", "qwen2", "qwen3", "gpt2")
+"""One of each architecture, and the rotary scaling that Llama 3.1 has."""
+
+WHOLE_PROMPTS: dict[str, Any] = {
+    "max_model_len": 128,
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+}
+"""Engine options under which every prompt is read in one step, each time it comes."""
+PROMPT_LENGTHS = (40, 5, 33, 12, 1, 20, 27, 9, 100)
+"""More than fit at once into a cache of `scarce_blocks`, even before their answers grow."""
+
+
+def scarce_blocks(config: PreTrainedConfig, dtype_bytes: int = 4) -> dict[str, Any]:
+    """Engine options under which prompts are read in small chunks and the cache runs out of blocks."""
+    arch = Architecture.from_hf_config(config.to_dict())
+    assert isinstance(arch, NativeArchitecture)
+    return few_blocks(arch.kv_bytes_per_token(dtype_bytes))
+
+
+def few_blocks(token_bytes: int) -> dict[str, Any]:
+    """As `scarce_blocks`, for a model that takes so much cache for a token."""
+    block_size, num_blocks = 4, 44
+    return {
+        "max_model_len": 128,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 8,
+        "max_num_partial_prefills": 2,
+        "block_size": block_size,
+        "kv_cache_memory_bytes": (num_blocks + 1) * block_size * token_bytes,
+    }
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """A second thread costs models this small more than it brings, most of all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def save_random_model(config: PreTrainedConfig, folder: Path, **options: Any) -> nn.Module:
+    """A transformers model with every parameter random, norms and biases too, saved under `folder`."""
+    torch.manual_seed(0)
+    model = HubModel.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+            parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def save_config(config: PreTrainedConfig, folder: Path) -> Path:
+    """A folder with a configuration and no weights, for load_format="dummy"."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Token ids for the models above."""
+    chance = random.Random(1)
+    return [[chance.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in lengths]
