@@ -36,7 +36,7 @@ from vllm_mp.config import (
 )
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError
-from vllm_mp.model_store.resolve import cache_root
+from vllm_mp.model_store import cache_root
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams

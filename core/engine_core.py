@@ -149,7 +149,7 @@ class EngineCore:
 
     def _launch(self, step: ScheduledStep) -> None:
         self._step += 1
-        self._page.begin_step(self._step, *self._requests_with(step))
+        self._page.begin_step(self._step, self._requests_with(step))
         computing = self._runner.launch(step, self._batch, self._sampler)
         self._scheduler.launched(step)
         self._in_flight.append(PendingStep(self._step, step, computing))

@@ -13,7 +13,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 if os.environ.get("VLLM_MP_TEST_DEVICE") == "cpu" or not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
+from vllm_mp.model_store import DEFAULT_MODEL, resolve_model
 
 pytest_plugins = ["support.engine_fixtures"]
 

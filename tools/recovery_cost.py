@@ -22,7 +22,7 @@ from shared.engine_speed import steady_tokens_per_s, stream_batch
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import StatusPage, StepRequests
 
 PROMPT_LEN = 128
 
@@ -45,7 +45,7 @@ def page_cost(page: StatusPage, num_requests: int, repeats: int) -> float:
 
     def write() -> None:
         num_output_tokens = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
-        page.begin_step(1, batch.client[rows], batch.slot[rows], num_output_tokens)
+        page.begin_step(1, StepRequests(batch.client[rows], batch.slot[rows], num_output_tokens))
         page.end_step(num_requests, 0, 1, 1)
 
     return seconds_per_call(write, repeats)

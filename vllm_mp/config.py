@@ -1,7 +1,7 @@
-"""The resolved configuration of an engine, in the parts that vLLM's users know.
+"""The resolved configuration of an engine, in sections that vLLM's users know.
 
-Everything here is plain data that crosses to the core process as JSON; it is made by
-`EngineArgs.create_engine_config`, which validates it.
+The configuration is plain data that crosses to the core process as JSON. `EngineArgs.create_engine_config` makes it
+and validates it. A field with the name of an option holds the option's value.
 """
 
 from functools import cached_property
@@ -15,10 +15,10 @@ from vllm_mp.model_config.pooling import PoolingConfig
 
 
 class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
-    """The model, where it lies, and how it is loaded."""
+    """The model, the folders of its files, and how it is loaded."""
 
     model: str
-    """As the user named it."""
+    """The name that the user gave."""
     path: str
     """The local folder that holds config.json, weights and tokenizer."""
     tokenizer: str
@@ -30,26 +30,26 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     chat_template: str | None
     load_format: str
     dtype: str
-    """"auto" until the core has chosen for its device; then "float32", "float16" or "bfloat16"."""
+    """"auto" until the core chooses the dtype for its device; then "float32", "float16" or "bfloat16"."""
     quantization: str | None = None
-    """"int8", "fp8" (in the checkpoint, or made at load), or None for weights of `dtype`."""
+    """"int8"; "fp8", stored in the checkpoint or made at load; or None for weights of `dtype`."""
     seed: int
     max_model_len: int
-    """Most tokens, prompt and answer together, that one request may have."""
+    """Maximum number of tokens of a request, prompt and answer together."""
     enforce_eager: bool
     hf_config: dict[str, Any]
-    """config.json, as it is."""
+    """The unchanged content of config.json."""
     eos_token_ids: list[int]
     max_logprobs: int = 20
-    """Most log-probabilities a position that a request may ask for; -1: the whole vocabulary."""
+    """Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary."""
     default_sampling_params: dict[str, Any] = {}
-    """Fields of `SamplingParams` that the model's generation_config.json sets, for requests that give none."""
+    """Fields of `SamplingParams` that the model's generation_config.json sets for requests that do not set them."""
     pooling: PoolingConfig
-    """What pooling requests get that do not say."""
+    """Pooling of requests that do not set it."""
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What `hf_config` means, in this engine's terms, with what `quantization` makes of the weights."""
+        """The architecture that `hf_config` describes, with weights as `quantization` says."""
         architecture = Architecture.from_hf_config(self.hf_config)
         if self.quantization == "fp8" and isinstance(architecture, NativeArchitecture) and architecture.fp8 is None:
             return msgspec.structs.replace(architecture, fp8="channel")
@@ -57,6 +57,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
 
     @property
     def folder(self) -> Path:
+        """`path` as a `Path`."""
         return Path(self.path)
 
     def get_vocab_size(self) -> int:
@@ -67,38 +68,45 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
 
 
 class CacheConfig(msgspec.Struct, kw_only=True):
-    """The paged KV cache. Sizes in tokens and bytes; `num_blocks` is 0 until the core has sized it.
+    """The paged KV cache.
 
-    An encoder's blocks take no memory, and each is as long as the context, so that a request needs just one.
+    An encoder's blocks take no memory. Each is as long as the context, so that a request needs exactly one block.
     """
 
     block_size: int
+    """Cells of one block, each for one token."""
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
+    """Share of the device's memory that the core may use, 0 to 1."""
     cache_dtype: str
     """"fp8", or "auto" for keys and values of the model's dtype."""
     enable_prefix_caching: bool
     num_blocks: int = 0
+    """0 until the core has chosen the size of the cache."""
 
 
 class SchedulerConfig(msgspec.Struct, kw_only=True):
-    """Limits of one step; `max_num_batched_tokens` is 0 until the core has chosen, unless it was given."""
+    """Limits and policy of the scheduler."""
 
     max_num_seqs: int
+    """Maximum number of requests in one step."""
     max_num_batched_tokens: int
+    """Maximum number of tokens in one step; if the option is not given, 0 until the core chooses for its device."""
     max_num_partial_prefills: int
+    """Maximum number of prompts in one step that are computed in part."""
     enable_chunked_prefill: bool
     policy: str
+    """"fcfs" or "priority"."""
     stream_interval: int
-    """Tokens between two outputs of a stream; the first and the last come at once."""
+    """Tokens between two outputs of a stream; the first and the last output come at once."""
     async_scheduling: bool | None = None
-    """Schedule and launch a step while the one before is computed; None until the core has chosen for its device."""
+    """Schedule and launch a step while the previous step is computed; None until the core chooses for its device."""
     check_invariants: bool = False
-    """Check after each step that no block, row or request is lost or used twice; slow, and ends the core if one is."""
+    """Check after each step that no block, row or request is lost or used twice; slow, and ends the core on a fault."""
 
 
 class ParallelConfig(msgspec.Struct, kw_only=True):
-    """How many devices work on the model."""
+    """How many devices work on the model; this version uses one device."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -111,28 +119,30 @@ class ParallelConfig(msgspec.Struct, kw_only=True):
 
 
 class DeviceConfig(msgspec.Struct, kw_only=True):
-    """`device` is "auto" until the core has chosen; then "cpu" or "cuda"."""
+    """The device that computes the model."""
 
     device: str
+    """"auto" until the core chooses; then "cpu" or "cuda"."""
     num_threads: int
-    """Threads of the core's CPU kernels; 0 means one for each core that the process may use."""
+    """Threads of the core's CPU kernels; 0: one thread for each processor core that the process may use."""
 
 
 class AttentionConfig(msgspec.Struct, kw_only=True):
-    """`backend` is "auto" until the core has chosen; then "triton", "flash_attn", "torch", or "cpu" for C++ kernels."""
+    """The implementation of attention."""
 
     backend: str = "auto"
+    """"auto" until the core chooses; then "triton", "flash_attn", "torch", or "cpu" for the C++ kernels."""
 
 
 class LoRAConfig(msgspec.Struct, kw_only=True):
-    """Adapters; none are served by this version."""
+    """LoRA adapters; this version serves none."""
 
     max_loras: int
     max_lora_rank: int
 
 
 class DecodingConfig(msgspec.Struct, kw_only=True):
-    """Structured output; none is served by this version."""
+    """Structured output; this version serves none."""
 
     backend: str = "none"
 
@@ -141,25 +151,31 @@ class ObservabilityConfig(msgspec.Struct, kw_only=True):
     """What the client writes to its log."""
 
     disable_log_stats: bool
-    disable_log_requests: bool
-    max_log_len: int | None
+    disable_log_requests: bool = True
+    max_log_len: int | None = None
+    """Maximum number of characters of a prompt in the log; None: no limit."""
 
 
 class LivenessConfig(msgspec.Struct, kw_only=True):
-    """How the client judges whether the core lives, and what it does when it does not. Times in seconds."""
+    """How the client detects that the core is dead or hangs, and how it recovers. Times are in seconds."""
 
     engine_iteration_timeout_s: float
+    """Longest time without progress of a core that has work; after it the supervisor kills the core."""
     start_timeout_s: float
+    """Longest time from the start of a core's process until it serves."""
     recovery: bool = True
+    """Start the next core after a death, and continue every stream."""
     max_core_restarts: int = 10
+    """Maximum number of restarts within `core_restart_window_s`."""
     core_restart_window_s: float = 300.0
     warm_standby: bool = False
+    """Keep a standby process."""
     fault_injection: str = ""
-    """Faults that the core brings about itself, for tests; empty: none."""
+    """Faults that the core injects into itself, for tests; empty: no faults."""
 
 
 class VllmConfig(msgspec.Struct, kw_only=True):
-    """Everything that client and core agree on."""
+    """The whole configuration, on which client and core agree."""
 
     model_config: ModelConfig
     cache_config: CacheConfig

@@ -1,6 +1,6 @@
-"""The key file that lets a client and a core talk over TCP (CURVE, as in ZeroMQ).
+"""The key file that lets a client and a core talk over TCP with ZeroMQ's CURVE encryption.
 
-One key pair serves both sides: who holds the file may connect, and knows that it talks to the right core.
+Both sides use the same key pair: a peer that holds the file may connect, and knows that the other side holds it too.
 """
 
 import os
@@ -8,22 +8,34 @@ from pathlib import Path
 
 import zmq
 
+_KEY_CHARACTERS = 40
+"""Length of a CURVE key in Z85, the text encoding of ZeroMQ."""
+
 
 def read_key_file(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
-    """(public, secret) key, 40 characters of Z85 each; raises ValueError if the file does not hold them."""
+    """Return the public and the secret key, 40 characters of Z85 each.
+
+    Raises ValueError, naming the file and the remedy, if the file cannot be read or does not hold two keys.
+    """
     try:
         public, secret = Path(path).read_bytes().split()
     except OSError as error:
         raise ValueError(f"cannot read key file {path}: {error.strerror}; copy it from the core's machine") from error
     except ValueError:
         public = secret = b""
-    if len(public) != 40 or len(secret) != 40:
-        raise ValueError(f"key file {path} must hold a public and a secret key of 40 characters each")
+    if len(public) != _KEY_CHARACTERS or len(secret) != _KEY_CHARACTERS:
+        raise ValueError(
+            f"key file {path} does not hold a public and a secret key of {_KEY_CHARACTERS} characters each; copy it "
+            "from the core's machine again"
+        )
     return public, secret
 
 
 def ensure_key_file(path: str | os.PathLike[str]) -> None:
-    """Make a key file at `path`, readable by its owner alone, unless there is a file already."""
+    """Make a key file at `path` that only its owner can read; keep a file that exists.
+
+    Raises ValueError, naming the file and the remedy, if the file cannot be made.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -1,41 +1,25 @@
-"""The options of an engine: one flat dataclass, from which the shell's flags and their help are made too."""
+"""The options of an engine: a flat dataclass that also gives the flags of the shell commands and their help.
+
+An option is declared here once, with its type, default, range and help. `config_resolution` copies it into the section
+of the configuration that has a field of its name.
+"""
 
 import argparse
 import dataclasses
 import json
-import logging
 import types
 import typing
 from typing import Any
 
-from vllm_mp.config import (
-    AttentionConfig,
-    CacheConfig,
-    DecodingConfig,
-    DeviceConfig,
-    LivenessConfig,
-    ModelConfig,
-    ObservabilityConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm_mp.config import VllmConfig
+from vllm_mp.config_resolution import resolve_config
 from vllm_mp.fault_injection.faults import parse_faults
-from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
-from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
-from vllm_mp.model_config.json_file import read_json
-from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
-from vllm_mp.model_config.quantization import FP8_ARCHITECTURES
-from vllm_mp.model_store.package import PACKAGED_MODELS
-from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
-
-logger = logging.getLogger(__name__)
+from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 
 _DTYPES = {"half": "float16", "float": "float32"}
 _ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
-_LARGEST = 2**63 - 1
-"""The largest number that reaches the core as it is."""
-_DEFAULT_MAX_NUM_SEQS = 256
+_MAX_INTEGER = 2**63 - 1
+"""The largest integer that reaches the core unchanged."""
 
 
 def _option(
@@ -47,7 +31,10 @@ def _option(
     high: float | None = None,
     served: bool = True,
 ) -> Any:
-    """A field with what its flag, its help and its validation need. `served=False`: only the default works."""
+    """Declare an option: its flag, help and validation follow. `served=False`: only the default is accepted.
+
+    `help` names the default in words where it is None; any other default is added to the flag's help.
+    """
     return dataclasses.field(
         default=default,
         metadata={"help": help, "choices": choices, "low": low, "high": high, "served": served},
@@ -59,117 +46,162 @@ class EngineArgs:
     """The options of an engine, each also a flag of the shell commands (`--max-model-len`, ...).
 
     Construction raises TypeError for an unknown field or a value of the wrong type, ValueError for a value out
-    of range, and NotImplementedError for one that this version does not serve; the message names the field, the
+    of range, and NotImplementedError for a value that this version does not serve. The message names the field, the
     value and what is allowed.
     """
 
-    model: str = _option(DEFAULT_MODEL, f"hub id, local folder, .gguf file, or an alias: {', '.join(PACKAGED_MODELS)}")
-    tokenizer: str | None = _option(None, "hub id or folder of the tokenizer; the model's own by default")
-    tokenizer_mode: str = _option("auto", "auto: the fast tokenizer if there is one", choices=("auto", "slow"))
-    skip_tokenizer_init: bool = _option(False, "load no tokenizer: prompts and answers are token ids")
-    revision: str | None = _option(None, "branch, tag or commit of the model on the hub")
-    hf_token: str | None = _option(None, "token for the hub")
-    trust_remote_code: bool = _option(False, "allow code that comes with a tokenizer to run")
-    download_dir: str | None = _option(None, "folder for downloads from the hub")
+    model: str = _option(
+        DEFAULT_MODEL,
+        "Model to serve: a hub id, a local folder, a .gguf file, or an alias of a model from a Python package: "
+        f"{', '.join(PACKAGED_MODELS)}",
+    )
+    tokenizer: str | None = _option(
+        None, "Hub id or folder of the tokenizer; by default the tokenizer in the model's folder is used"
+    )
+    tokenizer_mode: str = _option(
+        "auto",
+        "Implementation of the tokenizer; auto: the fast tokenizer if the model has one, slow: the Python tokenizer",
+        choices=("auto", "slow"),
+    )
+    skip_tokenizer_init: bool = _option(False, "Load no tokenizer, so that prompts and answers are token ids")
+    revision: str | None = _option(
+        None, "Branch, tag or commit of the model on the hub; by default the main branch is used"
+    )
+    hf_token: str | None = _option(
+        None, "Access token for the hub; by default HF_TOKEN or the token of `hf auth login` is used"
+    )
+    trust_remote_code: bool = _option(False, "Allow Python code that comes with a tokenizer to run")
+    download_dir: str | None = _option(
+        None,
+        "Folder for downloads and converted models; by default the hub's cache for downloads and the cache that "
+        "`vllm-mp env` prints for converted models",
+    )
     load_format: str = _option(
         "auto",
-        "format of the weights; dummy: random ones",
+        "Format of the weights; auto: safetensors, or GGUF for a .gguf file and for a folder that has no config.json; "
+        "gguf: a .gguf file even beside safetensors; dummy: random weights",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     dtype: str = _option(
         "auto",
-        "type of weights and activations; auto: the checkpoint's 16-bit type, or bfloat16 for float32 ones",
+        "Type of weights and activations; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint",
         choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
     )
-    seed: int = _option(0, "seed of random weights", low=0, high=2**63 - 1)
+    seed: int = _option(0, "Seed of the random weights of load_format=dummy", low=0, high=_MAX_INTEGER)
     max_model_len: int | None = _option(
-        None, "most tokens of prompt and answer together; the model's context by default", low=2
+        None,
+        "Maximum number of tokens of a request, prompt and answer together; by default the context of the model",
+        low=2,
     )
-    served_model_name: str | None = _option(None, "name of the model in answers; `model` by default")
-    device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
-    enforce_eager: bool = _option(False, "never capture CUDA graphs")
+    served_model_name: str | None = _option(
+        None, "Name of the model that is shown to users; by default the value of `model`"
+    )
+    device: str = _option("auto", "Device for the model; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
+    enforce_eager: bool = _option(False, "Never capture CUDA graphs")
     attention_backend: str = _option(
         "auto",
-        "what computes attention; auto: FlashAttention where it is installed and serves, else Triton, on CPUs C++",
+        "Implementation of attention; auto: on GPUs FlashAttention if it is installed and serves the model, else "
+        "Triton; on CPUs C++",
         choices=("auto", "triton", "flash_attn", "torch", *_ATTENTION_BACKENDS),
     )
-    num_threads: int = _option(0, "threads of the core on a CPU; 0: one for each available core", low=0, high=1024)
+    num_threads: int = _option(
+        0, "Threads of the core's CPU kernels; 0: one thread for each available processor core", low=0, high=1024
+    )
     gpu_memory_utilization: float = _option(
-        0.9, "share of the device's memory that the core may use", low=0.01, high=1.0
+        0.9, "Share of the device's memory that the core may use, 0 to 1", low=0.01, high=1.0
     )
     kv_cache_memory_bytes: int | None = _option(
         None,
-        "bytes of KV cache; by default what gpu_memory_utilization leaves, on a CPU a quarter of the free "
-        "memory up to 4 GiB",
+        "Size of the KV cache in bytes; by default the memory that gpu_memory_utilization leaves, or on a CPU a "
+        "quarter of the free memory up to 4 GiB",
         low=1,
     )
     swap_space: float = _option(0.0, "GiB of host memory for evicted KV blocks", served=False)
-    block_size: int = _option(16, "tokens of one KV block", low=1, high=1024)
+    block_size: int = _option(16, "Tokens per block of the KV cache", low=1, high=1024)
     kv_cache_dtype: str = _option(
         "auto",
-        "type of the KV cache; auto: as dtype; fp8: 8-bit floats (on GPUs from compute capability 8.9 on)",
+        "Type of the KV cache; auto: as dtype; fp8: 8-bit floats, on GPUs of compute capability 8.9 or higher",
         choices=("auto", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool | None = _option(
-        None, "do not compute anew what requests have in common at their beginning (on by default)"
+        None, "Compute the common beginning of prompts only once; on by default, except for encoders"
     )
-    max_num_seqs: int | None = _option(None, "most requests in one step (256)", low=1, high=65_536)
+    max_num_seqs: int | None = _option(
+        None, "Maximum number of requests in one step; by default 256", low=1, high=65_536
+    )
     max_num_batched_tokens: int | None = _option(
-        None, "most tokens in one step (2048, on a CPU 512)", low=1, high=2**20
+        None, "Maximum number of tokens in one step; by default 2048, or 512 on a CPU", low=1, high=2**20
     )
-    max_num_partial_prefills: int = _option(1, "most prompts that may be in progress in one step", low=1)
-    enable_chunked_prefill: bool | None = _option(None, "let a long prompt take several steps (on by default)")
+    max_num_partial_prefills: int = _option(
+        1, "Maximum number of prompts in one step that are computed only in part", low=1
+    )
+    enable_chunked_prefill: bool | None = _option(
+        None, "Let a long prompt take several steps; on by default, except for encoders"
+    )
     scheduling_policy: str = _option(
-        "fcfs", "order of waiting requests; priority: lower values first", choices=("fcfs", "priority")
+        "fcfs",
+        "Order of waiting requests; fcfs: first come, first served; priority: lower `priority` first",
+        choices=("fcfs", "priority"),
     )
     async_scheduling: bool | None = _option(
-        None, "schedule the next step while the current one is computed (on CUDA by default)"
+        None, "Schedule the next step while the current step is computed; by default on for CUDA only"
     )
     stream_interval: int = _option(
-        1, "tokens between two outputs of a stream; the first and the last come at once", low=1
+        1, "Tokens between two outputs of a stream; the first and the last output come at once", low=1
     )
     check_invariants: bool = _option(
-        False, "for debugging: check the scheduler's and the cache's books after each step (slow)"
+        False, "For debugging: check the state of scheduler and KV cache after each step, which is slow"
     )
-    tensor_parallel_size: int = _option(1, "devices that share each layer", low=1, served=False)
-    pipeline_parallel_size: int = _option(1, "groups of layers on devices of their own", low=1, served=False)
-    data_parallel_size: int = _option(1, "replicas of the model", low=1, served=False)
+    tensor_parallel_size: int = _option(1, "Number of devices that share each layer", low=1, served=False)
+    pipeline_parallel_size: int = _option(1, "Number of groups of layers, each on its own device", low=1, served=False)
+    data_parallel_size: int = _option(1, "Number of replicas of the model", low=1, served=False)
     distributed_executor_backend: str | None = _option(
-        None, "what runs several devices", choices=("mp", "ray"), served=False
+        None, "Implementation that runs several devices", choices=("mp", "ray"), served=False
     )
-    worker_use_ray: bool = _option(False, "run workers with Ray", served=False)
-    engine_use_ray: bool = _option(False, "run the engine with Ray", served=False)
-    enable_lora: bool = _option(False, "serve LoRA adapters", served=False)
-    max_loras: int = _option(1, "most adapters in one step", low=1, served=False)
-    max_lora_rank: int = _option(16, "highest rank of an adapter", low=1, served=False)
+    worker_use_ray: bool = _option(False, "Run workers with Ray", served=False)
+    engine_use_ray: bool = _option(False, "Run the engine with Ray", served=False)
+    enable_lora: bool = _option(False, "Serve LoRA adapters", served=False)
+    max_loras: int = _option(1, "Maximum number of adapters in one step", low=1, served=False)
+    max_lora_rank: int = _option(16, "Maximum rank of an adapter", low=1, served=False)
     quantization: str | None = _option(
         None,
-        "weights of 8 bits with a scale for each output, made at load; int8: integers (on CPUs), fp8: floats (on GPUs "
-        "from compute capability 8.9 on); a checkpoint in FP8 needs no option",
+        "Make weights of 8 bits when the model is loaded, with a scale for each output; int8: integers, on CPUs; fp8: "
+        "floats, on GPUs of compute capability 8.9 or higher; by default weights stay as they are in the checkpoint, "
+        "FP8 included",
         choices=("int8", "fp8"),
     )
     generation_config: str = _option(
-        "auto", "where generation_config.json is: auto, the model's folder; vllm, ignore it; or a folder"
+        "auto",
+        "Folder of generation_config.json, which sets default sampling parameters; auto: the model's folder; vllm: "
+        "use no such file",
     )
     override_generation_config: dict[str, Any] | None = _option(
-        None, "values that replace those of generation_config.json, as JSON"
+        None, "JSON object whose values replace those in generation_config.json; by default nothing is replaced"
     )
     max_logprobs: int = _option(
-        20, "most log-probabilities a position that a request may ask for; -1: the whole vocabulary", low=-1
+        20,
+        "Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary",
+        low=-1,
     )
-    chat_template: str | None = _option(None, "chat template to use: the text, or a file that holds it")
-    disable_log_stats: bool = _option(False, "write no statistics to the log")
+    chat_template: str | None = _option(
+        None, "Chat template: its text, or a file that holds it; by default the model's own template is used"
+    )
+    disable_log_stats: bool = _option(False, "Write no statistics to the log")
     engine_iteration_timeout_s: float = _option(
-        60.0, "seconds without progress after which the core counts as hung and is replaced", low=0.1
+        60.0, "Seconds without progress after which a core with work counts as hung and is replaced", low=0.1
     )
-    start_timeout_s: float = _option(600.0, "seconds that the core may take to come up", low=1.0)
-    recovery: bool = _option(True, "when the core dies, start another and go on with every stream")
-    max_core_restarts: int = _option(10, "most restarts of the core within core_restart_window_s", low=0)
-    core_restart_window_s: float = _option(300.0, "seconds over which max_core_restarts counts", low=1.0)
+    start_timeout_s: float = _option(600.0, "Seconds within which the core must start", low=1.0)
+    recovery: bool = _option(True, "When the core dies, start another core and continue every stream")
+    max_core_restarts: int = _option(10, "Maximum number of restarts of the core within core_restart_window_s", low=0)
+    core_restart_window_s: float = _option(
+        300.0, "Length in seconds of the period in which max_core_restarts counts restarts", low=1.0
+    )
     warm_standby: bool = _option(
-        False, "keep a process at hand that has imported everything, to replace the core sooner"
+        False, "Keep a standby process that has imported everything, so that it replaces a dead core sooner"
     )
-    fault_injection: str = _option("", "for tests: faults that the core brings about itself (see docs/faults.md)")
+    fault_injection: str = _option(
+        "", "For tests: faults that the core injects into itself, such as exit@step=3; by default no fault"
+    )
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -182,215 +214,64 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for every option to `parser`."""
+        """Add a flag for every option to `parser` and return it."""
         group = parser.add_argument_group("engine options")
         hints = typing.get_type_hints(cls)
         for option in dataclasses.fields(cls):
             value_type = _value_type(hints[option.name])
             flag = "--" + option.name.replace("_", "-")
-            text = option.metadata["help"] + ("" if option.metadata["served"] else " (not served yet)")
-            if option.default is not None and option.default is not False:
-                text += f" (default: {option.default})"
-            text = text.replace("%", "%%")
             if value_type is bool:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=option.default, help=text)
+                action = group.add_argument(flag, action=argparse.BooleanOptionalAction, default=option.default)
             else:
-                parse = json.loads if value_type is dict else value_type
-                group.add_argument(
-                    flag, type=parse, default=option.default, choices=option.metadata["choices"], help=text
+                action = group.add_argument(
+                    flag,
+                    type=json.loads if value_type is dict else value_type,
+                    default=option.default,
+                    choices=option.metadata["choices"],
                 )
+            action.help = _help(option).replace("%", "%%")
         return parser
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> "typing.Self":
-        """The options from parsed flags; other attributes of `namespace` are left alone."""
+        """Return the options from parsed flags; other attributes of `namespace` are ignored."""
         names = [option.name for option in dataclasses.fields(cls)]
         return cls(**{name: getattr(namespace, name) for name in names if hasattr(namespace, name)})
 
     def create_engine_config(self) -> VllmConfig:
-        """Find the model (fetching and converting it if need be) and work out every setting.
+        """Find the model, fetching and converting it if need be, and return the engine's configuration.
 
         Raises ValueError, naming field, value and remedy, for a model that cannot be found or read, an
         architecture that is not known, or settings that contradict each other or the model.
         """
-        folder = resolve_model(
-            self.model,
-            revision=self.revision,
-            hf_token=self.hf_token,
-            download_dir=self.download_dir,
-            load_format=self.load_format,
-        )
-        tokenizer = folder
-        if self.tokenizer is not None:
-            tokenizer = resolve_model(
-                self.tokenizer,
-                hf_token=self.hf_token,
-                download_dir=self.download_dir,
-                load_format="tokenizer",
-            )
-        hf_config = read_json(folder / "config.json", dict)
-        if hf_config is None:
-            raise ValueError(f"{folder} has no config.json; fetch or save the model again")
-        architecture = Architecture.from_hf_config(hf_config)
-        is_encoder = architecture.is_encoder
-        if is_encoder:
-            self._check_encoder_options()
-        max_model_len = self._resolve_max_model_len(architecture, read_max_seq_length(folder))
-        overrides = self.override_generation_config or {}
-        generation = read_generation_config(self.generation_config, folder) | overrides
-        return VllmConfig(
-            model_config=ModelConfig(
-                model=self.model,
-                path=str(folder),
-                tokenizer=str(tokenizer),
-                tokenizer_mode=self.tokenizer_mode,
-                skip_tokenizer_init=self.skip_tokenizer_init,
-                trust_remote_code=self.trust_remote_code,
-                served_model_name=self.served_model_name or self.model,
-                chat_template=self.chat_template,
-                load_format=self.load_format,
-                dtype=self.dtype,
-                quantization=self._check_quantization(architecture),
-                seed=self.seed,
-                max_model_len=max_model_len,
-                enforce_eager=self.enforce_eager,
-                hf_config=hf_config,
-                eos_token_ids=eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
-                max_logprobs=self.max_logprobs,
-                default_sampling_params=default_sampling_params(generation, overrides),
-                pooling=read_pooling_config(folder, is_encoder),
-            ),
-            cache_config=CacheConfig(
-                block_size=max_model_len if is_encoder else self.block_size,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                cache_dtype=self.kv_cache_dtype,
-                enable_prefix_caching=self.enable_prefix_caching is not False and not is_encoder,
-            ),
-            scheduler_config=self._scheduler_config(max_model_len, is_encoder),
-            parallel_config=ParallelConfig(),
-            device_config=DeviceConfig(device=self.device, num_threads=self.num_threads),
-            attention_config=AttentionConfig(backend=self.attention_backend),
-            decoding_config=DecodingConfig(),
-            observability_config=self._observability_config(),
-            liveness_config=LivenessConfig(
-                engine_iteration_timeout_s=self.engine_iteration_timeout_s,
-                start_timeout_s=self.start_timeout_s,
-                recovery=self.recovery,
-                max_core_restarts=self.max_core_restarts,
-                core_restart_window_s=self.core_restart_window_s,
-                warm_standby=self.warm_standby,
-                fault_injection=self.fault_injection,
-            ),
-        )
-
-    def _observability_config(self) -> ObservabilityConfig:
-        return ObservabilityConfig(
-            disable_log_stats=self.disable_log_stats, disable_log_requests=True, max_log_len=None
-        )
-
-    def _check_quantization(self, architecture: Architecture) -> str | None:
-        """What the weights are quantized by, the checkpoint's own quantization included."""
-        in_checkpoint = architecture.fp8 if isinstance(architecture, NativeArchitecture) else None
-        if self.quantization is None:
-            return "fp8" if in_checkpoint else None
-        wanted = f"quantization={self.quantization!r}"
-        if self.quantization == "fp8":
-            if architecture.name not in FP8_ARCHITECTURES:
-                raise ValueError(
-                    f"{wanted} is for {', '.join(FP8_ARCHITECTURES)}, and not for {architecture.name}; leave it out"
-                )
-            return "fp8"
-        if self.device == "cuda":
-            raise ValueError(f"{wanted} is computed on CPUs only, and device='cuda'; leave out one of them")
-        if self.dtype in ("float16", "half"):
-            raise ValueError(f"{wanted} goes with dtype float32 or bfloat16, got {self.dtype!r}")
-        if not isinstance(architecture, NativeArchitecture):
-            raise ValueError(
-                f"{wanted} is for architectures with a native model, and {architecture.name} runs as transformers' "
-                "own; leave it out"
-            )
-        if in_checkpoint:
-            raise ValueError(
-                f"{wanted} is made of weights that are plain floats, and {self.model} is FP8; leave it out"
-            )
-        return self.quantization
-
-    def _check_encoder_options(self) -> None:
-        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name}=True: {self.model} is an encoder, whose tokens see the whole prompt, so that none can be "
-                    "computed before the others; leave it None"
-                )
-        if self.kv_cache_dtype != "auto":
-            raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r}: {self.model} is an encoder, which has no cache; leave it "
-                "'auto'"
-            )
-
-    def _resolve_max_model_len(self, architecture: Architecture, max_seq_length: int | None) -> int:
-        """`max_seq_length` is what the model's folder advises for embeddings."""
-        if self.max_model_len is None:
-            return min(architecture.max_position, max_seq_length or architecture.max_position)
-        if self.max_model_len > architecture.max_position:
-            raise ValueError(
-                f"max_model_len={self.max_model_len} is longer than the context of {self.model}, "
-                f"{architecture.max_position} tokens; set it to at most that"
-            )
-        return self.max_model_len
-
-    def _scheduler_config(self, max_model_len: int, is_encoder: bool) -> SchedulerConfig:
-        chunked = self.enable_chunked_prefill is not False and not is_encoder
-        max_num_batched_tokens = self.max_num_batched_tokens
-        if max_num_batched_tokens is not None and not chunked and max_num_batched_tokens < max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens={max_num_batched_tokens} is below max_model_len={max_model_len}, and "
-                + (
-                    f"{self.model} is an encoder, which needs whole prompts to fit in a step; raise the first or lower "
-                    "the second"
-                    if is_encoder
-                    else "enable_chunked_prefill=False needs whole prompts to fit in a step; raise the first, lower "
-                    "the second, or allow chunked prefill"
-                )
-            )
-        max_num_seqs = self.max_num_seqs
-        if max_num_seqs is None:
-            max_num_seqs = min(_DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens or _DEFAULT_MAX_NUM_SEQS)
-        if max_num_batched_tokens is not None and max_num_seqs > max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs={max_num_seqs} is above max_num_batched_tokens={max_num_batched_tokens}, so a "
-                "step could not give every request a token; lower the first or raise the second"
-            )
-        return SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or 0,
-            max_num_partial_prefills=self.max_num_partial_prefills,
-            enable_chunked_prefill=chunked,
-            policy=self.scheduling_policy,
-            stream_interval=self.stream_interval,
-            async_scheduling=self.async_scheduling,
-            check_invariants=self.check_invariants,
-        )
+        return resolve_config(self)
 
 
 @dataclasses.dataclass
 class AsyncEngineArgs(EngineArgs):
-    """`EngineArgs` and what concerns the asyncio client alone."""
+    """`EngineArgs` and the options that concern only the asyncio client."""
 
-    disable_log_requests: bool = _option(False, "do not log each request")
-    max_log_len: int | None = _option(None, "most characters of a prompt in the log", low=0)
-    otlp_traces_endpoint: str | None = _option(None, "where traces are sent", served=False)
+    disable_log_requests: bool = _option(False, "Write no line to the log for each request")
+    max_log_len: int | None = _option(
+        None, "Maximum number of characters of a prompt in the log; by default prompts are not cut", low=0
+    )
+    otlp_traces_endpoint: str | None = _option(None, "Address to which traces are sent", served=False)
 
-    def _observability_config(self) -> ObservabilityConfig:
-        return ObservabilityConfig(
-            disable_log_stats=self.disable_log_stats,
-            disable_log_requests=self.disable_log_requests,
-            max_log_len=self.max_log_len,
-        )
+
+def _help(option: "dataclasses.Field[Any]") -> str:
+    """Return the help of the option's flag, with its default."""
+    parts = [option.metadata["help"]]
+    if not option.metadata["served"]:
+        parts.append("(not served yet)")
+    if isinstance(option.default, bool):
+        parts.append(f"(default: {'on' if option.default else 'off'})")
+    elif option.default not in (None, ""):
+        parts.append(f"(default: {option.default})")
+    return " ".join(parts)
 
 
 def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
+    """Raise the error that `EngineArgs` promises if `value` is not allowed for `option` of type `hint`."""
     name, meta = option.name, option.metadata
     if value is None and type(None) in typing.get_args(hint):
         return
@@ -406,9 +287,9 @@ def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
         except UnicodeEncodeError as error:
             raise ValueError(f"{name} must be valid Unicode, got {value!r}") from error
     if isinstance(value, int | float) and not isinstance(value, bool):
-        low = meta["low"] if meta["low"] is not None else -_LARGEST
-        high = meta["high"] if meta["high"] is not None else _LARGEST
-        # Written so that NaN is refused too.
+        low = meta["low"] if meta["low"] is not None else -_MAX_INTEGER
+        high = meta["high"] if meta["high"] is not None else _MAX_INTEGER
+        # This form of the comparison refuses NaN too.
         if not low <= value <= high:
             raise ValueError(f"{name} must be at least {low} and at most {high}, got {value}")
     if not meta["served"] and value != option.default:
@@ -416,7 +297,7 @@ def _check(option: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
 
 
 def _value_type(hint: Any) -> type:
-    """`int` of `int | None`, `dict` of `dict[str, Any]`, and so on."""
+    """Return the type of a value that is not None: `int` for `int | None`, `dict` for `dict[str, Any]`."""
     if isinstance(hint, types.UnionType):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
     origin = typing.get_origin(hint)

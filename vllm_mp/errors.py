@@ -1,20 +1,36 @@
-"""The errors that a user of the engine can meet."""
+"""The errors that the engine raises about itself. Errors about the caller's input are the built-in ones.
+
+ValueError, TypeError and NotImplementedError are raised for input: correct the value that the message names.
+"""
 
 
 class EngineError(Exception):
-    """Base of every error that this engine raises about itself, not about its input."""
+    """The base class of the errors below: the engine, not the caller's input, is at fault."""
 
 
 class EngineStartError(EngineError, RuntimeError):
-    """The core did not come up; the message carries the cause and the last log lines."""
+    """The core did not start, or did not start within `start_timeout_s`.
+
+    Raised by `AsyncLLM.from_engine_args` and `AsyncLLM.connect`. The message carries the cause and the last log lines:
+    remove the cause and start the engine again.
+    """
 
 
 class EngineDeadError(EngineError):
-    """The core is gone for good; the message carries signal or exit code, last log lines and log path."""
+    """The core is dead for good: recovery is off, the restarts are used up, or the engine was shut down.
+
+    Raised by every running stream and by every later call of the `AsyncLLM`. The message carries the signal or exit
+    code, the last log lines and the path of the log: make a new `AsyncLLM`.
+    """
 
 
 class EngineGenerateError(EngineError):
-    """One request failed; the engine goes on serving the others."""
+    """A request failed in the core, for example because it alone caused the deaths of two cores.
+
+    Raised by the stream of that request. The engine serves all other requests: do not send the same request again
+    before the cause in the message is removed.
+    """
 
 
 AsyncEngineDeadError = EngineDeadError
+"""The same class under its older name."""

@@ -1,9 +1,10 @@
-"""A page of shared memory in which the core says what it is doing.
+"""A page of shared memory in which the core publishes its state.
 
-The core writes it before and after every step without a call to the system, and it outlives a kill: whoever
-supervises the core reads from it whether the core makes progress and which requests were in the steps that were
-executing. One writer, any number of readers; a sequence number that is odd during a write (a seqlock) keeps
-readers from taking half an update.
+The core writes the page before and after every step, without a system call. The page survives a kill of the core: the
+supervisor reads from it whether the core makes progress, and which requests were in the steps that were executing.
+
+The page has one writer and any number of readers, kept consistent by a seqlock: the writer makes the sequence number
+odd before a write and even after it, and a reader repeats a reading during which the number was odd or changed.
 """
 
 import contextlib
@@ -22,18 +23,27 @@ from vllm_mp.wire import SLEEP_LEVELS, SLEEP_TAGS
 _MAGIC = 0x564D_5053_0002
 _HEADER_BYTES = 4096
 MAX_STEP_REQUESTS = 65_536
-"""Most requests of one step that the page can name."""
+"""Maximum number of step requests on the page; further requests are left out."""
 _WRITE_TIMEOUT_S = 0.1
-"""A write takes microseconds, but its writer may lose the processor in the middle of it."""
-_SIZE = _HEADER_BYTES + 12 * MAX_STEP_REQUESTS
+"""Longest wait of a reader for a writer. A write takes microseconds, but the writer may lose the processor in it."""
+_REQUEST_BYTES = 12
+"""Three uint32: client, slot, number of output tokens."""
+_SIZE = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
 
 
 class CoreState(enum.IntEnum):
+    """What the core is doing."""
+
     STARTING = 0
+    """It imports its modules and reads its configuration."""
     LOADING = 1
+    """It loads weights and allocates the KV cache."""
     IDLE = 2
+    """It serves, and no step is executing."""
     STEPPING = 3
+    """A step is executing."""
     STOPPED = 4
+    """It has ended, or is about to."""
 
 
 class _Field(enum.IntEnum):
@@ -55,53 +65,53 @@ class _Field(enum.IntEnum):
     NUM_STEP_REQUESTS = 13
     SLEEP_LEVEL = 14
     MISSING = 15
-    """A bit for each of `SLEEP_TAGS`."""
+    """One bit for each tag of `SLEEP_TAGS`, in that order."""
 
 
 class SleepState(NamedTuple):
-    """What a core has given up for the time that it sleeps."""
+    """The memory that a core has released while it sleeps."""
 
     level: int
-    """0 where it is awake."""
+    """Level of the sleep; 0: awake."""
     missing: tuple[str, ...]
-    """Those of `wire.SLEEP_TAGS` that have not come back; none exactly where it is awake."""
+    """The tags of `wire.SLEEP_TAGS` whose memory is released; empty if and only if the core is awake."""
 
 
 AWAKE = SleepState(0, ())
 
 
 class StepRequests(NamedTuple):
-    """The requests of a step, or of several, [n] each."""
+    """The requests of one or several steps, [n] each. No request may be in it twice."""
 
     clients: npt.NDArray[np.uint32]
     slots: npt.NDArray[np.uint32]
     num_output_tokens: npt.NDArray[np.integer]
-    """Tokens that their answers have."""
+    """Tokens that each request has generated so far."""
 
 
 class CoreStatus(NamedTuple):
-    """One consistent reading of the page. Times are in seconds."""
+    """One consistent reading of the page. Ages are in seconds."""
 
     incarnation: int
     pid: int
     state: CoreState
     step: int
     heartbeat_age: float
-    """Since the core last wrote the page."""
+    """Age of the core's last beat; every step and change of state is a beat too."""
     state_age: float
-    """Since the state was entered; while STEPPING, since a step was last begun or ended."""
+    """Time since the state was entered; while STEPPING, time since a step began or ended."""
     load_progress: float
-    """0 to 1."""
+    """Share of the loading that is done, 0 to 1."""
     num_running: int
     num_waiting: int
     free_blocks: int
     total_blocks: int
     step_requests: list[tuple[int, int, int]]
-    """(client index, slot, tokens of the answer) of each request in the steps that are executing; empty between steps.
-    """
+    """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps."""
     sleep: SleepState = AWAKE
 
     def __str__(self) -> str:
+        """Return a short line for logs and error messages."""
         return (
             f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, "
             f"last beat {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
@@ -111,7 +121,7 @@ class CoreStatus(NamedTuple):
 
 
 class StatusPage:
-    """The page in memory; made by `create` in the core, by `open` in whoever watches it."""
+    """The mapped page: the core makes it with `create`, its readers map it with `open`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._header: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, count=_HEADER_BYTES // 8)
@@ -121,28 +131,28 @@ class StatusPage:
 
     @classmethod
     def create(cls, path: str | None, incarnation: int) -> "StatusPage":
-        """Make a fresh page at `path`, readable by its owner alone; without a path, one that nobody else sees.
+        """Make an empty page at `path` that only its owner can read; without a path, in this process's memory only.
 
-        Raises ValueError when there is no room or no right to make it.
+        Raises ValueError if there is no space or no permission to make it.
         """
         if path is None:
             page = cls(mmap.mmap(-1, _SIZE))
         else:
             try:
-                # A file of its own: cutting one short that others have mapped would end them.
+                # A new file is made: truncating a file that readers have mapped would end those processes.
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 try:
-                    # Space is taken now: a page of a full disk would end the process at the first write to it.
+                    # The space is allocated now: on a full disk the first write to the page would end this process.
                     os.posix_fallocate(descriptor, 0, _SIZE)
                     page = cls(mmap.mmap(descriptor, _SIZE))
                 finally:
                     os.close(descriptor)
             except OSError as error:
                 raise ValueError(
-                    f"cannot make the status page {path}: {error.strerror}; make room there, or set TMPDIR to a "
-                    "folder that has some"
+                    f"cannot make the status page {path}: {error.strerror}; free space there, or set TMPDIR to "
+                    "another folder"
                 ) from error
         page._header[_Field.INCARNATION] = incarnation
         page._header[_Field.PID] = os.getpid()
@@ -152,7 +162,7 @@ class StatusPage:
 
     @classmethod
     def open(cls, path: Path) -> "StatusPage | None":
-        """Map the page at `path` for reading; None while there is no complete page there."""
+        """Map the page at `path` for reading; return None while there is no complete page."""
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -166,9 +176,9 @@ class StatusPage:
         return page if page._header[_Field.MAGIC] == _MAGIC else None
 
     def enter(self, state: CoreState, load_progress: float = 0.0) -> None:
-        """Note that the core has entered `state`, and beat.
+        """Publish that the core has entered `state`, and beat.
 
-        The requests of a step that has not ended stay on the page: it may be what ends the core.
+        The requests of a step that has not ended stay on the page: that step may have ended the core.
         """
         header = self._header
         header[_Field.SEQUENCE] += 1
@@ -178,31 +188,22 @@ class StatusPage:
         header[_Field.SEQUENCE] += 1
 
     def beat(self) -> None:
-        """Note that the core is alive."""
+        """Publish that the core is alive."""
         self._header[_Field.HEARTBEAT_NS] = time.monotonic_ns()
 
     def note_sleep(self, sleep: SleepState) -> None:
-        """Note that the core sleeps, or does not any more."""
+        """Publish which memory the core has released; `AWAKE` after it has woken up."""
         header = self._header
         header[_Field.SEQUENCE] += 1
         header[_Field.SLEEP_LEVEL] = sleep.level
         header[_Field.MISSING] = sum(1 << SLEEP_TAGS.index(tag) for tag in sleep.missing)
         header[_Field.SEQUENCE] += 1
 
-    def begin_step(
-        self,
-        step: int,
-        clients: npt.NDArray[np.uint32],
-        slots: npt.NDArray[np.uint32],
-        num_output_tokens: npt.NDArray[np.integer],
-    ) -> None:
-        """Put the requests of the step about to execute, and of those that still do, on the page.
-
-        `num_output_tokens` are the tokens that their answers have. No request may be there twice.
-        """
+    def begin_step(self, step: int, requests: StepRequests) -> None:
+        """Publish `requests`: the requests of the step about to execute and of the steps that are still executing."""
         header = self._header
         header[_Field.SEQUENCE] += 1
-        self._write_requests(clients, slots, num_output_tokens)
+        self._write_requests(requests)
         header[_Field.STATE] = CoreState.STEPPING
         header[_Field.STEP] = step
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
@@ -211,14 +212,14 @@ class StatusPage:
     def end_step(
         self, num_running: int, num_waiting: int, free_blocks: int, total_blocks: int, left: StepRequests | None = None
     ) -> None:
-        """Note what the core holds and take the requests off the page but for those `left` in steps that execute."""
+        """Publish the scheduler's counts, and remove all requests but those `left` in steps that are executing."""
         header = self._header
         header[_Field.SEQUENCE] += 1
         if left is None:
             header[_Field.NUM_STEP_REQUESTS] = 0
             header[_Field.STATE] = CoreState.IDLE
         else:
-            self._write_requests(*left)
+            self._write_requests(left)
         header[_Field.NUM_RUNNING] = num_running
         header[_Field.NUM_WAITING] = num_waiting
         header[_Field.FREE_BLOCKS] = free_blocks
@@ -226,28 +227,25 @@ class StatusPage:
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
         header[_Field.SEQUENCE] += 1
 
-    def _write_requests(
-        self,
-        clients: npt.NDArray[np.uint32],
-        slots: npt.NDArray[np.uint32],
-        num_output_tokens: npt.NDArray[np.integer],
-    ) -> None:
-        count = min(len(slots), MAX_STEP_REQUESTS)
-        self._step_requests[:count, 0] = clients[:count]
-        self._step_requests[:count, 1] = slots[:count]
-        self._step_requests[:count, 2] = num_output_tokens[:count]
+    def _write_requests(self, requests: StepRequests) -> None:
+        """Write what fits on the page; the caller holds the sequence number odd."""
+        count = min(len(requests.slots), MAX_STEP_REQUESTS)
+        self._step_requests[:count, 0] = requests.clients[:count]
+        self._step_requests[:count, 1] = requests.slots[:count]
+        self._step_requests[:count, 2] = requests.num_output_tokens[:count]
         self._header[_Field.NUM_STEP_REQUESTS] = count
 
     @property
     def state(self) -> CoreState:
+        """The core's state, without the cost of a whole reading."""
         return _state(int(self._header[_Field.STATE]))
 
     def progress(self) -> tuple[int, int]:
-        """What changes whenever the core gets on: its step and its last beat."""
+        """Return the step and the time of the last beat: the pair changes whenever the core makes progress."""
         return int(self._header[_Field.STEP]), int(self._header[_Field.HEARTBEAT_NS])
 
     def read(self) -> CoreStatus:
-        """A consistent reading; of a writer killed during a write, the torn page after `_WRITE_TIMEOUT_S`."""
+        """Return a consistent reading; if the writer was killed during a write, the torn page after 0.1 s."""
         deadline = time.monotonic() + _WRITE_TIMEOUT_S
         while True:
             before = int(self._header[_Field.SEQUENCE])
@@ -257,7 +255,7 @@ class StatusPage:
                 break
             if time.monotonic() > deadline:
                 break
-            time.sleep(1e-5)  # the writer may be waiting for this processor
+            time.sleep(1e-5)  # gives this processor to a writer that waits for it
         now = time.monotonic_ns()
         return CoreStatus(
             incarnation=fields[_Field.INCARNATION],
@@ -277,11 +275,11 @@ class StatusPage:
 
 
 def _sleep(level: int, bits: int) -> SleepState:
-    """The state; `AWAKE` for what a core whose memory went wild may have left on the page."""
+    """Return the state; `AWAKE` for values that only a core with corrupted memory can have left on the page."""
     missing = tuple(tag for i, tag in enumerate(SLEEP_TAGS) if bits >> i & 1)
     return SleepState(level, missing) if missing and level in SLEEP_LEVELS else AWAKE
 
 
 def _state(value: int) -> CoreState:
-    """The state; STOPPED for what a core whose memory went wild may have left on the page."""
+    """Return the state; STOPPED for a value that only a core with corrupted memory can have left on the page."""
     return CoreState(value) if value in set(CoreState) else CoreState.STOPPED

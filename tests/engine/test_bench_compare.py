@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from vllm_mp.cli.load import LoadRequest, Timeline, uniform_load
+from vllm_mp.cli.load_generator import LoadRequest, Timeline, uniform_load
 from vllm_mp.core.models import build_model
 from vllm_mp.model_config.architecture import Architecture
 from vllm_mp.testing.random_models import SIZES

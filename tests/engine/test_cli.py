@@ -204,7 +204,7 @@ def test_the_program_names_its_commands_and_its_version():
     [
         ([], "COMMAND"),
         (["nonsense"], "nonsense"),
-        (["generate"], "prompt"),
+        (["generate"], "PROMPT"),
         (["generate", "x", "--temperature", "hot"], "--temperature"),
         (["generate", "x", "--temperature", "-1"], "temperature must be in"),
         (["generate", "x", "--top-p", "nan"], "top_p must be in"),

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM
-from vllm_mp.model_store.resolve import resolve_model
+from vllm_mp.model_store import resolve_model
 from vllm_mp.testing.engines import ENGINE, running_engine
 
 

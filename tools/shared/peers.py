@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from vllm_mp.cli.load import LoadRequest, Timeline, decode_rate, percentiles, random_prompt
-from vllm_mp.model_store.resolve import resolve_model
+from vllm_mp.cli.load_generator import LoadRequest, Timeline, decode_rate, percentiles, random_prompt
+from vllm_mp.model_store import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m-instruct"

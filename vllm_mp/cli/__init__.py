@@ -1,43 +1,35 @@
 """The `vllm-mp` command.
 
-Each subcommand is a module of this package with `HELP`, `add_arguments(parser)` and `run(args) -> int`. Only `run`
-imports what is slow to import, so that help comes at once.
+Each command is a module of this package with `USAGE` (the arguments that matter most), `HELP`, `add_arguments(parser)`
+and `run(args) -> int`. A new command is a new module and its name in `COMMANDS` or `BENCHMARKS`. A module's slow imports stand in `run`, so that help comes at
+once.
 """
 
 import argparse
+import importlib
 import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from vllm_mp import __version__
-from vllm_mp.cli import (
-    bench_latency,
-    bench_recovery,
-    bench_startup,
-    bench_throughput,
-    chat,
-    engine,
-    env,
-    generate,
-    pull,
-)
 from vllm_mp.errors import EngineError
+
+COMMANDS: Final = {name: name for name in ("pull", "generate", "chat", "engine", "env")}
+"""The module of each command."""
+BENCHMARKS: Final = {name: f"bench_{name}" for name in ("latency", "throughput", "startup", "recovery")}
+"""The module of each command below `bench`."""
 
 _FAILED, _BAD_ARGUMENTS, _INTERRUPTED = 1, 2, 130
 
-_COMMANDS = {"pull": pull, "generate": generate, "chat": chat, "engine": engine, "env": env}
-_BENCHMARKS = {
-    "latency": bench_latency,
-    "throughput": bench_throughput,
-    "startup": bench_startup,
-    "recovery": bench_recovery,
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 fine, 1 the work failed, 2 bad arguments."""
+    """Run the command line and return the exit code.
+
+    0: success; 1: the work failed; 2: bad arguments; 130: Ctrl-C.
+    """
     args = _parser().parse_args(argv)
     try:
         _prepare_streams()
@@ -47,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has left; what is still buffered must not fail once more at exit.
+        # The reader of stdout has closed it. Buffered output must not fail a second time at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except (EngineError, OSError) as error:
@@ -66,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """See to it that no byte of the input and no character of the answer ends the program."""
-    if sys.stdin is None:  # closed by whoever started us
+    """Set up stdin and stdout so that no byte of the input and no character of the answer raises an error."""
+    if sys.stdin is None:  # the parent process has closed it
         sys.stdin = open(os.devnull)  # noqa: SIM115
-    # Whoever takes the text refuses what is not valid in it, and can say where.
+    # Invalid bytes of the input pass here; the check of the prompt refuses them and says where they are.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
@@ -77,18 +69,22 @@ def _prepare_streams() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vllm-mp", description="An LLM inference engine whose client and core live and die apart."
+        prog="vllm-mp",
+        description="An LLM inference engine in two processes: if the process that computes dies, streams continue.",
     )
     parser.add_argument("--version", action="version", version=f"vllm-mp {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, module in _COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+    _add_commands(commands, COMMANDS)
+    bench = commands.add_parser("bench", help="Measure the engine.", description="Measure the engine.")
+    _add_commands(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"), BENCHMARKS)
+    return parser
+
+
+def _add_commands(commands: Any, modules: Mapping[str, str]) -> None:
+    for name, module_name in modules.items():
+        module = importlib.import_module(f"{__name__}.{module_name}")
+        # The generated usage would list 60 flags, also before each error.
+        usage = f"%(prog)s {module.USAGE}".rstrip()
+        command = commands.add_parser(name, usage=usage, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    bench = commands.add_parser("bench", help="measure the engine")
-    benchmarks = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for name, module in _BENCHMARKS.items():
-        benchmark = benchmarks.add_parser(name, help=module.HELP, description=module.HELP)
-        module.add_arguments(benchmark)
-        benchmark.set_defaults(run=module.run)
-    return parser

@@ -1,24 +1,27 @@
-"""How fast a batch of equal requests is answered."""
+"""The benchmark of latency: batches of equal requests, one batch after the other."""
 
 import argparse
 import dataclasses
-import json
 import os
 import random
-from pathlib import Path
 
-from vllm_mp.cli.load import LoadRequest, decode_rate, random_prompt, run_load, spread
+from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.load_generator import LoadRequest, decode_rate, random_prompt, run_load, spread
 from vllm_mp.engine_args import AsyncEngineArgs
 
-HELP = "time to first token, time between tokens and tokens per second of a batch of equal requests"
+USAGE = "[OPTIONS]"
+HELP = "Measure time to first token, time between tokens and tokens per second of a batch of equal requests."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-size", type=int, default=1, help="requests at once (%(default)s)")
-    parser.add_argument("--input-len", type=int, default=128, help="tokens of each prompt (%(default)s)")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens of each answer (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="after one to warm up (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    size = positive_integer
+    parser.add_argument("--batch-size", type=size, default=1, help="Requests per batch (default: %(default)s)")
+    parser.add_argument("--input-len", type=size, default=128, help="Tokens per prompt (default: %(default)s)")
+    parser.add_argument("--output-len", type=size, default=128, help="Tokens per answer (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=size, default=5, help="Measured batches, after one batch of warm-up (default: %(default)s)"
+    )
+    add_json_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)
 
 
@@ -27,9 +30,6 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-    for name in ("batch_size", "input_len", "output_len", "rounds"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     given = AsyncEngineArgs.from_cli_args(args)
     engine_args = dataclasses.replace(
         given,
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=max(given.max_num_seqs or 256, args.batch_size),
     )
     chance = random.Random(0)
-    firsts, gaps, rates, seconds = [], [], [], []
+    first_tokens, gaps, rates, seconds = [], [], [], []
     llm = AsyncLLM.from_engine_args(engine_args)
     try:
         vocab_size = llm.model_config.get_vocab_size()
@@ -50,28 +50,27 @@ def run(args: argparse.Namespace) -> int:
             timelines = uvloop.run(run_load(llm, requests))
             if turn == 0:
                 continue
-            firsts += [one.first_token_s for one in timelines]
-            gaps += [gap for one in timelines for gap in one.gaps]
-            seconds.append(max(one.tokens[-1] for one in timelines))
+            first_tokens += [timeline.first_token_s for timeline in timelines]
+            gaps += [gap for timeline in timelines for gap in timeline.gaps]
+            seconds.append(max(timeline.tokens[-1] for timeline in timelines))
             if args.output_len > 2:
                 rates.append(decode_rate(timelines))
     finally:
         llm.shutdown()
-    tokens = args.batch_size * args.output_len
+    num_tokens = args.batch_size * args.output_len
     figures = {
-        "time to first token, ms": spread([1000 * one for one in firsts]),
-        "between tokens, ms": spread([1000 * one for one in gaps]) if gaps else None,
+        "time to first token, ms": spread([1000 * first_token for first_token in first_tokens]),
+        "between tokens, ms": spread([1000 * gap for gap in gaps]) if gaps else None,
         "decode, tokens/s": spread(rates) if rates else None,
         "prompt to last token, s": spread(seconds),
-        "output tokens/s": spread([tokens / one for one in seconds]),
+        "output tokens/s": spread([num_tokens / duration for duration in seconds]),
     }
     print(f"{args.batch_size} x {args.input_len} tokens in, {args.output_len} out, {args.rounds} rounds")
     print(f"{'':<26}{'median':>10}{'min':>10}{'max':>10}")
     for name, row in figures.items():
         if row is not None:
             print(f"{name:<26}" + "".join(f"{value:>10.2f}" for value in row.values()))
-    if args.json:
-        setting = {"model": args.model, "cores": os.cpu_count(), "batch_size": args.batch_size}
-        setting |= {"input_len": args.input_len, "output_len": args.output_len, "rounds": args.rounds}
-        args.json.write_text(json.dumps({**setting, **figures}, indent=2) + "\n")
+    setting = {"model": args.model, "cores": os.cpu_count(), "batch_size": args.batch_size}
+    setting |= {"input_len": args.input_len, "output_len": args.output_len, "rounds": args.rounds}
+    write_json(args.json, {**setting, **figures})
     return 0

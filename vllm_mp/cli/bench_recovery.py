@@ -1,47 +1,46 @@
-"""How long streams stand still when the core is killed."""
+"""The benchmark of recovery: how long streams pause when the core is killed."""
 
 import argparse
 import asyncio
 import dataclasses
 import itertools
-import json
 import os
 import signal
 import statistics
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
 
-HELP = "kill the core over and over, and measure from the kill to the next token"
+USAGE = "[OPTIONS]"
+HELP = "Kill the core repeatedly, and measure the time from each kill to the next token."
 
 _TOKENS_BEFORE = 8
-"""Of each stream, before the core is killed."""
+"""Tokens of each stream before the core is killed."""
 _STANDBY_S = 5.0
-"""For a standby to be started and to import everything."""
+"""Time for a standby process to start and to import everything."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, default=10, help="how often the core is killed (%(default)s)")
-    parser.add_argument("--streams", type=int, default=8, help="streams that run all the time (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--kills", type=positive_integer, default=10, help="Number of kills (default: %(default)s)")
+    parser.add_argument(
+        "--streams", type=positive_integer, default=8, help="Streams that run at the same time (default: %(default)s)"
+    )
+    add_json_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from vllm_mp.client.async_llm import AsyncLLM
 
-    for name in ("kills", "streams"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if not engine_args.recovery:
-        raise ValueError("--no-recovery leaves nothing to measure; leave it out")
+        raise ValueError("--no-recovery gives nothing to measure; leave it out")
     engine_args = dataclasses.replace(
         engine_args, max_core_restarts=max(engine_args.max_core_restarts, args.kills), disable_log_requests=True
     )
@@ -62,28 +61,28 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'':<14} {'median':>8} {'p90':>8} {'max':>8}")
     for name, row in figures.items():
         print(f"{name:<14} " + " ".join(f"{value:8.3f}" for value in row.values()))
-    if args.json:
-        report = {"model": args.model, "warm_standby": engine_args.warm_standby, "kills": args.kills, **figures}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    report = {"model": args.model, "warm_standby": engine_args.warm_standby, "kills": args.kills, **figures}
+    write_json(args.json, report)
     return 0
 
 
 class _Load:
-    """Streams that are begun anew whenever they end."""
+    """Streams that run all the time: each is started again when it ends."""
 
     def __init__(self, llm: "AsyncLLM", count: int) -> None:
         self._llm = llm
         self.times: list[list[float]] = [[] for _ in range(count)]
-        """When each stream's tokens came, in seconds of `time.monotonic()`."""
+        """The times of each stream's tokens, in seconds of `time.monotonic()`."""
 
     async def run(self, index: int) -> None:
+        """Run the stream `index` until the task is cancelled."""
         params = SamplingParams(seed=index, max_tokens=200, ignore_eos=True)
         while True:
             async for _ in self._llm.generate(f"Story {index}: once upon a time", params):
                 self.times[index].append(time.monotonic())
 
     async def wait(self, count: int, tasks: "list[asyncio.Task[None]]") -> None:
-        """Forget what has come, and wait for `count` tokens of each stream."""
+        """Discard the times so far except the last, and wait for `count` tokens of each stream."""
         for times in self.times:
             del times[:-1]
         while min(len(times) for times in self.times) <= count:
@@ -92,13 +91,14 @@ class _Load:
 
 
 def _raise_if_failed(tasks: "list[asyncio.Task[None]]") -> None:
+    """Raise the error of a stream that has ended."""
     for task in tasks:
         if task.done():
             task.result()
 
 
 async def _measure(llm: "AsyncLLM", kills: int, streams: int) -> tuple[list[float], list[float]]:
-    """Seconds from each kill to the first token of any stream, and to the next one of every stream."""
+    """Return the seconds from each kill to the first token of any stream, and to the next token of every stream."""
     load = _Load(llm, streams)
     tasks = [asyncio.create_task(load.run(i)) for i in range(streams)]
     first, every = [], []
@@ -109,12 +109,12 @@ async def _measure(llm: "AsyncLLM", kills: int, streams: int) -> tuple[list[floa
             status = await llm.core_status()
             killed = time.monotonic()
             os.kill(status["pid"], signal.SIGKILL)
-            await llm.core_status()  # which the next core answers
+            await llm.core_status()  # answered by the next core
             counts = [len(times) for times in load.times]
             while any(len(times) < count + 2 for times, count in zip(load.times, counts, strict=True)):
                 _raise_if_failed(tasks)
                 await asyncio.sleep(0.002)
-            # What was on its way at the kill came at once, so the longest wait of a stream is that for the next core.
+            # Tokens in transit at the kill arrive at once, so a stream's longest gap is the wait for the next core.
             gaps = [max((b - a, b) for a, b in itertools.pairwise(times))[1] - killed for times in load.times]
             first.append(min(gaps))
             every.extend(gaps)
@@ -126,6 +126,6 @@ async def _measure(llm: "AsyncLLM", kills: int, streams: int) -> tuple[list[floa
 
 
 async def _wait_for_standby(llm: "AsyncLLM") -> None:
-    """Wait until the next core's process has had time to import, where there is to be one."""
+    """Wait until the standby process has had time to import everything, if the engine keeps one."""
     if llm.vllm_config.liveness_config.warm_standby:
         await asyncio.sleep(_STANDBY_S)

@@ -1,4 +1,4 @@
-"""How long a fresh process takes to its first token, and what the engine costs at rest."""
+"""The benchmark of start-up: from process start to the first token, and the cost of an idle engine."""
 
 import argparse
 import dataclasses
@@ -8,12 +8,13 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
 from vllm_mp.engine_args import AsyncEngineArgs
 
-HELP = "measure import, start, memory of the client, and the CPU time of an idle engine"
+USAGE = "[OPTIONS]"
+HELP = "Measure the times of import and start, the client's memory, and the CPU time of an idle engine."
 
 _IMPORT = """
 import json, sys, time
@@ -53,21 +54,27 @@ llm.shutdown()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3, help="starts to take the median of (%(default)s)")
     parser.add_argument(
-        "--idle-seconds", type=float, default=5.0, help="how long to watch the idle engine (%(default)s)"
+        "--rounds",
+        type=positive_integer,
+        default=3,
+        help="Number of starts, whose median is printed (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--idle-seconds",
+        type=float,
+        default=5.0,
+        help="Seconds to watch the idle engine (default: %(default)s)",
+    )
+    add_json_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
     if not 0 < args.idle_seconds < 3600:
         raise ValueError(f"--idle-seconds must be above 0 and below 3600, got {args.idle_seconds}")
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    engine_args.create_engine_config()  # fetch and convert before the clock runs
+    engine_args.create_engine_config()  # fetches and converts the model before the measurement
     options = json.dumps(dataclasses.asdict(engine_args))
     imports = [_probe(_IMPORT) for _ in range(2 * args.rounds + 1)]
     starts = []
@@ -85,13 +92,12 @@ def run(args: argparse.Namespace) -> int:
     for name, value in figures.items():
         print(f"{name:<36} {value:8.3f}")
     print(f"{'torch loaded by the client':<36} {any(probe['torch'] for probe in imports + starts)!s:>8}")
-    if args.json:
-        args.json.write_text(json.dumps({"model": args.model, "cores": os.cpu_count(), **figures}, indent=2) + "\n")
+    write_json(args.json, {"model": args.model, "cores": os.cpu_count(), **figures})
     return 0
 
 
 def _probe(code: str, *arguments: str) -> dict[str, Any]:
-    """Run `code` in a fresh interpreter; the JSON object of its last line."""
+    """Run `code` in a new interpreter and return the JSON object on the last line of its output."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, check=False

@@ -1,4 +1,4 @@
-"""Talk with a model in the terminal."""
+"""The command `chat`: a conversation with a model in the terminal."""
 
 import argparse
 import dataclasses
@@ -15,19 +15,23 @@ if TYPE_CHECKING:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-HELP = "chat with a model in the terminal"
+USAGE = "[OPTIONS]"
+HELP = "Chat with a model in the terminal."
 
-_USAGE = "/clear forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+_USAGE = "/clear forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", help="the system message")
+    parser.add_argument("--system", help="System message; by default the chat template's own")
     parser.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="use the core that serves this address; of the engine options, --tokenizer may name a local folder",
+        help="Address of a running core to use; by default a core is started. With it, of the engine options only "
+        "--tokenizer is allowed, to name a local folder",
     )
-    parser.add_argument("--key-file", help="key file of that core, for a tcp:// address")
+    parser.add_argument(
+        "--key-file", metavar="FILE", help="Key file of the core at a tcp:// address, where it is required"
+    )
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
 
@@ -39,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-    sampling_params(args, {})  # so that a wrong flag does not cost a start
+    sampling_params(args, {})  # a wrong flag is refused before the engine starts
     _check_connect(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.connect is not None:
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_connect(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that would be ignored: a core that runs already has its options."""
+    """Raise ValueError for flags that would be ignored: a running core already has its options."""
     if args.connect is None:
         if args.key_file is not None:
             raise ValueError("--key-file needs --connect ADDRESS")
@@ -66,12 +70,13 @@ def _check_connect(args: argparse.Namespace) -> None:
     for option in dataclasses.fields(AsyncEngineArgs):
         if option.name != "tokenizer" and getattr(args, option.name) != option.default:
             raise ValueError(
-                f"--{option.name.replace('_', '-')} has no effect on a core that runs already; give it to "
+                f"--{option.name.replace('_', '-')} has no effect on a running core; give it to "
                 "`vllm-mp engine`, or leave out --connect"
             )
 
 
 def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams, system: str | None) -> None:
+    """Answer line after line until the input ends; an answer that is stopped stays in the conversation."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while (line := _read_line()) is not None:
@@ -103,7 +108,7 @@ def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams,
 
 
 def _read_line() -> str | None:
-    """The next line of the user; None at the end of the input."""
+    """Return the user's next line, or None at the end of the input."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()
@@ -114,7 +119,10 @@ def _read_line() -> str | None:
 
 
 def _fitting_prompt(llm: "AsyncLLM", messages: list[dict[str, str]], num_kept: int) -> list[int]:
-    """The conversation as token ids; where it fills the context, without its oldest turns, which are dropped."""
+    """Return the conversation as token ids.
+
+    If it fills the context, its oldest turns are removed from `messages`, whose first `num_kept` messages stay.
+    """
     limit = llm.model_config.max_model_len
     prompt = chat_prompt(llm, messages)
     while len(prompt) >= limit and len(messages) > num_kept + 1:

@@ -1,4 +1,4 @@
-"""Run a core on its own, for clients that connect to it."""
+"""The command `engine`: a core on its own, to which clients connect."""
 
 import argparse
 import os
@@ -11,17 +11,27 @@ import msgspec
 from vllm_mp.core_launch import CoreLaunch, core_environment
 from vllm_mp.engine_args import AsyncEngineArgs
 
-HELP = "run a core that clients reach at an address (AsyncLLM.connect)"
+USAGE = "--listen ADDRESS [OPTIONS]"
+HELP = "Run a core that clients reach at an address (AsyncLLM.connect)."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--listen", required=True, metavar="ADDRESS", help="ipc:///PATH/TO/SOCKET or tcp://HOST:PORT")
-    parser.add_argument("--key-file", help="key file for tcp://, made if it does not exist; clients need a copy")
+    parser.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="Address at which clients connect: ipc:///PATH/TO/SOCKET or tcp://HOST:PORT (required)",
+    )
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="Key file for a tcp:// address, where it is required; made if it does not exist; clients need a copy",
+    )
     AsyncEngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Become the core: this process is replaced and keeps its pid, so signals to it reach the core."""
+    """Replace this process with the core. The pid stays the same, so that signals to it reach the core."""
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     if args.key_file:
         from vllm_mp.curve_key import ensure_key_file
@@ -35,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         supervised=False,
         key_file=args.key_file,
     )
-    # A file without a name, because a pipe may be too small for the configuration.
+    # The core reads the configuration from a file without a name: a pipe may be too small for it.
     with tempfile.TemporaryFile() as file:
         file.write(msgspec.json.encode(launch) + b"\n")
         file.seek(0)

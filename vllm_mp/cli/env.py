@@ -1,4 +1,4 @@
-"""Print what a report of a problem needs: versions, machine, devices, paths."""
+"""The command `env`: the facts that a bug report needs."""
 
 import argparse
 import importlib.metadata
@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_mp.model_store.resolve import cache_root
+from vllm_mp.model_store import cache_root
 
-HELP = "print versions, machine and paths, for reports of problems"
+USAGE = ""
+HELP = "Print versions, machine, paths and settings for a bug report."
 
 _PACKAGES = (
     "vllm-mp",

@@ -1,4 +1,4 @@
-"""Stream one answer to standard output."""
+"""The command `generate`: an answer streamed to standard output."""
 
 import argparse
 import sys
@@ -12,13 +12,16 @@ from vllm_mp.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
 
-HELP = "stream the answer to a prompt"
+USAGE = "PROMPT [OPTIONS]"
+HELP = "Stream the answer to a prompt."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="the prompt; - reads it from standard input")
+    parser.add_argument("prompt", metavar="PROMPT", help="Prompt; - reads it from standard input (required)")
     parser.add_argument(
-        "--chat", action="store_true", help="give the prompt to the model as a user's message in its chat template"
+        "--chat",
+        action="store_true",
+        help="Put the prompt into the model's chat template (default: off)",
     )
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
@@ -31,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-    sampling_params(args, {})  # so that a wrong flag does not cost a start
+    sampling_params(args, {})  # a wrong flag is refused before the engine starts
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 async def stream_answer(
     llm: "AsyncLLM", prompt: str | list[int], params: SamplingParams, show: Callable[[str], None]
 ) -> str:
-    """Give each piece of the answer to `show` as it comes; returns the whole."""
+    """Give each piece of the answer to `show` when it arrives, and return the whole text."""
     pieces = []
     async for output in llm.generate(prompt, params):
         pieces.append(output.outputs[0].text)
@@ -57,9 +60,9 @@ async def stream_answer(
 
 
 def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
-    """The token ids that the model's chat template makes of `messages`.
+    """Return `messages`, put into the model's chat template, as token ids.
 
-    Raises ValueError if it has none, or if a message is no text that can be encoded.
+    Raises ValueError if the model has no chat template, or if a message is not valid Unicode.
     """
     from vllm_mp.client.prompt import parse_prompt
 
@@ -72,11 +75,12 @@ def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
             "`vllm-mp generate` without --chat"
         )
     text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # The template writes the special tokens itself.
+    # The template contains the special tokens already.
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
 
 
 def show(piece: str) -> None:
+    """Write a piece of an answer to standard output at once."""
     sys.stdout.write(piece)
     sys.stdout.flush()

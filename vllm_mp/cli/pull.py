@@ -1,22 +1,28 @@
-"""Fetch a model and convert it if need be, so that a later start finds it ready."""
+"""The command `pull`: fetch and convert a model, so that a later start finds it ready."""
 
 import argparse
+import dataclasses
 
-from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
+from vllm_mp.engine_args import EngineArgs
+from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS, resolve_model
 
-HELP = "fetch a model, convert it if need be, and print the folder that holds it"
+_OPTIONS = ("revision", "hf_token", "download_dir")
+
+USAGE = "[MODEL] [OPTIONS]"
+HELP = "Fetch a model, convert it if need be, and print its folder."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
+        metavar="MODEL",
         nargs="?",
         default=DEFAULT_MODEL,
-        help="hub id, .gguf file, or the alias of the default model (%(default)s)",
+        help=f"Model: a hub id, a .gguf file, or an alias: {', '.join(PACKAGED_MODELS)} (default: %(default)s)",
     )
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--hf-token", help="token for the hub")
-    parser.add_argument("--download-dir", help="folder for downloads from the hub")
+    for option in dataclasses.fields(EngineArgs):
+        if option.name in _OPTIONS:
+            parser.add_argument("--" + option.name.replace("_", "-"), help=option.metadata["help"])
 
 
 def run(args: argparse.Namespace) -> int:

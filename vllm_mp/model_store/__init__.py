@@ -1,1 +1,18 @@
-"""Where a model's files come from: an alias, a folder, a GGUF file, the hub or a Python package."""
+"""Where a model's files come from: an alias, a local folder, a GGUF file, the hub or a Python package.
+
+`resolve_model` is the way in. It returns a local folder that holds config.json, safetensors and tokenizer files.
+"""
+
+from vllm_mp.model_store.cache import cache_root
+from vllm_mp.model_store.folder import TOKENIZER_FILES, has_tokenizer
+from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS
+from vllm_mp.model_store.resolve import resolve_model
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "PACKAGED_MODELS",
+    "TOKENIZER_FILES",
+    "cache_root",
+    "has_tokenizer",
+    "resolve_model",
+]

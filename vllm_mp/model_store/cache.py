@@ -1,14 +1,16 @@
-"""The folder where fetched and converted models are kept, each of them prepared exactly once.
+"""The folder that keeps fetched and converted models. Each model in it is prepared exactly once.
 
-An entry is a folder under its final name, and it is complete: it is prepared in a hidden sibling, under a
-lock, and renamed into place as the last act. Whatever a killed process left behind has another name.
+An entry is a folder under its final name, and it is complete: it is prepared in a hidden sibling, under a lock, and
+renamed into place as the last act. Files that a killed process leaves behind have another name.
 """
 
 import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,12 +19,13 @@ from vllm_mp.model_store.progress import Progress
 CACHE_VARIABLE = "VLLM_MP_CACHE"
 
 Build = Callable[[Path, int], Path]
+"""Fills a workspace under a lock; see `build_once`."""
 
 
 def cache_root() -> Path:
     """Return the cache folder: `$VLLM_MP_CACHE`, else `$XDG_CACHE_HOME/vllm_mp`, else `~/.cache/vllm_mp`.
 
-    Nothing is created. Raises OSError when neither variable is set and there is no home folder.
+    Creates nothing. Raises OSError if neither variable is set and there is no home folder.
     """
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser().absolute()
@@ -35,15 +38,15 @@ def cache_root() -> Path:
 
 
 def build_once(folder: Path, build: Build, progress: Progress) -> Path:
-    """Return `folder`, calling `build` to make it where it does not exist yet.
+    """Return `folder`; call `build` to make it if it does not exist.
 
-    `build(workspace, lock)` gets an empty folder beside `folder`, fills a folder inside it and returns that
-    one, which becomes `folder`; the rest of the workspace is removed. `lock` is the file descriptor of the
-    held lock: a child process that writes into the workspace inherits it, so that it still holds the lock
-    if this process is killed and nobody clears the workspace under its feet.
+    `build(workspace, lock)` gets an empty folder beside `folder`, fills a folder inside that workspace and returns it.
+    The returned folder becomes `folder`, and the rest of the workspace is removed. `lock` is the file descriptor of the
+    held lock. A child process that writes into the workspace inherits `lock`: it then still holds the lock if this
+    process is killed, so that no other process clears the workspace while the child writes.
 
-    One process builds an entry at a time, the others wait for it and use its result. Raises OSError when
-    the cache cannot be written or its disk is full, and whatever `build` raises.
+    Only one process builds an entry at a time; other processes wait and use its result. Raises OSError if the cache
+    cannot be written or its disk is full, and any error that `build` raises.
     """
     if folder.is_dir():
         return folder
@@ -64,17 +67,52 @@ def build_once(folder: Path, build: Build, progress: Progress) -> Path:
     return folder
 
 
+def run_child(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    lock: int,
+    follow: Callable[[subprocess.Popen[str]], None],
+) -> tuple[int, str]:
+    """Run `command`, a child process of a build; return its exit status and the last line of its stderr.
+
+    `environment` is added to the environment of this process. The child inherits `lock`. `follow` watches the child
+    while it runs; the child is killed if `follow` raises, as it does on Ctrl-C.
+    """
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | dict(environment),
+            pass_fds=(lock,),
+        ) as child,
+    ):
+        try:
+            follow(child)
+            status = child.wait()
+        except BaseException:
+            child.kill()
+            raise
+        log.seek(0)
+        lines = [line.strip() for line in log if line.strip()]
+    return status, lines[-1] if lines else "it gave no reason"
+
+
 def disk_full(folder: Path, detail: str) -> OSError:
-    """Return the error to raise when there is no room to prepare `folder`; `detail` says what was tried."""
+    """Return the error to raise if there is no space to prepare `folder`; `detail` says what was tried."""
     return OSError(
         errno.ENOSPC,
-        f"no space left to prepare {folder.name}: {detail}. Free some, or set {CACHE_VARIABLE} to a folder "
+        f"no space left to prepare {folder.name}: {detail}. Free some space, or set {CACHE_VARIABLE} to a folder "
         f"on a larger disk (now {folder.parent})",
     )
 
 
 @contextmanager
 def _lock(path: Path, subject: str, progress: Progress) -> Iterator[int]:
+    """Hold the lock file `path` and yield its descriptor; announce a wait for the process that prepares `subject`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

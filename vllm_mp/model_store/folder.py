@@ -1,61 +1,56 @@
-"""What a model folder must hold before it is worth starting an engine on it."""
+"""The files that a model's folder must hold before an engine is started on it."""
 
-import json
 from pathlib import Path
+from typing import Any
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+from vllm_mp.model_config.json_file import read_json
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+"""Patterns of the files that hold a tokenizer. The first is the fast tokenizer, the others are vocabularies."""
+
 _WEIGHT_INDEX = "model.safetensors.index.json"
 _POINTER_START = b"version https://git-lfs"
 
 
 def folder_problem(folder: Path, load_format: str) -> str | None:
-    """Return what keeps `folder` from being loaded, with the remedy, or None.
+    """Return the reason why `folder` cannot be loaded, with the remedy, or None if it can.
 
-    Looks for a config.json that can be read and, unless `load_format` is "dummy", for every safetensors file
-    that the index names; the tensors themselves are not read. "tokenizer" looks for a tokenizer and no more.
+    Checks that config.json can be read and, unless `load_format` is "dummy", that every safetensors file exists that
+    the index names. The tensors themselves are not read. With "tokenizer" only a tokenizer is required.
     """
     if load_format == "tokenizer":
         if has_tokenizer(folder):
             return None
-        return f"{folder} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})"
-    config = folder / "config.json"
-    if not config.is_file():
         return (
-            f"{folder} has no config.json: a model folder holds config.json, *.safetensors and tokenizer.json, "
-            "as `save_pretrained` writes them"
+            f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there, or "
+            "name another folder"
         )
-    if problem := _json_problem(config):
-        return problem
-    return None if load_format == "dummy" else _weights_problem(folder)
+    try:
+        if read_json(folder / "config.json", dict) is None:
+            return (
+                f"{folder} has no config.json: a model folder holds config.json, *.safetensors and tokenizer.json, "
+                "as `save_pretrained` writes them"
+            )
+        return None if load_format == "dummy" else _weights_problem(folder)
+    except ValueError as error:
+        return str(error)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Tell whether `folder` holds a tokenizer in one of the usual files."""
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
-
-
-def _json_problem(path: Path) -> str | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    except (ValueError, RecursionError) as error:
-        return f"{path} is not valid JSON: {error}"
-    return None if isinstance(content, dict) else f"{path} holds no JSON object"
+    """Return whether `folder` holds one of `TOKENIZER_FILES`."""
+    return any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
 
 
 def _weights_problem(folder: Path) -> str | None:
-    index = folder / _WEIGHT_INDEX
-    if index.is_file():
-        if problem := _json_problem(index):
-            return problem
-        files = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        missing = sorted(name for name in files if not (folder / name).is_file())
-        if missing:
-            return (
-                f"{folder} lacks {len(missing)} of the {len(files)} files that {_WEIGHT_INDEX} names, "
-                f"{missing[0]} among them: copy or download them again"
-            )
+    """Return the reason why the safetensors of `folder` cannot be loaded. Raises ValueError for an unreadable index."""
+    index: dict[str, Any] = read_json(folder / _WEIGHT_INDEX, dict) or {}
+    files = set(index.get("weight_map", {}).values())
+    missing = sorted(name for name in files if not (folder / name).is_file())
+    if missing:
+        return (
+            f"{folder} lacks {len(missing)} of the {len(files)} files that {_WEIGHT_INDEX} names, "
+            f"for example {missing[0]}: copy or download them again"
+        )
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         return (

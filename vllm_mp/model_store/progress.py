@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on a terminal, plain lines anywhere else."""
+"""The progress of long work: a bar on a terminal, plain lines elsewhere."""
 
 import os
 import sys
@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Say = Callable[[str], None]
+"""Takes a line of text."""
 Show = Callable[[float], None]
+"""Takes the fraction of the task that is done, 0.0 to 1.0."""
 
 
 class Progress:
-    """Announces the tasks of one long piece of work on stderr, or to `say` where one is given.
+    """Announces tasks on stderr, or to `say` if it is given.
 
-    stdout is never written: it belongs to the answer that the user asked for.
+    Nothing is written to stdout, which belongs to the answer that the user asked for.
     """
 
     def __init__(self, say: Say | None = None) -> None:
@@ -27,9 +29,9 @@ class Progress:
 
     @contextmanager
     def task(self, text: str) -> Iterator[Show]:
-        """Announce a task; the function it yields takes the fraction done so far, 0.0 to 1.0.
+        """Announce a task, and yield a function that takes the fraction done so far, 0.0 to 1.0.
 
-        The fraction moves a bar on a terminal and is dropped elsewhere, where the line has said it all.
+        The fraction moves a bar on a terminal. Elsewhere it is ignored, and the line is all that is written.
         """
         if self._say is not None or not sys.stderr.isatty():
             self.line(text)
@@ -37,7 +39,7 @@ class Progress:
             return
         from tqdm import tqdm
 
-        # A terminal that does not know its width reports 0, on which tqdm would draw nothing.
+        # A terminal that does not know its width reports 0, and tqdm would draw nothing.
         width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
         style = "{desc} {percentage:3.0f}%|{bar}| {elapsed}"
         with tqdm(total=1.0, desc=text, bar_format=style, ncols=width) as bar:

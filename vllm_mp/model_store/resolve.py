@@ -1,18 +1,19 @@
-"""What the user calls a model, turned into a local folder of config, safetensors and tokenizer files."""
+"""The name that a user gives a model becomes a local folder of config, safetensors and tokenizer files.
+
+The name is an alias, a folder, a GGUF file or a hub id; a module beside this one fetches or converts each of them.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from vllm_mp.model_store.cache import cache_root
 from vllm_mp.model_store.folder import folder_problem
-from vllm_mp.model_store.gguf import convert_gguf
+from vllm_mp.model_store.gguf import gguf_model
 from vllm_mp.model_store.hub import hub_model, is_hub_id
 from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS, packaged_model
 from vllm_mp.model_store.progress import Progress
 
-__all__ = ["DEFAULT_MODEL", "cache_root", "resolve_model"]
-
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy", "tokenizer")
+_LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy", "tokenizer")
 
 
 def resolve_model(
@@ -24,20 +25,21 @@ def resolve_model(
     load_format: str = "auto",
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """Return the local folder of `model`, fetching and converting what is not there yet.
+    """Return the local folder of `model`; fetch and convert its files first if need be.
 
-    `model` is, in this order: the alias of a packaged model, a local folder, a `.gguf` file (or a folder
-    with one of them and no config.json), a hub id ("name" or "organisation/name"). `revision` and `hf_token`
-    concern the hub only. `download_dir` takes the place of the hub's cache and of `cache_root()`.
-    `load_format="dummy"` asks for no weights, "tokenizer" for the tokenizer alone, and "gguf" prefers a
-    folder's GGUF file to its safetensors. `progress` gets lines of text; without
-    it a bar or lines go to stderr.
+    `model` is, in this order: the alias of a packaged model, a local folder, a `.gguf` file (or a folder with exactly
+    one such file and no config.json), or a hub id ("name" or "organisation/name").
 
-    Raises ValueError naming the model, what is missing and the remedy; OSError when the cache cannot be
-    written or is full; RuntimeError when the system ended a conversion.
+    `revision` and `hf_token` are used for the hub only. `download_dir` replaces both the hub's cache and
+    `cache_root()`. `load_format="dummy"` requires no weights, "tokenizer" requires only the tokenizer, and "gguf"
+    prefers a folder's GGUF file to its safetensors. `progress` gets lines of text; without it a bar or lines go to
+    stderr.
+
+    Raises ValueError naming the model, what is missing and the remedy; OSError if the cache cannot be written or is
+    full; RuntimeError if the system ended a conversion.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format is {load_format!r}, allowed are {', '.join(LOAD_FORMATS)}")
+    if load_format not in _LOAD_FORMATS:
+        raise ValueError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}, got {load_format!r}")
     if not model.strip() or "\0" in model:
         raise ValueError(f"model is {model!r}: name a folder, a .gguf file, a hub id or {DEFAULT_MODEL!r}")
     report = Progress(progress)
@@ -48,25 +50,26 @@ def resolve_model(
     if path.is_dir():
         gguf = _gguf_inside(path, load_format)
         if gguf is not None:
-            return convert_gguf(gguf, cache or cache_root(), report)
+            return gguf_model(gguf, cache or cache_root(), report)
         if problem := folder_problem(path, load_format):
             raise ValueError(f"model {model!r}: {problem}")
         return path.absolute()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ValueError(f"model {model!r} is a file, but no .gguf: name the folder that holds config.json")
-        return convert_gguf(path.absolute(), cache or cache_root(), report)
+            raise ValueError(f"model {model!r} is a file, but not a .gguf file: name the folder that holds config.json")
+        return gguf_model(path.absolute(), cache or cache_root(), report)
     if _looks_like_path(model):
-        raise ValueError(f"model {model!r}: no such file or folder")
+        raise ValueError(f"model {model!r}: no such file or folder; correct the path")
     if not is_hub_id(model):
         raise ValueError(
-            f"model {model!r} is no file, no folder and no hub id (organisation/name); aliases are "
-            f"{', '.join(PACKAGED_MODELS)}"
+            f"model {model!r} is neither a file nor a folder nor a hub id (organisation/name): correct it, or give an "
+            f"alias: {', '.join(PACKAGED_MODELS)}"
         )
     return hub_model(model, revision, hf_token, cache, load_format, report)
 
 
 def _looks_like_path(model: str) -> bool:
+    """Return whether the user means a path, so that the hub must not be asked."""
     return (
         model.startswith(("/", "./", "../", "~"))
         or model in (".", "..")
@@ -76,6 +79,7 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _gguf_inside(folder: Path, load_format: str) -> Path | None:
+    """Return the GGUF file to load from `folder`, or None if the folder is loaded as it is."""
     wanted = load_format == "gguf"
     if not wanted and ((folder / "config.json").exists() or folder_problem(folder, load_format) is None):
         return None
@@ -84,5 +88,5 @@ def _gguf_inside(folder: Path, load_format: str) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"model {str(folder)!r} holds several GGUF files ({names}): name one of them")
     if wanted and not files:
-        raise ValueError(f"model {str(folder)!r} holds no .gguf file, which load_format='gguf' asks for")
+        raise ValueError(f"model {str(folder)!r} holds no .gguf file, which load_format='gguf' requires; leave it out")
     return files[0].absolute() if files else None

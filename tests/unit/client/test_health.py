@@ -10,7 +10,7 @@ import pytest
 
 from vllm_mp.client.engine import health
 from vllm_mp.client.engine.health import HangWatch
-from vllm_mp.status_page import CoreState, StatusPage
+from vllm_mp.status_page import CoreState, StatusPage, StepRequests
 
 NOBODY = np.zeros(0, np.uint32)
 
@@ -35,7 +35,7 @@ def look(watch, page, clock, seconds, has_work=True):
 @pytest.fixture
 def page():
     page = StatusPage.create(None, 1)
-    page.begin_step(1, NOBODY, NOBODY, NOBODY)
+    page.begin_step(1, StepRequests(NOBODY, NOBODY, NOBODY))
     return page
 
 

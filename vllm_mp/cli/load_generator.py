@@ -1,4 +1,4 @@
-"""Load for the benchmarks: requests of random tokens that arrive at given times, and when their tokens came."""
+"""The load generator of benchmarks and tools: requests of random tokens, and the times of their answers' tokens."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ from vllm_mp import sampling_params
 
 
 class LoadRequest(NamedTuple):
-    """One request: its prompt, the tokens it asks for, and its arrival in seconds from the start."""
+    """A request: token ids of its prompt, length of its answer in tokens, arrival in seconds from the start."""
 
     prompt: list[int]
     output_len: int
@@ -22,37 +22,40 @@ class LoadRequest(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When things happened to a request, in seconds from the start of the load."""
+    """The times of a request, in seconds from the start of the load."""
 
     sent: float
+    """The time at which the request was sent."""
     tokens: list[float]
-    """When each token of the answer came; tokens that came together have the same time."""
+    """The time of each token of the answer; tokens of the same output have the same time."""
 
     @property
     def first_token_s(self) -> float:
+        """Seconds from sending the request to its first token."""
         return self.tokens[0] - self.sent
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one token and the next."""
+        """Seconds between each token and the next."""
         return [b - a for a, b in itertools.pairwise(self.tokens)]
 
 
 def random_prompt(chance: random.Random, vocab_size: int, length: int) -> list[int]:
+    """Return `length` token ids, drawn uniformly from the vocabulary."""
     return chance.choices(range(vocab_size), k=length)
 
 
 async def run_load(
     llm: Any, requests: Sequence[LoadRequest], temperature: float = 0.0, api: ModuleType = sampling_params
 ) -> list[Timeline]:
-    """Send each request at its time and wait for all; their answers end at the length they ask for.
+    """Send each request at its time, wait for all, and return their timelines. Answers have `output_len` tokens.
 
-    `llm` is an `AsyncLLM`, and `api` has the `SamplingParams` that it takes: ours, or vLLM's of the same names.
+    `llm` is an `AsyncLLM`, and `api` is the module of its `SamplingParams`: this engine's, or vLLM's with equal names.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
 
-    async def one(request: LoadRequest) -> Timeline:
-        await asyncio.sleep(max(0.0, begun + request.arrival - time.perf_counter()))
+    async def send(request: LoadRequest) -> Timeline:
+        await asyncio.sleep(max(0.0, start + request.arrival - time.perf_counter()))
         params = api.SamplingParams(
             temperature=temperature,
             max_tokens=request.output_len,
@@ -60,24 +63,25 @@ async def run_load(
             detokenize=False,
             output_kind=api.RequestOutputKind.DELTA,
         )
-        sent, tokens = time.perf_counter() - begun, []
+        sent, tokens = time.perf_counter() - start, []
         async for output in llm.generate({"prompt_token_ids": request.prompt}, params, uuid.uuid4().hex):
-            tokens += [time.perf_counter() - begun] * len(output.outputs[0].token_ids)
+            tokens += [time.perf_counter() - start] * len(output.outputs[0].token_ids)
         return Timeline(sent, tokens)
 
-    return await asyncio.gather(*map(one, requests))
+    return await asyncio.gather(*map(send, requests))
 
 
 def decode_rate(timelines: Sequence[Timeline]) -> float:
-    """Tokens per second of all streams together while every one of them decodes.
+    """Return the tokens per second of all streams together while all of them decode.
 
-    From the last first token to the first end. Raises ValueError where there is no such time.
+    That time is from the last stream's first token to the first stream's last token. Raises ValueError if it is too
+    short.
     """
-    begin = max(one.tokens[0] for one in timelines)
-    end = min(one.tokens[-1] for one in timelines)
-    tokens = sum(begin < moment <= end for one in timelines for moment in one.tokens)
+    begin = max(timeline.tokens[0] for timeline in timelines)
+    end = min(timeline.tokens[-1] for timeline in timelines)
+    tokens = sum(begin < moment <= end for timeline in timelines for moment in timeline.tokens)
     if tokens < 2 * len(timelines):
-        raise ValueError("the streams hardly ever decode all at once; give a longer --output-len")
+        raise ValueError("the streams hardly ever decode at the same time; give a longer --output-len")
     return tokens / (end - begin)
 
 
@@ -89,7 +93,10 @@ def uniform_load(
     request_rate: float | None,
     seed: int,
 ) -> list[LoadRequest]:
-    """Requests whose lengths are uniform between the bounds, in a Poisson process or all at once."""
+    """Return requests with lengths uniform between the bounds, in tokens.
+
+    They arrive as a Poisson process of `request_rate` per second, or all at once if it is None.
+    """
     chance = random.Random(seed)
     requests, arrival = [], 0.0
     for _ in range(num_prompts):
@@ -101,10 +108,11 @@ def uniform_load(
 
 
 def percentiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """Return the value below which each of `shares`, 0 to 1, of the values lies."""
     ordered = sorted(values)
     return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, lowest and highest."""
+    """Return the median, the lowest and the highest value."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}

@@ -1,0 +1,29 @@
+"""The flags that the benchmarks share."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def positive_integer(text: str) -> int:
+    """Parse a flag's value. Raises the error that argparse prints with the flag's name and exit code 2."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--json FILE`, for `write_json`."""
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="File for the figures as JSON; by default they are only printed",
+    )
+
+
+def write_json(file: Path | None, report: dict[str, Any]) -> None:
+    """Write `report` to `file`, unless the flag was not given."""
+    if file is not None:
+        file.write_text(json.dumps(report, indent=2) + "\n")

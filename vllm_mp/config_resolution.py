@@ -1,0 +1,184 @@
+"""The options of an engine become its configuration: find the model, read its folder, resolve each setting.
+
+An option that has a field of the same name in a section of `VllmConfig` is copied by `_section`. Only settings that
+depend on the model or on other options are worked out here.
+"""
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from vllm_mp.config import (
+    AttentionConfig,
+    CacheConfig,
+    DecodingConfig,
+    DeviceConfig,
+    LivenessConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
+from vllm_mp.model_config.json_file import read_json
+from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
+from vllm_mp.model_config.quantization import FP8_ARCHITECTURES
+from vllm_mp.model_store import resolve_model
+
+if TYPE_CHECKING:
+    from vllm_mp.engine_args import EngineArgs
+
+_DEFAULT_MAX_NUM_SEQS = 256
+
+Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+def resolve_config(args: "EngineArgs") -> VllmConfig:
+    """Find the model, fetching and converting it if need be, and return the configuration that `args` ask for.
+
+    Raises ValueError, naming field, value and remedy, for a model that cannot be found or read, an unknown
+    architecture, or settings that contradict each other or the model. Raises what `resolve_model` raises.
+    """
+    folder = resolve_model(
+        args.model,
+        revision=args.revision,
+        hf_token=args.hf_token,
+        download_dir=args.download_dir,
+        load_format=args.load_format,
+    )
+    tokenizer = folder
+    if args.tokenizer is not None:
+        tokenizer = resolve_model(
+            args.tokenizer, hf_token=args.hf_token, download_dir=args.download_dir, load_format="tokenizer"
+        )
+    hf_config = read_json(folder / "config.json", dict)
+    if hf_config is None:
+        raise ValueError(f"{folder} has no config.json; fetch or save the model again")
+    architecture = Architecture.from_hf_config(hf_config)
+    is_encoder = architecture.is_encoder
+    if is_encoder:
+        _check_encoder_options(args)
+    max_model_len = _max_model_len(args, architecture, read_max_seq_length(folder))
+    overrides = args.override_generation_config or {}
+    generation = read_generation_config(args.generation_config, folder) | overrides
+    return VllmConfig(
+        model_config=_section(
+            ModelConfig,
+            args,
+            path=str(folder),
+            tokenizer=str(tokenizer),
+            served_model_name=args.served_model_name or args.model,
+            quantization=_quantization(args, architecture),
+            max_model_len=max_model_len,
+            hf_config=hf_config,
+            eos_token_ids=eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
+            default_sampling_params=default_sampling_params(generation, overrides),
+            pooling=read_pooling_config(folder, is_encoder),
+        ),
+        cache_config=_section(
+            CacheConfig,
+            args,
+            block_size=max_model_len if is_encoder else args.block_size,
+            cache_dtype=args.kv_cache_dtype,
+            enable_prefix_caching=args.enable_prefix_caching is not False and not is_encoder,
+        ),
+        scheduler_config=_scheduler_config(args, max_model_len, is_encoder),
+        parallel_config=ParallelConfig(),
+        device_config=_section(DeviceConfig, args),
+        attention_config=AttentionConfig(backend=args.attention_backend),
+        decoding_config=DecodingConfig(),
+        observability_config=_section(ObservabilityConfig, args),
+        liveness_config=_section(LivenessConfig, args),
+    )
+
+
+def _section(kind: type[Section], args: "EngineArgs", **settings: Any) -> Section:
+    """Return a section with `settings`; fields that are not in it come from the options of the same name."""
+    options = {name: value for name, value in vars(args).items() if name in kind.__struct_fields__}
+    return kind(**(options | settings))
+
+
+def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
+    """Return the quantization of the weights, including the checkpoint's own."""
+    in_checkpoint = architecture.fp8 if isinstance(architecture, NativeArchitecture) else None
+    if args.quantization is None:
+        return "fp8" if in_checkpoint else None
+    wanted = f"quantization={args.quantization!r}"
+    if args.quantization == "fp8":
+        if architecture.name not in FP8_ARCHITECTURES:
+            raise ValueError(
+                f"{wanted} is served for {', '.join(FP8_ARCHITECTURES)} and not for {architecture.name}; leave it out"
+            )
+        return "fp8"
+    if args.device == "cuda":
+        raise ValueError(f"{wanted} is computed on CPUs only, but device='cuda'; leave out one of them")
+    if args.dtype == "float16":
+        raise ValueError(f"{wanted} needs dtype float32 or bfloat16, got {args.dtype!r}; change one of them")
+    if not isinstance(architecture, NativeArchitecture):
+        raise ValueError(
+            f"{wanted} needs an architecture with a native model, and {architecture.name} runs on the transformers "
+            "backend; leave it out"
+        )
+    if in_checkpoint:
+        raise ValueError(f"{wanted} needs weights that are plain floats, and {args.model} is FP8; leave it out")
+    return args.quantization
+
+
+def _check_encoder_options(args: "EngineArgs") -> None:
+    """Raise ValueError for an option that an encoder cannot serve."""
+    for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}=True: {args.model} is an encoder, where each token attends to the whole prompt, so that no "
+                "part of a prompt can be computed before the rest; leave it None"
+            )
+    if args.kv_cache_dtype != "auto":
+        raise ValueError(
+            f"kv_cache_dtype={args.kv_cache_dtype!r}: {args.model} is an encoder, which has no cache; leave it 'auto'"
+        )
+
+
+def _max_model_len(args: "EngineArgs", architecture: Architecture, max_seq_length: int | None) -> int:
+    """Return the maximum number of tokens of a request; `max_seq_length` is the advice of the model's folder."""
+    if args.max_model_len is None:
+        return min(architecture.max_position, max_seq_length or architecture.max_position)
+    if args.max_model_len > architecture.max_position:
+        raise ValueError(
+            f"max_model_len={args.max_model_len} is longer than the context of {args.model}, "
+            f"{architecture.max_position} tokens; set it to at most that"
+        )
+    return args.max_model_len
+
+
+def _scheduler_config(args: "EngineArgs", max_model_len: int, is_encoder: bool) -> SchedulerConfig:
+    chunked = args.enable_chunked_prefill is not False and not is_encoder
+    max_num_batched_tokens = args.max_num_batched_tokens
+    if max_num_batched_tokens is not None and not chunked and max_num_batched_tokens < max_model_len:
+        below = f"max_num_batched_tokens={max_num_batched_tokens} is below max_model_len={max_model_len}, and"
+        if is_encoder:
+            raise ValueError(
+                f"{below} {args.model} is an encoder, so that a whole prompt must fit in one step; raise the first or "
+                "lower the second"
+            )
+        raise ValueError(
+            f"{below} with enable_chunked_prefill=False a whole prompt must fit in one step; raise the first, lower "
+            "the second, or allow chunked prefill"
+        )
+    max_num_seqs = args.max_num_seqs
+    if max_num_seqs is None:
+        max_num_seqs = min(_DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens or _DEFAULT_MAX_NUM_SEQS)
+    if max_num_batched_tokens is not None and max_num_seqs > max_num_batched_tokens:
+        raise ValueError(
+            f"max_num_seqs={max_num_seqs} is above max_num_batched_tokens={max_num_batched_tokens}, so that a step "
+            "cannot give every request a token; lower the first or raise the second"
+        )
+    return _section(
+        SchedulerConfig,
+        args,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens or 0,
+        enable_chunked_prefill=chunked,
+        policy=args.scheduling_policy,
+    )
