@@ -1,6 +1,6 @@
-"""vllm_mp: an LLM inference engine whose client and core live and die apart.
+"""An LLM inference engine in two processes: the client keeps every stream if the core dies.
 
-The public names are loaded when they are first used, so that importing the package costs next to nothing.
+The public names are imported when they are first used, so that `import vllm_mp` is cheap.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What a consumer of the engine receives."""
+"""The outputs that a consumer of a stream receives."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 @dataclass(slots=True)
 class Logprob:
-    """The natural logarithm of a token's probability, its place among all tokens (1: the most likely), its text."""
+    """A token's probability as natural logarithm, its rank among all tokens (1: the most likely), and its text."""
 
     logprob: float
     rank: int | None = None
@@ -17,12 +17,12 @@ class Logprob:
 
 
 LogprobsOnePosition = dict[int, Logprob]
-"""By token id: the chosen token first, then the most likely ones."""
+"""Log-probabilities by token id: the chosen token first, then the most likely tokens."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of `time.time()`; None where the moment has not come."""
+    """Times of a request, in seconds of `time.time()`; None for a moment that has not come yet."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -32,55 +32,59 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer to a prompt.
-
-    `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop
-    string or stop token id that ended it, None for end-of-sequence. `token_ids` holds the token that stopped
-    it, `text` does not unless `include_stop_str_in_output` asks for it. `logprobs` has an entry for each of
-    `token_ids`, and `cumulative_logprob` is the sum over the whole answer, where the request asked for them.
-    """
+    """A completion: one of the `n` answers to a prompt."""
 
     index: int
+    """Number of the completion, 0 to `n - 1`."""
     text: str
+    """Without the stop string, unless `include_stop_str_in_output` is set."""
     token_ids: list[int]
+    """Including the token that ended the completion."""
     cumulative_logprob: float | None = None
+    """Sum of the chosen tokens' log-probabilities over the whole completion, if the request asks for `logprobs`."""
     logprobs: list[LogprobsOnePosition] | None = None
+    """An entry for each token of `token_ids`, if the request asks for `logprobs`."""
     finish_reason: str | None = None
+    """None while the completion runs, then "stop", "length", "abort" or "error"."""
     stop_reason: int | str | None = None
+    """The stop string or stop token id that ended the completion; None for end-of-sequence."""
     lora_request: Any = None
 
     def finished(self) -> bool:
+        """Return whether the completion has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request, or with `RequestOutputKind.DELTA` what is new in it.
-
-    `prompt_logprobs`, where asked for, has an entry for each prompt token, None for the first; with DELTA it is in
-    the first output only.
-    """
+    """The state of a request; with `RequestOutputKind.DELTA` only what is new since the last output."""
 
     request_id: str
     prompt: str | None
+    """The prompt's text, if the caller gave text."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    """True in the last output: all completions have ended."""
     prompt_logprobs: list[LogprobsOnePosition | None] | None = None
+    """An entry for each prompt token, None for the first token, if the request asks for it; with DELTA in the first
+    output only."""
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
+    """Prompt tokens that the prefix cache held."""
     lora_request: Any = None
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """`data` is the vector, float32 [dimensions]."""
+    """The vector of a prompt."""
 
     data: npt.NDArray[np.float32]
+    """float32 [dimensions]."""
 
     @property
     def embedding(self) -> list[float]:
-        """The vector as a list."""
+        """Return the vector as a list."""
         vector: list[float] = self.data.tolist()
         return vector
 

@@ -1,6 +1,7 @@
-"""The options of an engine: as arguments, as flags, and as the configuration that comes of them."""
+"""The options of an engine: as arguments, as flags, and as the configuration that follows from them."""
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import io
@@ -8,6 +9,7 @@ import json
 import math
 import re
 import typing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -28,70 +30,45 @@ LLAMA = {
     "max_position_embeddings": CONTEXT,
     "eos_token_id": 2,
 }
-SERVED = {
-    "model": ("some/model", ["--model", "some/model"]),
-    "tokenizer": ("some/tokenizer", ["--tokenizer", "some/tokenizer"]),
-    "tokenizer_mode": ("slow", ["--tokenizer-mode", "slow"]),
-    "skip_tokenizer_init": (True, ["--skip-tokenizer-init"]),
-    "revision": ("main", ["--revision", "main"]),
-    "hf_token": ("hf_x", ["--hf-token", "hf_x"]),
-    "trust_remote_code": (True, ["--trust-remote-code"]),
-    "download_dir": ("/a b", ["--download-dir", "/a b"]),
-    "load_format": ("dummy", ["--load-format", "dummy"]),
-    "dtype": ("float16", ["--dtype", "float16"]),
-    "seed": (5, ["--seed", "5"]),
-    "max_model_len": (77, ["--max-model-len", "77"]),
-    "served_model_name": ("name", ["--served-model-name", "name"]),
-    "device": ("cpu", ["--device", "cpu"]),
-    "enforce_eager": (True, ["--enforce-eager"]),
-    "attention_backend": ("triton", ["--attention-backend", "triton"]),
-    "num_threads": (2, ["--num-threads", "2"]),
-    "gpu_memory_utilization": (0.5, ["--gpu-memory-utilization", "0.5"]),
-    "kv_cache_memory_bytes": (2**35, ["--kv-cache-memory-bytes", str(2**35)]),
-    "block_size": (32, ["--block-size", "32"]),
-    "kv_cache_dtype": ("fp8", ["--kv-cache-dtype", "fp8"]),
-    "enable_prefix_caching": (False, ["--no-enable-prefix-caching"]),
-    "max_num_seqs": (9, ["--max-num-seqs", "9"]),
-    "max_num_batched_tokens": (99, ["--max-num-batched-tokens", "99"]),
-    "max_num_partial_prefills": (3, ["--max-num-partial-prefills", "3"]),
-    "enable_chunked_prefill": (False, ["--no-enable-chunked-prefill"]),
-    "scheduling_policy": ("priority", ["--scheduling-policy", "priority"]),
-    "quantization": ("int8", ["--quantization", "int8"]),
-    "async_scheduling": (True, ["--async-scheduling"]),
-    "stream_interval": (2, ["--stream-interval", "2"]),
-    "check_invariants": (True, ["--check-invariants"]),
-    "generation_config": ("vllm", ["--generation-config", "vllm"]),
-    "override_generation_config": ({"top_k": 5}, ["--override-generation-config", '{"top_k": 5}']),
-    "max_logprobs": (-1, ["--max-logprobs", "-1"]),
-    "chat_template": ("{{ messages }}", ["--chat-template", "{{ messages }}"]),
-    "disable_log_stats": (True, ["--disable-log-stats"]),
-    "engine_iteration_timeout_s": (1.5, ["--engine-iteration-timeout-s", "1.5"]),
-    "start_timeout_s": (30.0, ["--start-timeout-s", "30"]),
-    "recovery": (False, ["--no-recovery"]),
-    "max_core_restarts": (3, ["--max-core-restarts", "3"]),
-    "core_restart_window_s": (60.0, ["--core-restart-window-s", "60"]),
-    "warm_standby": (True, ["--warm-standby"]),
-    "fault_injection": ("exit@step=3", ["--fault-injection", "exit@step=3"]),
-    "disable_log_requests": (True, ["--disable-log-requests"]),
-    "max_log_len": (0, ["--max-log-len", "0"]),
-}
-"""A value other than the default for each served option, and the flags that say the same."""
-
-NOT_SERVED = {
-    "swap_space": (4.0, ["--swap-space", "4"]),
-    "tensor_parallel_size": (2, ["--tensor-parallel-size", "2"]),
-    "pipeline_parallel_size": (2, ["--pipeline-parallel-size", "2"]),
-    "data_parallel_size": (2, ["--data-parallel-size", "2"]),
-    "distributed_executor_backend": ("ray", ["--distributed-executor-backend", "ray"]),
-    "worker_use_ray": (True, ["--worker-use-ray"]),
-    "engine_use_ray": (True, ["--engine-use-ray"]),
-    "enable_lora": (True, ["--enable-lora"]),
-    "max_loras": (2, ["--max-loras", "2"]),
-    "max_lora_rank": (64, ["--max-lora-rank", "64"]),
-    "otlp_traces_endpoint": ("http://x", ["--otlp-traces-endpoint", "http://x"]),
-}
 FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 HINTS = typing.get_type_hints(AsyncEngineArgs)
+NOT_SERVED = {
+    "swap_space",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "distributed_executor_backend",
+    "worker_use_ray",
+    "engine_use_ray",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "otlp_traces_endpoint",
+}
+"""The options of which only the default is accepted."""
+SERVED = [name for name in FIELDS if name not in NOT_SERVED]
+ALIASES = {"half", "float", "fp8_e4m3", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"}
+"""Choices that are replaced by another name."""
+FINDS_FILES = {"model", "tokenizer", "revision", "hf_token", "download_dir", "load_format"}
+"""The options that choose files. Their values are used before there is a configuration."""
+NOT_READ = {
+    "parallel_config.data_parallel_size",
+    "parallel_config.distributed_executor_backend",
+    "lora_config.max_loras",
+    "lora_config.max_lora_rank",
+}
+"""Fields of the configuration that belong to options that are not served."""
+_SPECIAL_VALUES: dict[str, typing.Any] = {
+    "download_dir": "/a b",
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "fault_injection": "exit@step=3",
+    "generation_config": "vllm",
+    "kv_cache_memory_bytes": 2**35,
+    "max_logprobs": -1,
+    "override_generation_config": {"top_k": 5},
+}
+"""Values of options with rules of their own, and values that a flag could garble."""
 BOUNDED = [
     (name, bound, side)
     for name, field in FIELDS.items()
@@ -104,14 +81,37 @@ WRONG_TYPE |= {"bool": ("yes", 1, [True]), "dict": ("{}", 3, [1])}
 
 
 def types_of(name):
-    """The names of the types that an option takes, without None."""
+    """The names of the types that an option accepts, without None."""
     hint = HINTS[name]
     alternatives = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
     return [(typing.get_origin(kind) or kind).__name__ for kind in alternatives if kind is not type(None)]
 
 
+def other_value(name):
+    """A value of the option that is allowed and is not the default."""
+    field, (kind,) = FIELDS[name], types_of(name)
+    if name in _SPECIAL_VALUES:
+        return _SPECIAL_VALUES[name]
+    if field.metadata["choices"]:
+        return next(choice for choice in field.metadata["choices"] if choice not in {field.default, *ALIASES})
+    if kind == "bool":
+        return not field.default
+    if kind == "str":
+        return "some/value"
+    step = {"int": 7, "float": 0.05}[kind]
+    return (field.default if field.default is not None else field.metadata["low"] or 0) + step
+
+
+def flags_for(name, value):
+    """The flags of a command line that give the option this value."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
 def parse(*flags):
-    """The options from a command line; a command line that is refused raises ValueError with what stderr got."""
+    """The options from a command line. Raises ValueError with the text of stderr for a command line that is refused."""
     parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
     stderr = io.StringIO()
     try:
@@ -120,6 +120,11 @@ def parse(*flags):
     except SystemExit:
         raise ValueError(stderr.getvalue()) from None
     return AsyncEngineArgs.from_cli_args(namespace)
+
+
+def section_type(hint):
+    """The class of a section of the configuration: `LoRAConfig` for `LoRAConfig | None`."""
+    return next(kind for kind in (*typing.get_args(hint), hint) if kind is not type(None))
 
 
 def numbers_in(message):
@@ -135,7 +140,7 @@ def refusal(error, **options):
 
 @pytest.fixture
 def model(tmp_path):
-    """A function that writes a model folder, whose weights are random, and gives its path."""
+    """A function that writes a model folder without weights and returns its path."""
 
     def write(config=None, generation=None, **changes):
         folder = tmp_path / "a model"
@@ -153,15 +158,11 @@ def config_of(folder, **options):
     return AsyncEngineArgs(model=folder, load_format="dummy", **options).create_engine_config()
 
 
-def test_the_samples_above_cover_every_option():
-    assert not SERVED.keys() & NOT_SERVED.keys()
-    assert SERVED.keys() | NOT_SERVED.keys() == FIELDS.keys()
-    for name, (value, _) in {**SERVED, **NOT_SERVED}.items():
-        assert value != FIELDS[name].default, name
-        assert FIELDS[name].metadata["served"] == (name in SERVED), name
+def test_exactly_the_listed_options_are_not_served():
+    assert {name for name, field in FIELDS.items() if not field.metadata["served"]} == NOT_SERVED
 
 
-def test_every_option_has_a_flag_with_help_that_shows_its_default_and_choices():
+def test_every_option_has_a_flag_whose_help_shows_default_and_choices():
     parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser(prog="x"))
     actions = {action.dest: action for action in parser._actions}
     for name, field in FIELDS.items():
@@ -170,8 +171,12 @@ def test_every_option_has_a_flag_with_help_that_shows_its_default_and_choices():
         assert len(field.metadata["help"]) > 10
         assert field.metadata["help"] in action.help.replace("%%", "%")
         assert ("not served" in action.help) == (name in NOT_SERVED)
-        if field.default is not None and not isinstance(field.default, bool):
+        if isinstance(field.default, bool):
+            assert f"(default: {'on' if field.default else 'off'})" in action.help, name
+        elif field.default not in (None, ""):
             assert f"(default: {field.default})" in action.help, name
+        elif name in SERVED:
+            assert "by default" in action.help, name
         if field.metadata["choices"]:
             assert tuple(action.choices) == field.metadata["choices"]
     assert "--max-model-len" in parser.format_help()
@@ -182,32 +187,58 @@ def test_without_flags_every_option_has_its_default():
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_flag_and_an_argument_mean_the_same(name):
-    value, flags = SERVED[name]
-    args = parse(*flags)
+def test_flag_and_argument_mean_the_same(name):
+    value = other_value(name)
+    assert value != FIELDS[name].default
+    args = parse(*flags_for(name, value))
     assert getattr(args, name) == value
     assert args == AsyncEngineArgs(**{name: value})
 
 
-def test_all_flags_at_once_mean_the_same_as_all_arguments():
-    flags = [flag for _, flags in SERVED.values() for flag in flags]
-    assert parse(*flags) == AsyncEngineArgs(**{name: value for name, (value, _) in SERVED.items()})
+def test_all_flags_together_mean_the_same_as_all_arguments():
+    values = {name: other_value(name) for name in SERVED}
+    flags = [flag for name, value in values.items() for flag in flags_for(name, value)]
+    assert parse(*flags) == AsyncEngineArgs(**values)
 
 
-def test_other_attributes_of_a_command_line_are_left_alone():
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in FINDS_FILES])
+def test_every_served_option_changes_the_configuration(model, name):
+    folder = model(generation={"eos_token_id": 7})
+    assert config_of(folder, **{name: other_value(name)}) != config_of(folder)
+
+
+def test_every_field_of_the_configuration_is_read_by_the_product():
+    root = Path(__file__).parents[2]
+    files = [file for folder in ("client", "core", "kernels") for file in (root / folder).rglob("*.py")]
+    files += [file for file in (root / "vllm_mp").glob("*.py") if file.name != "engine_args.py"]
+    read = {
+        node.attr
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    fields = [
+        f"{section.name}.{field.name}"
+        for section in msgspec.structs.fields(VllmConfig)
+        for field in msgspec.structs.fields(section_type(section.type))
+    ]
+    assert {name for name in fields if name.partition(".")[2] not in read} == NOT_READ
+
+
+def test_attributes_that_are_no_options_are_ignored():
     namespace = argparse.Namespace(prompt="hello", model="m", seed=3)
     assert AsyncEngineArgs.from_cli_args(namespace) == AsyncEngineArgs(model="m", seed=3)
     assert EngineArgs.from_cli_args(namespace) == EngineArgs(model="m", seed=3)
 
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if HINTS[name] is bool])
-def test_a_switch_can_be_switched_off_again(name):
+def test_no_flag_switches_a_switch_off(name):
     flag = name.replace("_", "-")
     assert getattr(parse(f"--{flag}", f"--no-{flag}") if name in SERVED else parse(f"--no-{flag}"), name) is False
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_value_of_the_wrong_type_is_named(name):
+def test_value_of_the_wrong_type_is_refused_by_name(name):
     (kind,) = types_of(name)
     for value in WRONG_TYPE[kind]:
         message = refusal(TypeError, **{name: value})
@@ -217,12 +248,12 @@ def test_a_value_of_the_wrong_type_is_named(name):
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if type(None) not in typing.get_args(HINTS[name])])
-def test_none_is_refused_where_it_has_no_meaning(name):
+def test_none_is_refused_if_it_has_no_meaning(name):
     assert f"{name} must be" in refusal(TypeError, **{name: None})
 
 
 @pytest.mark.parametrize(("name", "bound", "side"), BOUNDED)
-def test_bounds_belong_to_the_range_and_what_is_beyond_is_named(name, bound, side):
+def test_bounds_are_allowed_and_values_beyond_them_are_refused_by_name(name, bound, side):
     if name in SERVED:
         AsyncEngineArgs(**{name: bound})
     for distance in (1, 10**9):
@@ -235,24 +266,24 @@ def test_bounds_belong_to_the_range_and_what_is_beyond_is_named(name, bound, sid
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", [name for name in FIELDS if types_of(name) == ["float"]])
-def test_what_is_no_finite_number_is_refused_by_name(name, value):
-    # Infinity cannot travel to the core: JSON has no such number.
+def test_number_that_is_not_finite_is_refused_by_name(name, value):
+    # Infinity cannot reach the core: JSON has no such number.
     message = refusal((ValueError, NotImplementedError), **{name: value})
     assert name in message
     assert str(value) in message
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if types_of(name)[0] in ("int", "float")])
-def test_a_number_that_no_machine_holds_is_refused_by_name(name):
+def test_number_beyond_64_bits_is_refused_by_name(name):
     assert name in refusal((ValueError, NotImplementedError), **{name: 10**400})
 
 
-def test_an_integer_does_for_a_float():
+def test_float_option_accepts_an_integer():
     assert AsyncEngineArgs(start_timeout_s=5, gpu_memory_utilization=1).start_timeout_s == 5
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_value_that_is_not_among_the_choices_is_named(name):
+def test_value_that_is_not_among_the_choices_is_refused_by_name(name):
     message = refusal(ValueError, **{name: "nonsense"})
     assert message.startswith(f"{name} must be one of")
     assert "'nonsense'" in message
@@ -260,20 +291,20 @@ def test_a_value_that_is_not_among_the_choices_is_named(name):
         assert choice in message
 
 
-def test_an_unknown_option_is_named():
+def test_unknown_option_is_refused_by_name():
     assert "modle" in refusal(TypeError, modle="x")
     with pytest.raises(TypeError, match="max_log_len"):
         EngineArgs(max_log_len=3)
 
 
-@pytest.mark.parametrize("name", NOT_SERVED)
-def test_an_option_that_is_not_served_is_refused_by_name_and_its_default_is_fine(name):
-    value, flags = NOT_SERVED[name]
+@pytest.mark.parametrize("name", sorted(NOT_SERVED))
+def test_option_that_is_not_served_accepts_only_its_default(name):
+    value = other_value(name)
     message = refusal(NotImplementedError, **{name: value})
     assert message.startswith(f"{name}={value!r}")
     assert repr(FIELDS[name].default) in message
     with pytest.raises(NotImplementedError, match=name):
-        parse(*flags)
+        parse(*flags_for(name, value))
     assert AsyncEngineArgs(**{name: FIELDS[name].default}) == AsyncEngineArgs()
 
 
@@ -291,13 +322,13 @@ def test_an_option_that_is_not_served_is_refused_by_name_and_its_default_is_fine
     ],
     ids=" ".join,
 )
-def test_a_bad_flag_is_refused_by_name(flags):
+def test_bad_flag_is_refused_by_name(flags):
     with pytest.raises(ValueError, match=f"{flags[0]}|{flags[0][2:].replace('-', '_')}"):
         parse(*flags)
 
 
 @pytest.mark.parametrize(("alias", "dtype"), [("half", "float16"), ("float", "float32")])
-def test_older_names_of_types_are_understood(alias, dtype, model):
+def test_older_names_of_dtypes_are_accepted(alias, dtype, model):
     assert AsyncEngineArgs(dtype=alias).dtype == dtype
     assert parse("--dtype", alias).dtype == dtype
     assert config_of(model(), dtype=alias).model_config.dtype == dtype
@@ -306,12 +337,12 @@ def test_older_names_of_types_are_understood(alias, dtype, model):
 @pytest.mark.parametrize(
     ("alias", "backend"), [("FLASH_ATTN", "flash_attn"), ("TRITON_ATTN", "triton"), ("TORCH_SDPA", "torch")]
 )
-def test_other_names_of_what_computes_attention_are_understood(alias, backend, model):
+def test_other_names_of_attention_backends_are_accepted(alias, backend, model):
     assert parse("--attention-backend", alias).attention_backend == backend
     assert config_of(model(), attention_backend=alias).attention_config.backend == backend
 
 
-def test_the_configuration_holds_what_the_options_say(model):
+def test_configuration_holds_the_values_of_the_options(model):
     folder = model()
     config = config_of(
         folder,
@@ -360,22 +391,22 @@ def test_the_configuration_holds_what_the_options_say(model):
     assert config.lora_config is None
 
 
-def test_the_configuration_reaches_the_core_as_it_is(model):
+def test_configuration_survives_its_encoding_as_json(model):
     config = config_of(model(generation={"eos_token_id": [2, 5]}), max_num_seqs=3, chat_template="{{ é }}")
     assert msgspec.json.decode(msgspec.json.encode(config), type=VllmConfig) == config
 
 
 @pytest.mark.parametrize(("given", "enabled"), [(None, True), (True, True), (False, False)])
-def test_equal_prefixes_are_shared_unless_that_is_switched_off(model, given, enabled):
+def test_prefix_caching_is_on_unless_it_is_switched_off(model, given, enabled):
     assert config_of(model(), enable_prefix_caching=given).cache_config.enable_prefix_caching is enabled
 
 
-def test_the_model_is_the_served_name_where_none_is_given(model):
+def test_served_name_is_by_default_the_model(model):
     folder = model()
     assert config_of(folder).model_config.served_model_name == folder
 
 
-def test_the_context_is_the_models_where_none_is_given_and_may_be_shortened(model):
+def test_max_model_len_is_by_default_the_context_and_may_be_shorter(model):
     folder = model()
     assert config_of(folder).model_config.max_model_len == CONTEXT
     assert config_of(folder, max_model_len=CONTEXT).model_config.max_model_len == CONTEXT
@@ -385,7 +416,7 @@ def test_the_context_is_the_models_where_none_is_given_and_may_be_shortened(mode
 @pytest.mark.parametrize(
     ("options", "words"), [({"device": "cuda"}, "on CPUs only"), ({"dtype": "float16"}, "float32 or bfloat16")]
 )
-def test_what_goes_with_no_quantization_is_refused_by_name(model, options, words):
+def test_option_that_contradicts_int8_is_refused_by_name(model, options, words):
     with pytest.raises(ValueError, match=rf"quantization='int8' .*{words}"):
         config_of(model(), quantization="int8", **options)
 
@@ -395,7 +426,7 @@ BERT = {**LLAMA, "architectures": ["BertModel"]}
 FP8_CHECKPOINT = {"quantization_config": {"quant_method": "fp8"}}
 
 
-def test_the_weights_of_a_checkpoint_in_fp8_stay_so_and_other_weights_are_made_so(model):
+def test_fp8_checkpoint_stays_fp8_and_other_weights_become_fp8(model):
     for folder, quantization in ((model(**FP8_CHECKPOINT), None), (model(**FP8_CHECKPOINT), "fp8")):
         config = config_of(folder, quantization=quantization).model_config
         assert (config.quantization, config.architecture.fp8) == ("fp8", "tensor")
@@ -404,7 +435,7 @@ def test_the_weights_of_a_checkpoint_in_fp8_stay_so_and_other_weights_are_made_s
     assert config_of(model()).model_config.architecture.fp8 is None
 
 
-def test_fp8_is_refused_by_name_where_it_is_not_served(model):
+def test_fp8_is_refused_by_name_for_a_model_that_cannot_have_it(model):
     with pytest.raises(ValueError, match=r"quantization='int8' .*is FP8; leave it out"):
         config_of(model(**FP8_CHECKPOINT), quantization="int8")
     for config in (GPT2, BERT):
@@ -416,12 +447,12 @@ def test_fp8_is_refused_by_name_where_it_is_not_served(model):
         config_of(model(BERT), kv_cache_dtype="fp8")
 
 
-def test_both_names_of_a_cache_in_8_bit_floats_mean_the_same(model):
+def test_both_names_of_an_fp8_cache_mean_the_same(model):
     for name in ("fp8", "fp8_e4m3"):
         assert config_of(model(), kv_cache_dtype=name).cache_config.cache_dtype == "fp8"
 
 
-def test_a_context_longer_than_the_models_is_refused_by_name(model):
+def test_max_model_len_above_the_context_is_refused_by_name(model):
     with pytest.raises(ValueError, match=rf"max_model_len={CONTEXT + 1} .*a model.* {CONTEXT} tokens"):
         config_of(model(), max_model_len=CONTEXT + 1)
 
@@ -439,7 +470,7 @@ def test_a_context_longer_than_the_models_is_refused_by_name(model):
     ],
     ids=str,
 )
-def test_the_limits_of_a_step_fit_each_other(model, options, seqs, tokens):
+def test_limits_of_a_step_fit_each_other(model, options, seqs, tokens):
     scheduler = config_of(model(), **options).scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (seqs, tokens)
     assert scheduler.enable_chunked_prefill == options.get("enable_chunked_prefill", True)
@@ -464,13 +495,13 @@ def test_more_requests_than_tokens_in_a_step_are_refused_by_name(model):
     ],
     ids=str,
 )
-def test_the_core_chooses_the_most_tokens_of_a_step(model, options, device, tokens):
+def test_core_chooses_the_maximum_tokens_of_a_step(model, options, device, tokens):
     config = config_of(model(max_position_embeddings=3000), **options)
     choose_step_size(config, torch.device(device))
     assert config.scheduler_config.max_num_batched_tokens == tokens
 
 
-def test_without_chunked_prefill_a_step_takes_a_whole_context(model):
+def test_without_chunked_prefill_a_step_must_fit_a_whole_context(model):
     folder = model(max_position_embeddings=5000)
     exact = config_of(folder, enable_chunked_prefill=False, max_model_len=512, max_num_batched_tokens=512)
     assert exact.scheduler_config.max_num_batched_tokens == 512
@@ -491,13 +522,13 @@ def test_without_chunked_prefill_a_step_takes_a_whole_context(model):
     ],
     ids=str,
 )
-def test_the_end_of_an_answer_is_what_generation_config_says_before_config(model, caplog, generation, ids):
+def test_end_of_sequence_comes_from_generation_config_before_config(model, caplog, generation, ids):
     assert config_of(model(generation=generation)).model_config.eos_token_ids == ids
     assert not caplog.messages
 
 
 @pytest.mark.parametrize(("in_config", "ids"), [(None, []), ([3, 4], [3, 4]), (0, [0])], ids=str)
-def test_generation_config_can_be_left_out_of_account(model, in_config, ids):
+def test_generation_config_can_be_ignored(model, in_config, ids):
     folder = model(eos_token_id=in_config, generation={"eos_token_id": 7})
     assert config_of(folder, generation_config="vllm").model_config.eos_token_ids == ids
 
@@ -530,7 +561,7 @@ def test_generation_config_can_come_from_another_folder(model, tmp_path):
     ids=repr,
 )
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_an_end_of_sequence_that_is_no_token_is_left_out_with_a_warning(model, caplog, eos, ids, file):
+def test_end_of_sequence_outside_the_vocabulary_is_ignored_with_a_warning(model, caplog, eos, ids, file):
     folder = model(eos_token_id=eos) if file == "config.json" else model(generation={"eos_token_id": eos})
     assert config_of(folder).model_config.eos_token_ids == ids
     (warning,) = caplog.messages
@@ -545,7 +576,7 @@ def test_an_end_of_sequence_that_is_no_token_is_left_out_with_a_warning(model, c
     ids=["empty", "cut short", "a list", "null", "not UTF-8", "too deep"],
 )
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_a_broken_file_is_refused_by_name(model, content, file):
+def test_broken_file_is_refused_by_name(model, content, file):
     folder = model(generation={})
     with open(f"{folder}/{file}", "wb") as broken:
         broken.write(content)
@@ -553,7 +584,7 @@ def test_a_broken_file_is_refused_by_name(model, content, file):
         config_of(folder)
 
 
-def test_a_folder_without_config_is_refused_by_name(tmp_path):
+def test_folder_without_config_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json"):
         config_of(str(tmp_path))
     with pytest.raises(ValueError, match="no such"):
@@ -571,18 +602,18 @@ def test_a_folder_without_config_is_refused_by_name(tmp_path):
     ],
     ids=str,
 )
-def test_a_configuration_that_describes_no_model_we_know_is_refused_by_name(model, changes, words):
+def test_config_of_an_unknown_architecture_or_shape_is_refused_by_name(model, changes, words):
     with pytest.raises(ValueError, match=words):
         config_of(model(**changes))
 
 
-def test_weights_are_looked_for_unless_they_are_to_be_random(model):
+def test_folder_without_weights_is_refused_unless_they_are_random(model):
     folder = model()
     with pytest.raises(ValueError, match="safetensors"):
         AsyncEngineArgs(model=folder).create_engine_config()
 
 
-def test_the_tokenizer_may_lie_elsewhere_and_must_exist(model, tmp_path):
+def test_tokenizer_may_be_in_another_folder_and_must_exist(model, tmp_path):
     folder = model()
     other = tmp_path / "tokenizer"
     other.mkdir()
@@ -592,7 +623,7 @@ def test_the_tokenizer_may_lie_elsewhere_and_must_exist(model, tmp_path):
     assert config_of(folder, tokenizer=str(other)).model_config.tokenizer == str(other)
 
 
-def test_only_the_asyncio_arguments_log_requests(model):
+def test_only_async_engine_args_log_requests(model):
     folder = model()
     assert not config_of(folder).observability_config.disable_log_requests
     blocking = EngineArgs(model=folder, load_format="dummy").create_engine_config()

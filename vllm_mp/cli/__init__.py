@@ -1,8 +1,8 @@
 """The `vllm-mp` command.
 
 Each command is a module of this package with `USAGE` (the arguments that matter most), `HELP`, `add_arguments(parser)`
-and `run(args) -> int`. A new command is a new module and its name in `COMMANDS` or `BENCHMARKS`. A module's slow imports stand in `run`, so that help comes at
-once.
+and `run(args) -> int`. A new command is a new module and its name in `COMMANDS` or `BENCHMARKS`. A module imports slow
+packages inside `run` only, so that help comes at once.
 """
 
 import argparse

@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Address of a running core to use; by default a core is started. With it, of the engine options only "
         "--tokenizer is allowed, to name a local folder",
     )
-    parser.add_argument(
-        "--key-file", metavar="FILE", help="Key file of the core at a tcp:// address, where it is required"
-    )
+    parser.add_argument("--key-file", metavar="FILE", help="Key file of that core, required for a tcp:// address")
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
 

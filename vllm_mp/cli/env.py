@@ -30,7 +30,7 @@ _PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    """Add nothing: the command takes no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,12 +57,14 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> str:
+    """Return the processor's name, or its architecture if it has no name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def _gpus() -> str:
+    """Return name, memory and driver version of each GPU, as `nvidia-smi` prints them."""
     query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     if shutil.which("nvidia-smi") is None:
         return "none (no nvidia-smi)"
