@@ -1,4 +1,4 @@
-"""Bad requests get a message that names what is wrong, and cost nobody else anything."""
+"""A bad request gets a message that names the fault, and does not disturb other requests."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ PROMPT = "Hello"
 
 
 def refusal(llm, prompt, params=None, expected=(ValueError, TypeError, NotImplementedError), **arguments):
-    """The message that a request is refused with."""
+    """Return the message with which a request is refused."""
 
     async def run():
         with pytest.raises(expected) as caught:
@@ -48,7 +48,7 @@ def refusal(llm, prompt, params=None, expected=(ValueError, TypeError, NotImplem
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_bad_prompts_are_refused_by_name(llm, prompt, words):
+def test_bad_prompt_is_refused_by_name(llm, prompt, words):
     assert words in refusal(llm, prompt)
 
 
@@ -65,7 +65,7 @@ def test_bad_prompts_are_refused_by_name(llm, prompt, words):
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name(llm, arguments, words):
+def test_bad_argument_is_refused_by_name(llm, arguments, words):
     assert words in refusal(llm, PROMPT, **arguments)
 
 
@@ -80,11 +80,11 @@ def test_bad_arguments_are_refused_by_name(llm, arguments, words):
     ],
     ids=str,
 )
-def test_parameters_that_cannot_be_served_are_refused_by_name(llm, params, words):
+def test_parameter_that_is_not_served_is_refused_by_name(llm, params, words):
     assert words in refusal(llm, PROMPT, params)
 
 
-def test_a_live_request_id_cannot_be_used_twice_but_a_finished_one_can(llm):
+def test_request_id_can_be_used_again_only_after_its_request_has_finished(llm):
     async def run():
         first = await llm.add_request("same", PROMPT, greedy(20))
         with pytest.raises(ValueError, match="same"):
@@ -95,7 +95,7 @@ def test_a_live_request_id_cannot_be_used_twice_but_a_finished_one_can(llm):
     asyncio.run(run())
 
 
-def test_bad_requests_leave_the_others_alone(llm):
+def test_bad_request_does_not_disturb_other_requests(llm):
     async def run():
         good = [asyncio.create_task(answer(llm, PROMPT, greedy(30))) for _ in range(4)]
         for prompt in ("", [99999], "\udc00", [1] * 2000):
@@ -108,7 +108,7 @@ def test_bad_requests_leave_the_others_alone(llm):
     assert len(asyncio.run(run())) == 1
 
 
-def test_what_a_client_should_have_refused_the_core_refuses_and_lives(llm):
+def test_core_refuses_requests_that_a_client_should_have_refused(llm):
     client = CoreConnection(llm._supervisor.core.connection.address)
     welcome, _ = client.greet(10, lambda: None)
     bad = [

@@ -1,4 +1,4 @@
-"""The `vllm-mp` command, as a shell runs it."""
+"""The `vllm-mp` command as a shell runs it: output, exit codes, Ctrl-C, and the death of the core."""
 
 import asyncio
 import codecs
@@ -20,25 +20,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_mp import AsyncLLM, __version__
+from vllm_mp import AsyncLLM, __version__, cli
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 PROGRAM = [sys.executable, "-m", "vllm_mp.cli"]
 LIGHT = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--num-threads", "1"]
-COMMANDS = ["pull", "generate", "chat", "engine", "env", "bench startup", "bench recovery"]
+COMMANDS = [*cli.COMMANDS, *(f"bench {name}" for name in cli.BENCHMARKS)]
 LONG_STORY = "Write a long story about a dragon and a knight."
 CAPITAL = "What is the capital of France?"
 
 
 def run(*arguments, **options):
-    """Run a command to its end, with an empty input unless one is given."""
+    """Run a command to its end, by default with an empty stdin."""
     options = {"input": "", "text": True, "timeout": 120, **options}
     return subprocess.run([*PROGRAM, *arguments], capture_output=True, check=False, **options)
 
 
 @contextlib.contextmanager
 def running(*arguments):
-    """A command while it runs, its outputs in pipes; killed at the end of the block."""
+    """A running command with its outputs in pipes; it is killed at the end of the block."""
     process = subprocess.Popen(
         [*PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -50,7 +50,7 @@ def running(*arguments):
 
 
 def core_of(process):
-    """The core of a running command, as soon as it has one."""
+    """Wait for the core of a running command and return its process."""
     deadline = time.monotonic() + 60
     while not (children := psutil.Process(process.pid).children()):
         assert process.poll() is None, process.stderr.read()
@@ -61,7 +61,7 @@ def core_of(process):
 
 @pytest.fixture
 def temporary(monkeypatch):
-    """A folder for temporary files that a test's commands have for themselves, with a short path."""
+    """A folder with a short path for the temporary files of the test's commands."""
     with tempfile.TemporaryDirectory(prefix="cli-") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
@@ -74,7 +74,7 @@ def options(default_model):
 
 @pytest.fixture(scope="module")
 def core(options, tmp_path_factory):
-    """A client of a core that runs on its own, for what need not start one."""
+    """A client of a stand-alone core, for tests that need not start a core."""
     address = f"ipc://{tmp_path_factory.mktemp('core')}/core.sock"
     with running("engine", "--listen", address, *options, "--max-model-len", "256") as process:
         client = AsyncLLM.connect(address, timeout=120)
@@ -94,7 +94,7 @@ def greedy_text(client, prompt, max_tokens=None):
 
 
 def chat_text(client, *contents, max_tokens=None):
-    """The answer to the last of `contents`: what user and assistant have said in turn."""
+    """The answer to the last of `contents`, the messages of user and assistant in turn."""
     roles = ("user", "assistant") * len(contents)
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
     tokenizer = client.get_tokenizer()
@@ -103,7 +103,7 @@ def chat_text(client, *contents, max_tokens=None):
 
 
 class Terminal:
-    """A command on a terminal of its own, where Ctrl-C and Ctrl-D mean what they do to a user."""
+    """A command on a terminal of its own, where Ctrl-C and Ctrl-D work as they do for a user."""
 
     CTRL_C, CTRL_D = "\x03", "\x04"
     _TAKE_TERMINAL = (
@@ -137,7 +137,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def until(self, pattern, timeout=60.0):
-        """What has appeared on the screen since the last call, up to and with `pattern`."""
+        """Return the text on the screen since the last call, up to the end of `pattern`."""
         deadline = time.monotonic() + timeout
         while not (match := re.search(pattern, self._unseen)):
             ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
@@ -150,9 +150,9 @@ class Terminal:
         return seen.replace("\r\n", "\n")
 
     def until_prompt(self):
-        """What has appeared up to and with the prompt, where the command now waits for a line."""
+        """Return the text up to the prompt, at which the command now waits for a line."""
         seen = self.until(r"(?m)^> ")
-        # Between the prompt and the wait for a line, Python notices Ctrl-C only after the next line.
+        # Between printing the prompt and waiting for a line, Python notices Ctrl-C only after the next line.
         process = psutil.Process(self.process.pid)
         deadline = time.monotonic() + 60
         while process.status() != psutil.STATUS_SLEEPING:
@@ -160,12 +160,12 @@ class Terminal:
         return seen
 
     def ask(self, question):
-        """Type a question at the prompt; the answer begins after what this returns."""
+        """Type a question at the prompt; the answer begins after the returned text."""
         self.type(f"{question}\n")
         return self.until(rf"{re.escape(question)}\r\n")
 
     def end(self):
-        """The exit code, and what was on the screen at last."""
+        """Return the exit code and the rest of the text on the screen."""
         with contextlib.suppress(OSError):
             while data := os.read(self._master, 65_536):
                 self._unseen += self._decode(data)
@@ -173,7 +173,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "bench"])
-def test_help_of_each_command_answers_without_loading_what_is_slow(command):
+def test_help_of_each_command_loads_no_slow_package(command):
     code = (
         "import sys\nfrom vllm_mp.cli import main\n"
         "try: main(sys.argv[1:])\n"
@@ -192,7 +192,7 @@ def test_help_of_each_command_answers_without_loading_what_is_slow(command):
     assert done.stdout.startswith(f"usage: vllm-mp {command}".rstrip())
 
 
-def test_the_program_names_its_commands_and_its_version():
+def test_program_names_its_commands_and_its_version():
     shown = run("--help").stdout
     for command in COMMANDS:
         assert re.search(rf"^ +{command.split()[0]} ", shown, re.MULTILINE)
@@ -223,7 +223,7 @@ def test_the_program_names_its_commands_and_its_version():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_arguments_are_named_and_end_with_2(arguments, words):
+def test_bad_argument_is_named_and_exit_code_is_2(arguments, words):
     done = run(*arguments)
     assert done.returncode == 2
     assert words in done.stderr
@@ -231,14 +231,14 @@ def test_bad_arguments_are_named_and_end_with_2(arguments, words):
     assert done.stdout == ""
 
 
-def test_a_bad_variable_is_named_and_ends_with_2():
+def test_bad_environment_variable_is_named_and_exit_code_is_2():
     done = run("env", env={**os.environ, "VLLM_MP_LOG_LEVEL": "loud"})
     assert done.returncode == 2
     assert "LOUD" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_core_that_does_not_come_up_ends_with_1_and_says_why(options):
+def test_core_that_does_not_start_gives_its_reason_and_exit_code_1(options):
     done = run("generate", "x", *options, "--kv-cache-memory-bytes", "1000")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no space for the cache" in done.stderr
@@ -257,7 +257,7 @@ def test_env_prints_versions_machine_and_settings():
     assert {"platform", "memory", "gpu", "cache"} <= rows.keys()
 
 
-def test_env_into_a_pipe_that_nobody_reads_fails_quietly():
+def test_env_into_a_closed_pipe_fails_without_a_message():
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer) as pipe:
@@ -280,15 +280,15 @@ def test_generate_prints_the_answer_and_nothing_else(core, options):
     assert "Paris" in done.stdout
 
 
-def test_generate_reads_the_prompt_from_its_input_and_asks_in_the_chat_template(core, options):
+def test_generate_reads_the_prompt_from_stdin_and_uses_the_chat_template(core, options):
     question = "What is the capital of France?\nAnswer in French, é."
     done = run("generate", "-", "--chat", "--max-tokens", "8", *options, input=question)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == chat_text(core, question, max_tokens=8) + "\n"
-    assert done.stdout != greedy_text(core, question, 8) + "\n", "the template makes a difference"
+    assert done.stdout != greedy_text(core, question, 8) + "\n", "the template changes the answer"
 
 
-def test_generate_ends_quietly_when_its_reader_has_seen_enough(options, temporary):
+def test_generate_ends_without_a_message_when_its_reader_closes_the_pipe(options, temporary):
     pipeline = '"$@" | head -c 10; exit "${PIPESTATUS[0]}"'
     command = [*PROGRAM, "generate", "Once upon a time", "--ignore-eos", *options]
     done = subprocess.run(
@@ -307,43 +307,43 @@ def test_ctrl_c_during_the_answer_ends_generate_with_130_and_leaves_no_core(opti
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == 130
         assert stderr.strip() == b""
-        assert stdout.count(b" ") < 200, "it has not gone on to the end"
+        assert stdout.count(b" ") < 200, "the answer was stopped before its end"
         assert not child.is_running()
     assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("sign", ["vllm_mp-*", "vllm_mp-*/core-1.status"], ids=["begins", "loads"])
 def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(options, temporary, sign):
-    async def has_come_so_far():
+    async def has_reached_sign():
         return bool(list(temporary.glob(sign)))
 
     with running("generate", "x", *options) as process:
         child = core_of(process)
-        asyncio.run(eventually(has_come_so_far))
+        asyncio.run(eventually(has_reached_sign))
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
-        # To a shell the same: Python may choose to die by the signal, where that came while it imported.
+        # Both are the same to a shell: Python may die by the signal if it arrives during an import.
         assert process.returncode in (130, -signal.SIGINT)
         assert (stdout, stderr.strip()) == (b"", b"")
-        # One that has not read its configuration yet finds out by itself that there is nobody to serve.
+        # A core that has not read its configuration yet notices on its own that its parent is gone.
         assert psutil.wait_procs([child], timeout=20)[1] == []
     assert not list(temporary.iterdir())
 
 
-def test_an_answer_goes_on_when_the_core_is_killed(options, temporary):
+def test_generate_continues_after_core_is_killed(options, temporary):
     arguments = ("generate", "Once upon a time", "--ignore-eos", "--max-tokens", "60", "--temperature", "0", *options)
     undisturbed = run(*arguments)
     with running(*arguments) as process:
-        begun = process.stdout.read(1)
+        beginning = process.stdout.read(1)
         core_of(process).kill()
         rest, stderr = process.communicate(timeout=60)
         assert process.returncode == 0
-        assert (begun + rest).decode() == undisturbed.stdout
+        assert (beginning + rest).decode() == undisturbed.stdout
         assert b"SIGKILL" in stderr
     assert not list(temporary.iterdir())
 
 
-def test_without_recovery_the_death_of_the_core_ends_generate_with_1_and_its_cause(options, temporary):
+def test_without_recovery_generate_ends_with_1_and_the_cause_of_the_death(options, temporary):
     with running("generate", "Once upon a time", "--ignore-eos", "--no-recovery", *options) as process:
         assert process.stdout.read(1)
         core_of(process).kill()
@@ -354,14 +354,14 @@ def test_without_recovery_the_death_of_the_core_ends_generate_with_1_and_its_cau
     assert not list(temporary.iterdir())
 
 
-def test_chat_in_a_pipe_answers_every_line_and_remembers_the_conversation(core, address):
+def test_chat_in_a_pipe_answers_every_line_and_keeps_the_conversation(core, address):
     questions = ["Name a fruit.", "Name another one."]
     done = run("chat", "--connect", address, "--max-tokens", "12", input="\n".join([questions[0], "", questions[1]]))
     assert (done.returncode, done.stderr) == (0, "")
     first = chat_text(core, questions[0], max_tokens=12)
     second = chat_text(core, questions[0], first, questions[1], max_tokens=12)
     assert done.stdout == f"{first}\n{second}\n"
-    assert second != chat_text(core, questions[1], max_tokens=12), "the first question makes a difference"
+    assert second != chat_text(core, questions[1], max_tokens=12), "the first question changes the answer"
 
 
 def test_chat_forgets_on_clear_and_ends_at_exit(core, address):
@@ -372,7 +372,7 @@ def test_chat_forgets_on_clear_and_ends_at_exit(core, address):
     assert done.stdout == "".join(f"{text}\n" for text in answers)
 
 
-def test_a_question_that_cannot_be_asked_costs_the_conversation_nothing(core, address):
+def test_refused_question_leaves_the_conversation_unchanged(core, address):
     lines = [b"\xff is no text", b"word " * 300, CAPITAL.encode()]
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     done = run("chat", "--connect", address, input=b"\n".join(lines), text=False, env=strict)
@@ -382,7 +382,7 @@ def test_a_question_that_cannot_be_asked_costs_the_conversation_nothing(core, ad
     assert [("Unicode" in line, "max_model_len=256" in line) for line in complaints] == [(True, False), (False, True)]
 
 
-def test_a_conversation_longer_than_the_context_forgets_its_oldest_turn_and_says_so(core, address):
+def test_conversation_longer_than_the_context_drops_its_oldest_turn_and_says_so(core, address):
     lines = ["word " * 120, "word " * 110, CAPITAL]
     done = run("chat", "--connect", address, "--max-tokens", "4", input="\n".join(lines))
     assert done.returncode == 0
@@ -390,7 +390,7 @@ def test_a_conversation_longer_than_the_context_forgets_its_oldest_turn_and_says
     assert "oldest turn is forgotten" in done.stderr
 
 
-def test_chat_leaves_the_core_that_it_connected_to_running_and_empty(core, address):
+def test_chat_leaves_a_connected_core_running_and_empty(core, address):
     done = run("chat", "--connect", address, "--max-tokens", "3", input="Hello")
     assert done.returncode == 0
 
@@ -401,7 +401,7 @@ def test_chat_leaves_the_core_that_it_connected_to_running_and_empty(core, addre
     asyncio.run(check())
 
 
-def test_chat_without_an_input_ends_at_once(address):
+def test_chat_without_stdin_ends_at_once(address):
     command = [*PROGRAM, "chat", "--connect", address]
     done = subprocess.run(
         ["bash", "-c", '"$@" <&-', "-", *command], capture_output=True, text=True, timeout=60, check=False
@@ -409,7 +409,7 @@ def test_chat_without_an_input_ends_at_once(address):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_in_a_terminal_ctrl_c_stops_an_answer_and_not_the_program(core, options, temporary):
+def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options, temporary):
     with Terminal("chat", *options) as terminal:
         greeting = terminal.until_prompt()
         assert "/clear" in greeting
@@ -421,10 +421,10 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_not_the_program(core, options,
         terminal.type(Terminal.CTRL_C)
         rest = terminal.until_prompt()
         assert rest.endswith(" [stopped]\n> ")
-        assert len(rest.split()) < 200, "it has not gone on to the end"
+        assert len(rest.split()) < 200, "the answer was stopped before its end"
 
         terminal.type(Terminal.CTRL_C)
-        assert "/exit" in terminal.until_prompt(), "at the prompt it explains the way out"
+        assert "/exit" in terminal.until_prompt(), "at the prompt it explains how to leave"
 
         terminal.ask("/clear")
         terminal.until_prompt()
@@ -447,7 +447,7 @@ def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
         assert "Traceback" not in screen
 
 
-def test_a_chat_goes_on_when_the_core_is_killed(options):
+def test_chat_continues_after_core_is_killed(options):
     with Terminal("chat", "--temperature", "0", "--max-tokens", "60", *options) as terminal:
         terminal.until_prompt()
         terminal.ask(LONG_STORY)
@@ -456,9 +456,9 @@ def test_a_chat_goes_on_when_the_core_is_killed(options):
         terminal.until_prompt()
         (child,) = psutil.Process(terminal.process.pid).children()
         terminal.ask(LONG_STORY)
-        begun = terminal.until(r"\w+")
+        beginning = terminal.until(r"\w+")
         child.kill()
-        screen = begun + terminal.until_prompt()
+        screen = beginning + terminal.until_prompt()
         report = re.search(r"WARNING [^\n]*SIGKILL[^\n]*\n", screen)
         assert report, screen
         assert screen.replace(report[0], "") == undisturbed
@@ -466,7 +466,7 @@ def test_a_chat_goes_on_when_the_core_is_killed(options):
         assert terminal.end()[0] == 0
 
 
-def test_without_recovery_the_death_of_the_core_ends_the_chat_with_1_and_its_cause(options):
+def test_without_recovery_chat_ends_with_1_and_the_cause_of_the_death(options):
     with Terminal("chat", "--no-recovery", *options) as terminal:
         terminal.until_prompt()
         (child,) = psutil.Process(terminal.process.pid).children()
@@ -545,7 +545,7 @@ def test_bench_throughput_prints_and_writes_its_figures(options, tmp_path):
     ],
     ids=" ".join,
 )
-def test_a_load_that_makes_no_sense_is_refused_by_name(flags):
+def test_impossible_load_is_refused_by_name(flags):
     done = run("bench", *flags)
     assert done.returncode == 2
     assert flags[1] in done.stderr

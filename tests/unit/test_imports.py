@@ -1,14 +1,30 @@
-"""Imports run one way, and importing the package is cheap."""
+"""Imports run one way, and importing the package and its ground floor is cheap."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import vllm_mp
+
 ROOT = Path(__file__).parents[2]
+ONLY_IN_THE_CORE = {"vllm_mp.fault_injection.device_faults", "vllm_mp.fault_injection.hooks"}
+"""Modules that only a core process imports, which load torch."""
 
 
 def run(*command: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=False)
+
+
+def ground_floor() -> list[str]:
+    """The modules that a client process may import."""
+    packages = ("model_config", "model_store", "cli", "fault_injection")
+    files = [
+        *(ROOT / "vllm_mp").glob("[a-z]*.py"),
+        *(file for package in packages for file in (ROOT / "vllm_mp" / package).glob("*.py")),
+    ]
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files}
+    assert {"vllm_mp.config", *(f"vllm_mp.{package}" for package in packages)} < names
+    return sorted(names - ONLY_IN_THE_CORE - {"vllm_mp.cli.__main__"})
 
 
 def test_import_contracts_hold() -> None:
@@ -25,17 +41,23 @@ def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_ground_floor_loads_neither_torch_nor_transformers_nor_the_hub() -> None:
-    modules = [f"vllm_mp.{file.stem}" for file in (ROOT / "vllm_mp").glob("[a-z]*.py")]
     found = run(
         sys.executable,
         "-c",
-        f"import sys, {', '.join(modules)}\n"
+        f"import sys, {', '.join(ground_floor())}\n"
         "print(sorted({'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()))",
     )
     assert found.stdout == "[]\n", found.stderr
 
 
-def test_bare_names_of_the_halves_are_refused_by_the_linter() -> None:
+def test_every_public_name_is_listed_and_can_be_imported() -> None:
+    assert sorted(vllm_mp._MODULE_OF) == vllm_mp.__all__
+    for name in vllm_mp.__all__:
+        assert getattr(vllm_mp, name) is not None
+        assert name in dir(vllm_mp)
+
+
+def test_linter_refuses_bare_imports_of_core_client_and_kernels() -> None:
     snippet = "import core\nfrom client import tokenizer\nimport kernels.ops\n"
     found = run(
         sys.executable,

@@ -1,4 +1,4 @@
-"""The page that says what the core is doing: shared, consistent, and still there when its writer is killed."""
+"""The status page is shared, consistent, and survives the kill of its writer."""
 
 import contextlib
 import json
@@ -11,12 +11,12 @@ import threading
 import numpy as np
 import pytest
 
-from vllm_mp.status_page import AWAKE, MAX_STEP_REQUESTS, CoreState, SleepState, StatusPage
+from vllm_mp.status_page import AWAKE, MAX_STEP_REQUESTS, CoreState, SleepState, StatusPage, StepRequests
 
 
 @contextlib.contextmanager
 def python(code, *arguments):
-    """A process that runs `code`, killed at the end of the block."""
+    """A process that runs `code` and is killed at the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -34,6 +34,11 @@ def ids(*values):
     return np.array(values, np.uint32)
 
 
+def same(values):
+    """Step requests whose client, slot and number of output tokens are all equal."""
+    return StepRequests(values, values, values)
+
+
 READ = """
 import json, sys
 from pathlib import Path
@@ -44,7 +49,7 @@ for _ in sys.stdin:
 """
 
 
-def test_what_is_written_here_is_read_in_another_process(tmp_path):
+def test_page_is_read_in_another_process(tmp_path):
     page = StatusPage.create(str(tmp_path / "page"), 7)
     with python(READ, tmp_path / "page") as reader:
 
@@ -59,7 +64,7 @@ def test_what_is_written_here_is_read_in_another_process(tmp_path):
         page.enter(CoreState.LOADING, 0.25)
         status = read_there()
         assert (status["state"], status["load_progress"]) == (CoreState.LOADING, 0.25)
-        page.begin_step(41, ids(0, 1), ids(5, 65_536), ids(0, 70_000))
+        page.begin_step(41, StepRequests(ids(0, 1), ids(5, 65_536), ids(0, 70_000)))
         status = read_there()
         assert (status["state"], status["step"]) == (CoreState.STEPPING, 41)
         assert status["step_requests"] == [[0, 5, 0], [1, 65_536, 70_000]]
@@ -72,38 +77,38 @@ def test_what_is_written_here_is_read_in_another_process(tmp_path):
         assert read_there()["state"] == CoreState.STOPPED
 
 
-def test_the_requests_of_a_step_are_on_the_page_while_it_runs_and_at_no_other_time(tmp_path):
+def test_requests_are_on_the_page_only_while_their_step_runs(tmp_path):
     writer = StatusPage.create(str(tmp_path / "page"), 1)
     reader = StatusPage.open(tmp_path / "page")
     assert reader.read().step_requests == []
     for step, slots in enumerate([[1, 2, 3], [4], []], 1):
-        writer.begin_step(step, ids(*[9] * len(slots)), ids(*slots), ids(*slots))
+        writer.begin_step(step, StepRequests(ids(*[9] * len(slots)), ids(*slots), ids(*slots)))
         assert reader.read().step_requests == [(9, slot, slot) for slot in slots]
         writer.end_step(0, 0, 1, 1)
         assert reader.read().step_requests == []
 
 
-def test_the_requests_of_a_step_that_ends_the_core_stay_on_the_page(tmp_path):
+def test_requests_of_a_step_that_ends_the_core_stay_on_the_page(tmp_path):
     writer = StatusPage.create(str(tmp_path / "page"), 1)
-    writer.begin_step(4, ids(1), ids(7), ids(2))
+    writer.begin_step(4, StepRequests(ids(1), ids(7), ids(2)))
     writer.enter(CoreState.STOPPED)
     assert StatusPage.open(tmp_path / "page").read().step_requests == [(1, 7, 2)]
 
 
-def test_a_step_larger_than_the_page_shows_what_fits(tmp_path):
+def test_step_larger_than_the_page_shows_the_requests_that_fit(tmp_path):
     writer = StatusPage.create(str(tmp_path / "page"), 1)
     slots = np.arange(MAX_STEP_REQUESTS + 5, dtype=np.uint32)
-    writer.begin_step(1, np.zeros_like(slots), slots, slots)
+    writer.begin_step(1, StepRequests(np.zeros_like(slots), slots, slots))
     requests = StatusPage.open(tmp_path / "page").read().step_requests
     assert requests == [(0, slot, slot) for slot in range(MAX_STEP_REQUESTS)]
 
 
-def test_ages_are_measured_from_the_last_beat_and_from_the_change_of_state(tmp_path, monkeypatch):
+def test_ages_count_from_the_last_beat_and_from_the_change_of_state(tmp_path, monkeypatch):
     now = 1_000_000_000_000
     monkeypatch.setattr("time.monotonic_ns", lambda: now)
     writer = StatusPage.create(str(tmp_path / "page"), 1)
     reader = StatusPage.open(tmp_path / "page")
-    writer.begin_step(1, ids(0), ids(0), ids(0))
+    writer.begin_step(1, same(ids(0)))
     now += 2_000_000_000
     assert (reader.read().heartbeat_age, reader.read().state_age) == (2.0, 2.0)
     writer.beat()
@@ -114,17 +119,18 @@ def test_ages_are_measured_from_the_last_beat_and_from_the_change_of_state(tmp_p
 WRITE_AND_WAIT = """
 import sys
 import numpy as np
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import StatusPage, StepRequests
 page = StatusPage.create(sys.argv[1], 3)
 page.end_step(num_running=2, num_waiting=1, free_blocks=4, total_blocks=9)
-page.begin_step(17, np.array([0, 0, 2], np.uint32), np.array([8, 9, 1], np.uint32), np.array([3, 4, 5]))
+clients, slots = np.array([0, 0, 2], np.uint32), np.array([8, 9, 1], np.uint32)
+page.begin_step(17, StepRequests(clients, slots, np.array([3, 4, 5])))
 print("in the step", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("open_first", [True, False], ids=["opened before", "opened after"])
-def test_the_page_outlives_a_killed_writer_and_names_the_step_it_was_in(tmp_path, open_first):
+def test_page_outlives_a_killed_writer_and_names_its_step(tmp_path, open_first):
     path = tmp_path / "page"
     with python(WRITE_AND_WAIT, path) as writer:
         assert writer.stdout.readline() == "in the step\n"
@@ -137,7 +143,7 @@ def test_the_page_outlives_a_killed_writer_and_names_the_step_it_was_in(tmp_path
     assert (status.num_running, status.num_waiting, status.free_blocks, status.total_blocks) == (2, 1, 4, 9)
 
 
-def test_there_is_no_page_where_there_is_no_complete_one(tmp_path):
+def test_incomplete_page_is_not_opened(tmp_path):
     path = tmp_path / "page"
     assert StatusPage.open(path) is None
     path.write_bytes(b"")
@@ -148,7 +154,7 @@ def test_there_is_no_page_where_there_is_no_complete_one(tmp_path):
     path.write_bytes(whole[:-1])
     assert StatusPage.open(path) is None
     path.write_bytes(bytes(len(whole)))
-    assert StatusPage.open(path) is None, "of the right size, but not yet begun"
+    assert StatusPage.open(path) is None, "the right size, but no magic number yet"
 
 
 def test_only_the_owner_may_read_the_page(tmp_path):
@@ -160,23 +166,23 @@ def test_only_the_owner_may_read_the_page(tmp_path):
     assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_new_incarnation_begins_with_an_empty_page(tmp_path):
+def test_new_incarnation_starts_with_an_empty_page(tmp_path):
     old = StatusPage.create(str(tmp_path / "page"), 1)
     old.end_step(5, 6, 7, 8)
-    old.begin_step(9, ids(1), ids(1), ids(1))
+    old.begin_step(9, same(ids(1)))
     StatusPage.create(str(tmp_path / "page"), 2)
     status = StatusPage.open(tmp_path / "page").read()
     assert (status.incarnation, status.step, status.num_running, status.step_requests) == (2, 0, 0, [])
 
 
-def test_a_page_without_a_path_can_be_written():
+def test_page_without_a_path_works_in_its_process():
     page = StatusPage.create(None, 1)
-    page.begin_step(1, ids(2), ids(3), ids(4))
+    page.begin_step(1, StepRequests(ids(2), ids(3), ids(4)))
     assert page.read().step_requests == [(2, 3, 4)]
 
 
 class SlowSlots:
-    """Slots that take their time to be copied, as for a writer that lost its processor in the middle of a write."""
+    """Slots whose copy waits, like a writer that lost its processor in the middle of a write."""
 
     def __init__(self, slots, begun, go_on):
         self.slots, self.begun, self.go_on = slots, begun, go_on
@@ -190,17 +196,16 @@ class SlowSlots:
         return self.slots[part]
 
 
-def test_a_reader_waits_for_a_writer_that_is_interrupted_in_a_write(tmp_path):
+def test_reader_waits_for_a_writer_that_is_interrupted_in_a_write(tmp_path):
     writer = StatusPage.create(str(tmp_path / "page"), 1)
     reader = StatusPage.open(tmp_path / "page")
-    writer.begin_step(1, ids(1, 1), ids(1, 1), ids(1, 1))
+    writer.begin_step(1, same(ids(1, 1)))
     begun, go_on = threading.Event(), threading.Event()
-    write = threading.Thread(
-        target=writer.begin_step, args=(2, ids(2, 2), SlowSlots(ids(2, 2), begun, go_on), ids(2, 2))
-    )
+    requests = StepRequests(ids(2, 2), SlowSlots(ids(2, 2), begun, go_on), ids(2, 2))
+    write = threading.Thread(target=writer.begin_step, args=(2, requests))
     write.start()
     assert begun.wait(30)
-    # Longer than a processor is taken away for on a busy machine.
+    # Longer than a busy machine takes the processor from a process.
     threading.Timer(0.03, go_on.set).start()
     try:
         status = reader.read()
@@ -213,7 +218,7 @@ def test_a_reader_waits_for_a_writer_that_is_interrupted_in_a_write(tmp_path):
 WRITE_WITHOUT_END = """
 import sys, time
 import numpy as np
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import StatusPage, StepRequests
 page = StatusPage.create(sys.argv[1], 1)
 step = 0
 
@@ -226,14 +231,14 @@ print("writing", flush=True)
 while True:
     step += 1
     same = np.full(step % 7 * 40, step, np.uint32)
-    page.begin_step(step, same, same, same)
+    page.begin_step(step, StepRequests(same, same, same))
     pause()
     page.end_step(step, step, step, step)
     pause()
 """
 
 
-def test_a_reader_that_races_the_writer_sees_no_page_that_is_half_of_each(tmp_path):
+def test_reader_that_races_the_writer_never_sees_half_a_write(tmp_path):
     with python(WRITE_WITHOUT_END, tmp_path / "page") as writer:
         assert writer.stdout.readline() == "writing\n"
         page = StatusPage.open(tmp_path / "page")
@@ -253,16 +258,16 @@ def test_a_reader_that_races_the_writer_sees_no_page_that_is_half_of_each(tmp_pa
         assert writer.poll() is None
 
 
-def test_a_status_in_words_is_short_however_many_requests_are_in_the_step():
+def test_status_line_is_short_for_any_number_of_requests():
     page = StatusPage.create(None, 1)
     many = np.arange(5000, dtype=np.uint32)
-    page.begin_step(17, many, many, many)
+    page.begin_step(17, same(many))
     assert "STEPPING" in str(page.read())
     assert "step 17 with 5000 requests" in str(page.read())
     assert len(str(page.read())) < 300
 
 
-def test_a_page_that_was_written_over_can_still_be_read():
+def test_corrupted_page_can_be_read():
     page = StatusPage.create(None, 1)
     page._header[3:] = -77
     page._step_requests[:] = 2**32 - 1
@@ -273,7 +278,7 @@ def test_a_page_that_was_written_over_can_still_be_read():
 
 
 @pytest.mark.parametrize("sleep", [AWAKE, SleepState(1, ("weights", "kv_cache")), SleepState(2, ("kv_cache",))])
-def test_a_sleep_is_on_the_page_whatever_state_it_enters(sleep):
+def test_sleep_stays_on_the_page_in_every_state(sleep):
     page = StatusPage.create(None, 1)
     page.note_sleep(SleepState(2, ("weights",)))
     page.note_sleep(sleep)
@@ -283,7 +288,7 @@ def test_a_sleep_is_on_the_page_whatever_state_it_enters(sleep):
     assert ("asleep at level" in str(page.read())) == bool(sleep.missing)
 
 
-def test_a_sleep_that_cannot_be_is_none():
+def test_impossible_sleep_reads_as_awake():
     page = StatusPage.create(None, 1)
     for level, missing in ((9, 3), (1, 0), (0, 3), (-1, -1)):
         page._header[14:16] = level, missing

@@ -1,7 +1,7 @@
 """The model folders that GGUF files were converted to: found in the cache, or made once.
 
-This module only keeps the conversions. The converter is the program `vllm_mp.core.weights.gguf_converter`, which runs
-in a process of its own because it loads torch.
+This module only keeps the conversions. The converter is a program of the core, which runs in a process of its own
+because it loads torch.
 """
 
 import errno
@@ -14,6 +14,9 @@ from pathlib import Path
 
 from vllm_mp.model_store.cache import build_once, run_child
 from vllm_mp.model_store.progress import Progress
+
+_CONVERTER = "vllm_mp.core.weights.gguf_converter"
+"""The program that converts a file: `python -m ... SOURCE.gguf FOLDER`."""
 
 DISK_FULL_EXIT = 3
 """Exit status of the converter if the converted model does not fit on the disk."""
@@ -57,7 +60,7 @@ def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) 
     The converter's process inherits `lock`. Raises the same errors as `gguf_model`.
     """
     target = workspace / "model"
-    command = [sys.executable, "-P", "-m", "vllm_mp.core.weights.gguf_converter", str(source), str(target)]
+    command = [sys.executable, "-P", "-m", _CONVERTER, str(source), str(target)]
     with progress.task(f"converting {source.name} to safetensors (once)") as show:
 
         def follow(child: subprocess.Popen[str]) -> None:

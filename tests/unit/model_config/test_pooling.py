@@ -1,4 +1,4 @@
-"""How a model's folder wants its vectors made, and what an encoder leaves of the engine's options."""
+"""The pooling that a model's folder prescribes, and the options that an encoder cannot serve."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def config_of(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("is_encoder", "pooling_type"), [(True, "mean"), (False, "last")])
-def test_without_modules_the_kind_of_model_decides(tmp_path: Path, is_encoder: bool, pooling_type: str) -> None:
+def test_without_modules_json_the_kind_of_model_decides(tmp_path: Path, is_encoder: bool, pooling_type: str) -> None:
     assert read_pooling_config(tmp_path, is_encoder) == PoolingConfig(pooling_type=pooling_type, normalize=True)
 
 
@@ -59,12 +59,12 @@ def test_without_modules_the_kind_of_model_decides(tmp_path: Path, is_encoder: b
         ({"pooling_mode": ["mean"]}, "mean"),
     ],
 )
-def test_the_folders_way_is_read(tmp_path: Path, pooling: Any, pooling_type: str) -> None:
+def test_pooling_of_the_folder_is_read(tmp_path: Path, pooling: Any, pooling_type: str) -> None:
     folder = folder_of(tmp_path, [TRANSFORMER, POOLING], pooling)
     assert read_pooling_config(folder, True) == PoolingConfig(pooling_type=pooling_type, normalize=False)
 
 
-def test_a_normalize_module_makes_vectors_of_length_one(tmp_path: Path) -> None:
+def test_normalize_module_makes_vectors_of_length_one(tmp_path: Path) -> None:
     assert read_pooling_config(folder_of(tmp_path, [TRANSFORMER, POOLING, NORMALIZE]), True).normalize
 
 
@@ -89,7 +89,7 @@ def test_a_normalize_module_makes_vectors_of_length_one(tmp_path: Path) -> None:
         ({}, MEAN, "holds a dict"),
     ],
 )
-def test_what_would_give_wrong_vectors_is_refused_by_name(
+def test_pooling_that_is_not_supported_is_refused_by_name(
     tmp_path: Path, modules: Any, pooling: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
@@ -97,7 +97,7 @@ def test_what_would_give_wrong_vectors_is_refused_by_name(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(ValueError, match=r"modules\.json is not valid JSON"):
         read_pooling_config(tmp_path, True)
@@ -112,7 +112,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
         ({"do_lower_case": True}, "do_lower_case is True"),
     ],
 )
-def test_bad_values_beside_the_weights_are_refused(tmp_path: Path, bert: Any, message: str) -> None:
+def test_bad_value_of_sentence_bert_config_is_refused(tmp_path: Path, bert: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_max_seq_length(folder_of(tmp_path, bert=bert))
 
@@ -120,14 +120,14 @@ def test_bad_values_beside_the_weights_are_refused(tmp_path: Path, bert: Any, me
 @pytest.mark.parametrize(
     ("max_seq_length", "option", "context"), [(256, None, 256), (1024, None, 512), (None, None, 512), (256, 300, 300)]
 )
-def test_the_longest_prompt_is_the_folders_unless_it_is_given(
+def test_max_model_len_is_by_default_the_folders_max_seq_length(
     tmp_path: Path, max_seq_length: int | None, option: int | None, context: int
 ) -> None:
     folder = folder_of(tmp_path, bert={"max_seq_length": max_seq_length})
     assert config_of(folder, max_model_len=option).model_config.max_model_len == context
 
 
-def test_an_encoder_takes_whole_prompts_and_a_block_for_each(tmp_path: Path) -> None:
+def test_encoder_computes_whole_prompts_with_one_block_each(tmp_path: Path) -> None:
     config = config_of(folder_of(tmp_path))
     assert config.cache_config.block_size == config.model_config.max_model_len == 512
     assert not config.cache_config.enable_prefix_caching
@@ -143,6 +143,6 @@ def test_an_encoder_takes_whole_prompts_and_a_block_for_each(tmp_path: Path) -> 
         ({"max_num_batched_tokens": 511, "max_num_seqs": 4}, "max_num_batched_tokens=511.*is an encoder"),
     ],
 )
-def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path, options: Any, message: str) -> None:
+def test_option_that_an_encoder_cannot_serve_is_refused(tmp_path: Path, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(folder_of(tmp_path), **options)

@@ -1,4 +1,4 @@
-"""An entry of the model cache is made once and is complete, whoever else makes it or is killed making it."""
+"""An entry of the model cache is made once and is complete, even if processes race for it or are killed."""
 
 import errno
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from vllm_mp.model_store.cache import build_once
 from vllm_mp.model_store.progress import Progress
 
-# Makes the entry argv[1] in two steps, and waits for a line on stdin between them.
+# Makes the entry argv[1] in two steps, and waits for a line on stdin between the steps.
 BUILDER = """
 import sys
 from pathlib import Path
@@ -50,7 +50,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_killed_build_leaves_nothing_that_is_taken_for_an_entry(tmp_path: Path) -> None:
+def test_killed_build_leaves_no_entry(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "entry"
     with start_builder(folder) as builder:
         assert builder.stdout.readline() == "half\n"
@@ -63,7 +63,7 @@ def test_killed_build_leaves_nothing_that_is_taken_for_an_entry(tmp_path: Path) 
     assert names(folder.parent) == [".entry.lock", "entry"]
 
 
-def test_second_process_waits_for_the_first_and_takes_its_result(tmp_path: Path) -> None:
+def test_second_process_waits_for_the_first_and_uses_its_result(tmp_path: Path) -> None:
     folder = tmp_path / "entry"
     with start_builder(folder) as first:
         assert first.stdout.readline() == "half\n"
@@ -75,7 +75,7 @@ def test_second_process_waits_for_the_first_and_takes_its_result(tmp_path: Path)
     assert names(folder) == ["first", "second"]
 
 
-def test_orphan_of_a_killed_build_keeps_the_lock(tmp_path: Path) -> None:
+def test_child_of_an_ended_build_keeps_the_lock(tmp_path: Path) -> None:
     folder = tmp_path / "entry"
     orphan: list[subprocess.Popen[bytes]] = []
 

@@ -1,4 +1,4 @@
-"""GGUF files are converted exactly, once, and again when they have changed."""
+"""A GGUF file is converted exactly and once, and again after a change."""
 
 import json
 import os
@@ -12,8 +12,7 @@ from safetensors.numpy import load_file
 from support.tiny_gguf import write_tiny_gguf
 from transformers import PreTrainedTokenizerFast
 
-from vllm_mp.model_store import gguf
-from vllm_mp.model_store.resolve import resolve_model
+from vllm_mp.model_store import gguf, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def no_conversion(*_: object) -> Path:
-    pytest.fail("it was converted again")
+    pytest.fail("the file was read or converted again")
 
 
 def test_conversion_keeps_every_tensor_and_is_done_once(
@@ -45,12 +44,12 @@ def test_conversion_keeps_every_tensor_and_is_done_once(
     assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
 
-    monkeypatch.setattr(gguf, "run_conversion", no_conversion)
+    monkeypatch.setattr(gguf, "run_converter", no_conversion)
     monkeypatch.setattr(gguf, "file_sha256", no_conversion)
     assert resolve_model(str(source)) == folder
 
 
-def test_same_content_elsewhere_is_not_converted_again_but_changed_content_is(
+def test_moved_file_is_not_converted_again_but_changed_content_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversions: list[Path] = []
@@ -60,7 +59,7 @@ def test_same_content_elsewhere_is_not_converted_again_but_changed_content_is(
         (workspace / "model").mkdir()
         return workspace / "model"
 
-    monkeypatch.setattr(gguf, "run_conversion", record)
+    monkeypatch.setattr(gguf, "run_converter", record)
     source = tmp_path / "a.gguf"
     source.write_bytes(b"one")
     first = resolve_model(str(source))
@@ -82,7 +81,7 @@ def test_file_changed_during_its_conversion_is_not_kept(tmp_path: Path, monkeypa
         source.write_bytes(b"changed")
         return workspace
 
-    monkeypatch.setattr(gguf, "run_conversion", change)
+    monkeypatch.setattr(gguf, "run_converter", change)
     (tmp_path / "a.gguf").write_bytes(b"before")
     with pytest.raises(ValueError, match="was changed while"):
         resolve_model(str(tmp_path / "a.gguf"))
@@ -95,7 +94,7 @@ def test_killed_conversion_leaves_nothing(tmp_path: Path, cache: Path, monkeypat
             assert self.stdout.readline().startswith("progress")
             os.kill(self.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(gguf.subprocess, "Popen", KilledHalfway)
+    monkeypatch.setattr(subprocess, "Popen", KilledHalfway)
     write_tiny_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(RuntimeError, match=r"tiny\.gguf was ended by SIGKILL"):
         resolve_model(str(tmp_path / "tiny.gguf"))

