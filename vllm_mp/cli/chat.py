@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 USAGE = "[OPTIONS]"
 HELP = "Chat with a model in the terminal."
 
-_USAGE = "/clear forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer."
+_INSTRUCTIONS = "/clear forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # a model without a template is refused here
             if sys.stdin.isatty():
-                print(f"{llm.model_config.served_model_name}. {_USAGE}")
+                print(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")
             params = sampling_params(args, llm.model_config.default_sampling_params)
             _converse(runner, llm, params, args.system)
         finally:
@@ -113,7 +113,7 @@ def _read_line() -> str | None:
         except EOFError:
             return None
         except KeyboardInterrupt:
-            print("\n" + _USAGE)
+            print("\n" + _INSTRUCTIONS)
 
 
 def _fitting_prompt(llm: "AsyncLLM", messages: list[dict[str, str]], num_kept: int) -> list[int]:
