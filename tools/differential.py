@@ -34,7 +34,7 @@ def main() -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from vllm_mp.model_config.architecture import Architecture
-    from vllm_mp.model_store import DEFAULT_MODEL, resolve_model
+    from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
     from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases, save_small_model
     from vllm_mp.testing.engines import running_engine
     from vllm_mp.testing.greedy_parity import num_preemptions
