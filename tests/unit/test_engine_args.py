@@ -209,7 +209,7 @@ def test_every_served_option_changes_the_configuration(model, name):
 
 def test_every_field_of_the_configuration_is_read_by_the_product():
     root = Path(__file__).parents[2]
-    files = [file for folder in ("client", "core", "kernels") for file in (root / folder).rglob("*.py")]
+    files = [file for folder in ("client", "core", "kernels", "vllm_mp/cli") for file in (root / folder).rglob("*.py")]
     makers = ("engine_args.py", "config_resolution.py")  # they make the configuration
     files += [file for file in (root / "vllm_mp").glob("*.py") if file.name not in makers]
     read = {
