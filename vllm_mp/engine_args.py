@@ -169,7 +169,7 @@ class EngineArgs:
     warm_standby: bool = _option(
         False, "keep a process at hand that has imported everything, to replace the core sooner"
     )
-    fault_injection: str = _option("", "for tests: faults that the core causes itself (see docs/operating/faults.md)")
+    fault_injection: str = _option("", "for tests: faults that the core brings about itself (see docs/faults.md)")
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

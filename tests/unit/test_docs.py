@@ -91,3 +91,15 @@ def test_every_page_in_docs_is_reachable_from_the_readme() -> None:
         links = [link.partition("#")[0] for link in _LINK.findall(page.read_text()) if "://" not in link]
         queue += [(page.parent / path).resolve() for path in links if path.endswith(".md")]
     assert sorted(map(_name, set(PAGES) - reached)) == []
+
+
+def test_every_page_that_code_names_exists() -> None:
+    files = [path for folder in _FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    sources = [path for path in files if path.suffix in (".py", ".h", ".cpp") or path.parent.name in ("tools", ".ci")]
+    wrong = [
+        f"{_name(source)}: {page}"
+        for source in sources
+        for page in re.findall(r"(?<![\w/.])docs/[\w/.-]+\.(?:md|json|svg)", source.read_text())
+        if not (ROOT / page).exists()
+    ]
+    assert wrong == []

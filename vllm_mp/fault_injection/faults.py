@@ -4,7 +4,7 @@
     fault  = action "@" item { "," item }
     item   = place | "once" | condition "=" value
 
-A fault strikes at each visit to its place at which all its conditions hold; see docs/operating/faults.md.
+A fault strikes at each visit to its place at which all its conditions hold. docs/faults.md explains every word.
 """
 
 import dataclasses
@@ -134,14 +134,14 @@ def parse_faults(text: str, device: str) -> list[Fault]:
         if fault.action in _NEED_CUDA and device == "cpu":
             raise ValueError(
                 f"fault_injection: {fault.action} in {fault.text!r} strikes a CUDA device, and the device is 'cpu'; "
-                "set device='cuda', or leave it out; see docs/operating/faults.md"
+                "set device='cuda', or leave it out; see docs/faults.md"
             )
     return faults
 
 
 def _parse_fault(text: str) -> Fault:
     def refuse(what: str) -> ValueError:
-        return ValueError(f"fault_injection: {what} in {text!r}; see docs/operating/faults.md")
+        return ValueError(f"fault_injection: {what} in {text!r}; see docs/faults.md")
 
     action, at, rest = text.partition("@")
     if action not in ACTIONS:
