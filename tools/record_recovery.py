@@ -11,8 +11,8 @@ measured. A viewer that does not animate SVG shows the whole story.
 import argparse
 import asyncio
 import datetime
+import itertools
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -59,8 +59,6 @@ class Recording(NamedTuple):
 
     pieces: list[Piece]
     killed_s: float
-    ready_s: float
-    """When the next core answered its first call."""
     killed_pid: int
     next_pid: int
 
@@ -69,9 +67,18 @@ class Recording(NamedTuple):
         return "".join(piece.text for piece in self.pieces)
 
     @property
+    def resumed_s(self) -> float:
+        """When the first token of the next core arrived: after the longest wait that ended after the kill.
+
+        Tokens that were on their way at the kill arrive at once.
+        """
+        waits = [pair for pair in itertools.pairwise(self.pieces) if pair[1].time_s > self.killed_s]
+        return max(waits, key=lambda pair: pair[1].time_s - pair[0].time_s)[1].time_s
+
+    @property
     def pause_s(self) -> float:
         """From the kill to the first token of the next core."""
-        return next(piece.time_s for piece in self.pieces if piece.time_s > self.ready_s) - self.killed_s
+        return self.resumed_s - self.killed_s
 
 
 def main() -> int:
@@ -104,45 +111,33 @@ async def _record(llm: AsyncLLM, prompt: list[int], params: SamplingParams, kill
     """Return the undisturbed text, and the run in which the core is killed after `kill_after` tokens."""
     undisturbed = "".join([output.outputs[0].text async for output in llm.generate(prompt, params)])
     pieces: list[Piece] = []
-    killed_s, killed_pid, next_core = 0.0, 0, None
+    num_tokens, killed_s, killed_pid = 0, 0.0, 0
     started = time.monotonic()
-
-    async def wait_for_next_core() -> tuple[float, int]:
-        pid = (await llm.core_status())["pid"]  # answered by the next core
-        return time.monotonic() - started, pid
-
-    num_tokens = 0
     async for output in llm.generate(prompt, params):
         completion = output.outputs[0]
         num_tokens += len(completion.token_ids)
         pieces.append(Piece(completion.text, time.monotonic() - started))
-        if next_core is None and num_tokens >= kill_after:
+        if not killed_pid and num_tokens >= kill_after:
             killed_pid = (await llm.core_status())["pid"]
             os.kill(killed_pid, signal.SIGKILL)
             killed_s = time.monotonic() - started
-            next_core = asyncio.create_task(wait_for_next_core())
-    if next_core is None:
-        raise SystemExit(f"the story ended before token {kill_after}; give a smaller --kill-after or another --seed")
-    ready_s, next_pid = await next_core
-    return undisturbed, Recording(pieces, killed_s, ready_s, killed_pid, next_pid)
+    if pieces[-1].time_s <= killed_s or not killed_pid:
+        raise SystemExit(f"the story ended by token {num_tokens}; give a smaller --kill-after or another --seed")
+    next_pid = (await llm.core_status())["pid"]
+    return undisturbed, Recording(pieces, killed_s, killed_pid, next_pid)
 
 
 def _provenance() -> str:
     """Model, processor, date and commit of this run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    processor = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    cores = len(os.sched_getaffinity(0))
+    env = _output([sys.executable, "-m", "vllm_mp.cli", "env"]).splitlines()
+    processor = next(line.removeprefix("cpu").strip() for line in env if line.startswith("cpu "))
+    commit = _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown"
     date = datetime.datetime.now(datetime.UTC).date()
-    return f"SmolLM2-135M-Instruct, float32, {cores} cores of {processor}, {date}, commit {commit or 'unknown'}"
+    return f"SmolLM2-135M-Instruct, float32, {processor}, {date}, commit {commit}"
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def draw(recording: Recording, prompt: str, provenance: str) -> str:
@@ -159,7 +154,7 @@ def draw(recording: Recording, prompt: str, provenance: str) -> str:
         return MARGIN_PX + span_px * seconds / end_s
 
     def ticks(second_core: bool) -> str:
-        times = [piece.time_s for piece in recording.pieces if (piece.time_s > recording.ready_s) == second_core]
+        times = [piece.time_s for piece in recording.pieces if (piece.time_s >= recording.resumed_s) == second_core]
         return "".join(f"M{x(seconds):.1f} {bar_y}v14" for seconds in times)
 
     parts = [
@@ -174,19 +169,19 @@ def draw(recording: Recording, prompt: str, provenance: str) -> str:
     for i, line in enumerate(lines):
         spans = []
         for piece in line:
-            kind = "second" if piece.time_s > recording.ready_s else "first"
+            kind = "second" if piece.time_s >= recording.resumed_s else "first"
             share = min(0.999, piece.time_s / total_s)
             spans.append(
                 f'<tspan class="{kind}">{escape(piece.text)}<animate attributeName="fill-opacity" values="0;1" '
                 f'keyTimes="0;{share:.4f}" calcMode="discrete" dur="{total_s:.2f}s" repeatCount="indefinite"/></tspan>'
             )
         parts.append(f'<text x="{MARGIN_PX}" y="{story_y + i * LINE_PX}">{"".join(spans)}</text>')
-    killed, going_on = x(recording.killed_s), x(recording.killed_s + recording.pause_s)
+    killed, going_on = x(recording.killed_s), x(recording.resumed_s)
     labels = [
         (MARGIN_PX, bar_y + 34, "start", "small", f"core {recording.killed_pid} (one mark per token)"),
         (killed, bar_y - 14, "middle", "kill", f"kill -9 {recording.killed_pid}"),
         ((killed + going_on) / 2, bar_y + 12, "middle", "small", f"{recording.pause_s:.1f} s"),
-        (going_on, bar_y + 34, "start", "small", f"core {recording.next_pid} continues the same answer"),
+        (WIDTH_PX - MARGIN_PX, bar_y + 34, "end", "small", f"core {recording.next_pid} continues the same answer"),
         (MARGIN_PX, bar_y + 60, "start", "small", provenance),
     ]
     parts += [
