@@ -1,0 +1,26 @@
+"""tools/record_recovery.py as a user runs it, with a short story."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "record_recovery.py"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_drawing_shows_a_story_that_two_cores_told(tmp_path):
+    drawing = tmp_path / "recovery.svg"
+    command = [sys.executable, str(TOOL), "--kill-after", "8", "--tokens", "24", "--output", str(drawing)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pause_s = float(re.search(r"paused for ([\d.]+) s", done.stdout)[1])
+    root = ET.parse(drawing).getroot()
+    assert f"{pause_s:.1f} s later" in root.findtext(f"{SVG}title")
+    assert {span.get("class") for span in root.iter(f"{SVG}tspan")} == {"first", "second"}
+    labels = list(root.itertext())
+    killed_pid, next_pid = (label.split()[1] for label in labels if re.match(r"core \d+ ", label))
+    assert killed_pid != next_pid
+    assert f"kill -9 {killed_pid}" in labels
+    assert "commit" in root.findtext(f"{SVG}desc")

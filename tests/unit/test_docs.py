@@ -1,0 +1,105 @@
+"""The pages name files, links and examples that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FOLDERS = ("vllm_mp", "client", "core", "kernels", "tests", "tools", "docs", ".ci")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE = re.compile(r"```.*?```|`([^`\n]+)`", re.DOTALL)
+_PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, _FOLDERS))})/[\w./-]*[\w/]")
+_SUFFIXES = (".py", ".h", ".cpp", ".md", ".svg", ".toml", ".sh")
+_NOT_OURS = {"llama.cpp", "utils.py"}
+"""An engine, and the example of a name that no file has."""
+_MAX_GLOSSARY_ROWS = 30
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of `page`."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _paths(text: str) -> set[str]:
+    """Return the paths of the repository that `text` names."""
+    return {path.rstrip(".") for path in _PATH.findall(text)}
+
+
+def _files_in_code(text: str) -> set[str]:
+    """Return the words in backticks that look like the name of a file of the repository."""
+    words = {word for code in _CODE.findall(text) for word in code.split()}
+    return {word for word in words - _NOT_OURS if word.endswith(_SUFFIXES) and re.fullmatch(r"[\w./-]+", word)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in _LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{_name(page)} links to {link}"
+        if anchor:
+            assert anchor in _anchors(target), f"{_name(page)} links to {link}, and {_name(target)} has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_path_of_the_repository_that_a_page_names_exists(page: Path) -> None:
+    missing = [path for path in sorted(_paths(page.read_text())) if not (ROOT / path).exists()]
+    assert not missing, f"{_name(page)} names files that are not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_file_name_in_backticks_is_a_file_of_the_repository(page: Path) -> None:
+    names = {path.name for folder in _FOLDERS for path in (ROOT / folder).rglob("*")} | {
+        path.name for path in ROOT.iterdir()
+    }
+    unknown = [word for word in sorted(_files_in_code(page.read_text())) if word.rpartition("/")[2] not in names]
+    assert not unknown, f"{_name(page)} names files that are not there"
+
+
+def test_glossary_has_at_most_30_words() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    table = text.partition("## Glossary")[2].partition("\n## ")[0]
+    words = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")][2:]
+    assert 0 < len(words) <= _MAX_GLOSSARY_ROWS
+    assert len(words) == len(set(words))
+
+
+def test_python_examples_in_the_readme_compile() -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert examples
+    for number, example in enumerate(examples, 1):
+        compile(example, f"README.md, example {number}", "exec")
+
+
+def test_every_page_in_docs_is_reachable_from_the_readme() -> None:
+    reached, queue = set(), [ROOT / "README.md"]
+    while queue:
+        page = queue.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        links = [link.partition("#")[0] for link in _LINK.findall(page.read_text()) if "://" not in link]
+        queue += [(page.parent / path).resolve() for path in links if path.endswith(".md")]
+    assert sorted(map(_name, set(PAGES) - reached)) == []
+
+
+def test_every_page_that_code_names_exists() -> None:
+    files = [path for folder in _FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    sources = [path for path in files if path.suffix in (".py", ".h", ".cpp") or path.parent.name in ("tools", ".ci")]
+    wrong = [
+        f"{_name(source)}: {page}"
+        for source in sources
+        for page in re.findall(r"(?<![\w/.])docs/[\w/.-]+\.(?:md|json|svg)", source.read_text())
+        if not (ROOT / page).exists()
+    ]
+    assert wrong == []
