@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.standalone_core import standalone
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
 from vllm_mp.curve_key import ensure_key_file
-from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
+from vllm_mp.testing import answer, eventually, greedy, is_empty, standalone_core
 
 
 def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):
     address = f"ipc://{tmp_path}/a core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         first = AsyncLLM.connect(address)
         second = AsyncLLM.connect(address)
 
@@ -47,7 +46,7 @@ def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):
 
 def test_a_killed_client_costs_the_core_only_its_requests(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address):
+    with standalone_core(default_model, address):
         survivor = AsyncLLM.connect(address)
         code = (
             "import asyncio, os\nfrom vllm_mp import AsyncLLM, SamplingParams\n"
@@ -71,7 +70,7 @@ def test_a_killed_client_costs_the_core_only_its_requests(default_model, tmp_pat
 
 def test_clients_that_do_not_wait_learn_that_the_core_was_killed(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         clients = [AsyncLLM.connect(address, reconnect_timeout=timeout) for timeout in (0, 0.5)]
 
         async def run():
@@ -99,7 +98,7 @@ def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next
         )
 
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(standalone(default_model, address))
+        process = stack.enter_context(standalone_core(default_model, address))
         clients = [AsyncLLM.connect(address) for _ in range(2)]
 
         async def run():
@@ -113,7 +112,7 @@ def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next
             await eventually(all_under_way)
             process.kill()
             process.wait()
-            stack.enter_context(standalone(default_model, address))
+            stack.enter_context(standalone_core(default_model, address))
             outputs = await asyncio.wait_for(task, 60)
             assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
             assert [one.outputs[0].text for one in outputs] == [one.outputs[0].text for one in expected]
@@ -128,7 +127,7 @@ def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next
 def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_model, minilm, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(standalone(default_model, address))
+        process = stack.enter_context(standalone_core(default_model, address))
         client = AsyncLLM.connect(address)
 
         async def run():
@@ -136,7 +135,7 @@ def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_mod
             await anext(stream)
             process.kill()
             process.wait()
-            stack.enter_context(standalone(minilm, address))
+            stack.enter_context(standalone_core(minilm, address))
             with pytest.raises(EngineDeadError, match="another model"):
                 async for _ in stream:
                     pass
@@ -147,9 +146,9 @@ def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_mod
 
 def test_a_second_core_on_the_same_address_is_refused_and_the_first_goes_on(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         client = AsyncLLM.connect(address)
-        with standalone(default_model, address) as second:
+        with standalone_core(default_model, address) as second:
             _, stderr = second.communicate(timeout=60)
             assert second.returncode == 1
             assert f"served by process {process.pid}" in stderr
@@ -159,11 +158,11 @@ def test_a_second_core_on_the_same_address_is_refused_and_the_first_goes_on(defa
 
 def test_the_address_of_a_killed_core_can_be_used_again(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         AsyncLLM.connect(address).shutdown()
         process.kill()
         process.wait()
-    with standalone(default_model, address):
+    with standalone_core(default_model, address):
         client = AsyncLLM.connect(address)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
         client.shutdown()
@@ -171,7 +170,7 @@ def test_the_address_of_a_killed_core_can_be_used_again(default_model, tmp_path)
 
 def test_ctrl_c_lets_what_runs_finish_and_admits_no_more(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         client = AsyncLLM.connect(address)
 
         async def run():
@@ -197,11 +196,11 @@ def test_tcp_needs_the_key(default_model, tmp_path):
     key, other = tmp_path / "key", tmp_path / "other"
     ensure_key_file(other)
     address = "tcp://127.0.0.1:47613"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "--key-file" in stderr
-    with standalone(default_model, address, "--key-file", str(key)):
+    with standalone_core(default_model, address, "--key-file", str(key)):
         asyncio.run(eventually(_exists(key)))
         client = AsyncLLM.connect(address, key_file=str(key))
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished

@@ -53,7 +53,7 @@ class FaultHooks:
         logger.warning("faults are injected: %s", config.liveness_config.fault_injection)
 
     def while_loading(self, share: float) -> None:
-        """Let faults of loading strike. The loader calls this repeatedly, with the share of the weights that is loaded."""
+        """Let faults of loading strike. The loader calls this repeatedly with the loaded share of the weights."""
         for fault in self._at(LOAD):
             if share >= fault.share and self._is_due(fault):
                 _strike(fault)
