@@ -73,7 +73,7 @@ def main() -> int:
                     f"  completion {difference.completion_index}: {difference.what}\n    {difference.case}", flush=True
                 )
     for name, count in sorted(totals.items()):
-        print(f"{name:>24}  {count:>9,}")
+        print(f"{name:>28}  {count:>9,}")
     return 1 if num_differences else 0
 
 
