@@ -1,4 +1,4 @@
-"""A core that was started by hand, with clients that come and go."""
+"""A core that was started by hand, with clients that connect and leave."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from vllm_mp.curve_key import ensure_key_file
 from vllm_mp.testing import answer, eventually, greedy, is_empty, standalone_core
 
 
-def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):
+def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
     address = f"ipc://{tmp_path}/a core.sock"
     with standalone_core(default_model, address) as process:
         first = AsyncLLM.connect(address)
@@ -44,7 +44,7 @@ def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):
     assert not list(Path(tmp_path).iterdir())
 
 
-def test_a_killed_client_costs_the_core_only_its_requests(default_model, tmp_path):
+def test_killed_client_costs_the_core_only_its_own_requests(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address):
         survivor = AsyncLLM.connect(address)
@@ -68,13 +68,13 @@ def test_a_killed_client_costs_the_core_only_its_requests(default_model, tmp_pat
         survivor.shutdown()
 
 
-def test_clients_that_do_not_wait_learn_that_the_core_was_killed(default_model, tmp_path):
+def test_clients_with_short_reconnect_timeout_fail_when_the_core_is_killed(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address) as process:
         clients = [AsyncLLM.connect(address, reconnect_timeout=timeout) for timeout in (0, 0.5)]
 
         async def run():
-            streams = [one.generate("Hello", SamplingParams(max_tokens=450, ignore_eos=True)) for one in clients]
+            streams = [client.generate("Hello", SamplingParams(max_tokens=450, ignore_eos=True)) for client in clients]
             for stream in streams:
                 await anext(stream)
             process.kill()
@@ -88,13 +88,13 @@ def test_clients_that_do_not_wait_learn_that_the_core_was_killed(default_model, 
             client.shutdown()
 
 
-def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next(default_model, tmp_path):
+def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     prompts = ["The first", "The second one", "Another"]
 
-    async def answers(clients):
+    async def outputs_of(clients):
         return await asyncio.gather(
-            *(answer(one, prompt, greedy(40, ignore_eos=True)) for one in clients for prompt in prompts)
+            *(answer(client, prompt, greedy(40, ignore_eos=True)) for client in clients for prompt in prompts)
         )
 
     with contextlib.ExitStack() as stack:
@@ -102,8 +102,8 @@ def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next
         clients = [AsyncLLM.connect(address) for _ in range(2)]
 
         async def run():
-            expected = await answers(clients)
-            task = asyncio.create_task(answers(clients))
+            expected = await outputs_of(clients)
+            task = asyncio.create_task(outputs_of(clients))
 
             async def all_under_way():
                 live = [answer for one in clients for _, answer in one._requests.live()]
@@ -114,17 +114,19 @@ def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next
             process.wait()
             stack.enter_context(standalone_core(default_model, address))
             outputs = await asyncio.wait_for(task, 60)
-            assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
-            assert [one.outputs[0].text for one in outputs] == [one.outputs[0].text for one in expected]
-            for one in clients:
-                await eventually(lambda one=one: is_empty(one))
+            assert [output.outputs[0].token_ids for output in outputs] == [
+                output.outputs[0].token_ids for output in expected
+            ]
+            assert [output.outputs[0].text for output in outputs] == [output.outputs[0].text for output in expected]
+            for client in clients:
+                await eventually(lambda client=client: is_empty(client))
 
         asyncio.run(run())
-        for one in clients:
-            one.shutdown()
+        for client in clients:
+            client.shutdown()
 
 
-def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_model, minilm, tmp_path):
+def test_client_refuses_a_successor_with_another_model(default_model, minilm, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(standalone_core(default_model, address))
@@ -144,7 +146,7 @@ def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_mod
         client.shutdown()
 
 
-def test_a_second_core_on_the_same_address_is_refused_and_the_first_goes_on(default_model, tmp_path):
+def test_second_core_at_an_address_is_refused_and_the_first_continues(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address) as process:
         client = AsyncLLM.connect(address)
@@ -156,7 +158,7 @@ def test_a_second_core_on_the_same_address_is_refused_and_the_first_goes_on(defa
         client.shutdown()
 
 
-def test_the_address_of_a_killed_core_can_be_used_again(default_model, tmp_path):
+def test_address_of_a_killed_core_can_be_used_again(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address) as process:
         AsyncLLM.connect(address).shutdown()
@@ -168,7 +170,7 @@ def test_the_address_of_a_killed_core_can_be_used_again(default_model, tmp_path)
         client.shutdown()
 
 
-def test_ctrl_c_lets_what_runs_finish_and_admits_no_more(default_model, tmp_path):
+def test_ctrl_c_lets_running_requests_finish_and_ends_the_core(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address) as process:
         client = AsyncLLM.connect(address)
@@ -192,7 +194,7 @@ def _exists(path):
     return condition
 
 
-def test_tcp_needs_the_key(default_model, tmp_path):
+def test_tcp_client_needs_the_key(default_model, tmp_path):
     key, other = tmp_path / "key", tmp_path / "other"
     ensure_key_file(other)
     address = "tcp://127.0.0.1:47613"
@@ -212,8 +214,8 @@ def test_tcp_needs_the_key(default_model, tmp_path):
     assert os.stat(key).st_mode & 0o777 == 0o600
 
 
-def test_connecting_to_nobody_fails_in_time_and_names_the_address(tmp_path):
-    with pytest.raises(EngineStartError, match=r"nobody\.sock"):
-        AsyncLLM.connect(f"ipc://{tmp_path}/nobody.sock", timeout=0.3)
+def test_connecting_to_an_unserved_address_fails_in_time_and_names_it(tmp_path):
+    with pytest.raises(EngineStartError, match=r"unserved\.sock"):
+        AsyncLLM.connect(f"ipc://{tmp_path}/unserved.sock", timeout=0.3)
     with pytest.raises(ValueError, match="ipc://"):
         AsyncLLM.connect("http://localhost")

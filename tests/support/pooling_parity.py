@@ -18,7 +18,7 @@ async def vector(engine, prompt, params=None, request_id=None, **options):
 
 
 def vectors(engine, prompts, params=None, concurrent=True, **options):
-    """Return the output for each prompt, one after another unless `concurrent`. `params` may be a list, one per prompt."""
+    """Return the output for each prompt, one after another unless `concurrent`. `params` may be a list."""
     each = params if isinstance(params, list) else [params] * len(prompts)
     pairs = list(zip(prompts, each, strict=True))
 
@@ -33,7 +33,7 @@ def vectors(engine, prompts, params=None, concurrent=True, **options):
 
 @torch.inference_mode()
 def hidden_states(model, prompt_token_ids):
-    """Return the last, normalized hidden states of a transformers model without a head: float32 [num_tokens, hidden_size]."""
+    """Return the last, normalized hidden states of a model without a head: float32 [num_tokens, hidden_size]."""
     return model(torch.tensor([prompt_token_ids])).last_hidden_state[0]
 
 
