@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Measure what a device can do at best: bytes read, bytes moved by a copy, operations of a matrix product, a second.
+"""Measure the best rates of a device: bytes read, bytes copied, and operations of a matrix product, per second.
 
-Prints one JSON object, with what PyTorch says about the device. No speed of an engine on this device is above these.
+Prints one JSON object, which also describes the device. No engine on this device can be faster than these rates.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import torch
 
 _ROUNDS = 7
 _WARM_UP_ROUNDS = 2
-_OPERATIONS_A_ROUND = 8
+_OPERATIONS_PER_ROUND = 8
 
 
 def describe(device: str) -> dict[str, Any]:
-    """What PyTorch knows about the device; memory in bytes."""
+    """Return PyTorch's description of the device; memory in bytes."""
     if device == "cpu":
         return {"name": "cpu", "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(0)
@@ -32,35 +32,35 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def copy_bytes_per_s(device: str, size: int) -> float:
-    """Of a copy of `size` bytes within the device, counting those read and those written."""
+    """Measure a copy of `size` bytes within the device. Bytes read and bytes written both count."""
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _median_seconds(lambda: target.copy_(source), device)
 
 
 def read_bytes_per_s(device: str, size: int) -> float:
-    """Of adding up `size` bytes."""
+    """Measure a sum over `size` bytes."""
     source = torch.ones(size // 4, device=device)
     return size / _median_seconds(lambda: source.sum(), device)
 
 
 def matmul_flops_per_s(device: str, size: int, dtype: torch.dtype) -> float:
-    """Of the product of two random matrices [size, size] of type `dtype`."""
+    """Measure the product of two random matrices [size, size] of type `dtype`."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
     out = torch.empty_like(a)
     return 2 * size**3 / _median_seconds(lambda: torch.mm(a, b, out=out), device)
 
 
 def _median_seconds(operation: Callable[[], Any], device: str) -> float:
-    """Of one operation, from rounds of several, so that launching and waiting do not count."""
+    """Return the time of one operation. A round runs several, so that launch and synchronization do not count."""
     rounds = []
     for _ in range(_WARM_UP_ROUNDS + _ROUNDS):
         _synchronize(device)
         started = time.perf_counter()
-        for _ in range(_OPERATIONS_A_ROUND):
+        for _ in range(_OPERATIONS_PER_ROUND):
             operation()
         _synchronize(device)
-        rounds.append((time.perf_counter() - started) / _OPERATIONS_A_ROUND)
+        rounds.append((time.perf_counter() - started) / _OPERATIONS_PER_ROUND)
     return statistics.median(rounds[_WARM_UP_ROUNDS:])
 
 

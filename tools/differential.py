@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Completion random requests together and alone, compare everything, and hold the answers against transformers.
+"""Run random requests together and alone, compare their outputs, and verify them against transformers.
 
     python tools/differential.py --requests 400 --seed 1 --rounds 3
 
-Prints what was compared and every difference that no near-tie explains; the exit code is 1 if there is one. With
---small it uses a model of random weights, which is many times faster and whose text is wilder.
+Prints what was compared and every difference that no near-tie explains; the exit code is 1 if there is a difference.
+--small uses a model with random weights, which is many times faster and writes wilder text.
 """
 
 import argparse
@@ -23,11 +23,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=400, help="requests a round")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, each with the next seed")
-    parser.add_argument("--seed", type=int, default=0, help="decides the requests of the first round")
-    parser.add_argument("--small", action="store_true", help="use a small model of random weights")
-    parser.add_argument("--no-reference", action="store_true", help="do not hold the lone answers against transformers")
+    parser.add_argument("--requests", type=int, default=400, help="number of requests in each round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds, each with the next seed (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round's requests (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="use a small model with random weights")
+    parser.add_argument("--no-reference", action="store_true", help="do not verify the outputs against transformers")
     options = parser.parse_args()
 
     import torch
@@ -35,9 +35,10 @@ def main() -> int:
 
     from vllm_mp.model_config.architecture import Architecture
     from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
-    from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases, save_small_model
+    from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases
     from vllm_mp.testing.engines import running_engine
     from vllm_mp.testing.greedy_parity import num_preemptions
+    from vllm_mp.testing.random_models import save_small_model
 
     totals: Counter[str] = Counter()
     num_differences = 0
@@ -64,13 +65,15 @@ def main() -> int:
             judge.counts["differences"] = len(judge.differences)
             totals.update(judge.counts)
             num_differences += len(judge.differences)
-            compared = ", ".join(f"{judge.counts[name]:,} {name}" for name in ("requests", "answers", "tokens"))
+            compared = ", ".join(f"{judge.counts[name]:,} {name}" for name in ("requests", "completions", "tokens"))
             took = f"{time.monotonic() - began:.0f} s"
             print(f"seed {seed}: {compared}, {len(judge.differences)} differences, {took}", flush=True)
             for difference in judge.differences:
-                print(f"  answer {difference.index}: {difference.what}\n    {difference.case}", flush=True)
+                print(
+                    f"  completion {difference.completion_index}: {difference.what}\n    {difference.case}", flush=True
+                )
     for name, count in sorted(totals.items()):
-        print(f"{name:>24}  {count:>9,}")
+        print(f"{name:>28}  {count:>9,}")
     return 1 if num_differences else 0
 
 

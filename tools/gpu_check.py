@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Prove and measure the engine on this machine's GPU in one call, and write what was found to one JSON file.
+"""Test and measure the engine on this machine's GPU in one call, and write the results to one JSON file.
 
     python tools/gpu_check.py --out results.json
 
-It runs tests/gpu, then real engines with random weights in the shapes of known models, and holds their speed against
-what the device does at best, measured in the same run. It needs no network, no model and no installation of this
-repository. A part that fails is recorded and the others run; the exit code is 1 if any test or part failed.
+It runs tests/gpu, then real engines with random weights in the shapes of known models, and compares their speed with
+the best rates of the device, which the same run measures. It needs no network, no model and no installation of this
+repository. A part that fails is recorded, and the others run. The exit code is 1 if any test or part failed.
 """
 
 import argparse
@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TOOL_LIMIT_S = 120
 TESTS_SHARE = 0.6
-"""Of the budget, what the tests may take at most where other parts come after them."""
+"""Share of the budget that the tests may take if other parts follow."""
 INTERRUPT_GRACE_S = 15
 
 
 def environment() -> dict[str, Any]:
-    """Versions of what the figures depend on; None for what is not there."""
+    """Return the versions on which the figures depend; None for a package that is not installed."""
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -61,13 +61,14 @@ def environment() -> dict[str, Any]:
 
 
 def commit_of_tree() -> str | None:
-    """The commit, marked if files differ from it; None where there is no git."""
+    """Return the commit, marked if files differ from it; None without git."""
     commit = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = commit and _output_of("git", "-C", str(ROOT), "status", "--porcelain")
     return f"{commit} with changes" if changed else commit
 
 
 def _output_of(*command: str) -> str | None:
+    """Return what a command prints; None if it fails or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -76,13 +77,13 @@ def _output_of(*command: str) -> str | None:
 
 
 def device_ceilings(workload: Workload, device: str, dtype: str) -> dict[str, Any]:
-    """What tools/device_ceilings.py finds."""
+    """Return the figures of tools/device_ceilings.py."""
     sizes = ["--copy-bytes", str(workload.copy_bytes), "--matrix-size", str(workload.matrix_size)]
     return _run_tool("device_ceilings.py", "--device", device, "--dtype", dtype, *sizes)
 
 
 def _run_tool(name: str, *arguments: str) -> dict[str, Any]:
-    """What a tool prints as JSON, run as a process of its own, which gives the device's memory back."""
+    """Return the JSON that a tool prints. It runs in a separate process, whose end releases the device memory."""
     command = [sys.executable, str(ROOT / "tools" / name), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S, check=False)
     if done.returncode:
@@ -92,7 +93,7 @@ def _run_tool(name: str, *arguments: str) -> dict[str, Any]:
 
 
 def run_tests(targets: list[str], device: str, limit_s: float) -> dict[str, Any]:
-    """Run pytest on `targets`, interrupted after `limit_s` seconds: counts, and each failure's name and last lines."""
+    """Run pytest on `targets` for at most `limit_s` seconds. Return counts, and each failure's name and last lines."""
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "results.xml", Path(folder) / "log"
         command = [sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml", "-p", "no:cacheprovider"]
@@ -109,7 +110,7 @@ def run_tests(targets: list[str], device: str, limit_s: float) -> dict[str, Any]
                 code = _interrupt(pytest)
         tail = log.read_text(errors="replace").splitlines()[-12:]
         if not results.exists():
-            raise RuntimeError(f"pytest ended with {code} and no results: " + "\n".join(tail))
+            raise RuntimeError(f"pytest ended with exit code {code} and no results: " + "\n".join(tail))
         record = _read_junit(results, timed_out)
     record["timed_out"] = timed_out
     record["log_tail"] = tail
@@ -117,7 +118,7 @@ def run_tests(targets: list[str], device: str, limit_s: float) -> dict[str, Any]
 
 
 def _interrupt(pytest: "subprocess.Popen[bytes]") -> int:
-    """End pytest so that it still writes its results, if it can."""
+    """Interrupt pytest, so that it writes its results; kill it if it does not end. Return its exit code."""
     pytest.send_signal(signal.SIGINT)
     try:
         return pytest.wait(INTERRUPT_GRACE_S)
@@ -133,7 +134,7 @@ def _read_junit(path: Path, interrupted: bool) -> dict[str, Any]:
     suite = next(ET.parse(path).iter("testsuite"))
     cases = list(suite.iter("testcase"))
     if interrupted and cases and not len(cases[-1]):
-        del cases[-1]  # it was running, and stands there as if it had passed
+        del cases[-1]  # it was still running, but is listed as if it had passed
     for case in cases:
         outcomes = [child for child in case if child.tag in kinds]
         if not outcomes:
@@ -147,7 +148,7 @@ def _read_junit(path: Path, interrupted: bool) -> dict[str, Any]:
 
 
 def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> None:
-    """What tools/attention_speed.py finds, against the device's ceilings."""
+    """Add the figures of tools/attention_speed.py to the report, with their shares of the device's ceilings."""
     found = _run_tool("attention_speed.py", "--device", device, "--dtype", dtype, *["--quick"] * quick)
     for step in found["steps"]:
         cost = Cost(step.pop("memory_bytes"), step.pop("flops"))
@@ -156,7 +157,7 @@ def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> Non
 
 
 def benchmark(report: Report, name: str, workload: Workload, device: str, dtype: str) -> None:
-    """Measure one engine; each start and each figure is a part of its own."""
+    """Measure one engine. Each start and each figure is a separate part of the report."""
     subject = workload.models[name]
     record: dict[str, Any] = {"dtype": dtype, "options": subject.options, "start_s": None, "start_s_rounds": []}
     record |= {"decode": [], "prefill": [], "loads": {}, "idle": None, "transformers": None}
@@ -212,18 +213,22 @@ def benchmark(report: Report, name: str, workload: Workload, device: str, dtype:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds, to try the tool itself")
     parser.add_argument(
-        "--budget-s", type=float, default=480, help="seconds after which no measurement begins (%(default)s)"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device of tests and engines (%(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="use a tiny model and few rounds, to test the tool")
+    parser.add_argument(
+        "--budget-s", type=float, default=480, help="seconds after which no measurement starts (%(default)s)"
     )
     parser.add_argument(
-        "--tests", nargs="+", default=["tests/gpu"], help="what pytest runs, seen from the repository (%(default)s)"
+        "--tests", nargs="+", default=["tests/gpu"], help="tests to run, relative to the repository (%(default)s)"
     )
-    parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run, of tests, attention and the engines")
-    parser.add_argument("--commit", help="the commit, for a copy of the tree without git")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="parts to run: tests, attention, or names of engines (all)"
+    )
+    parser.add_argument("--commit", help="commit to report, for a copy of the tree without git")
     args = parser.parse_args()
-    # For this process, the tests and the cores: the repository need not be installed.
+    # So this process, the tests and the cores find the repository, which need not be installed.
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -255,7 +260,7 @@ def main() -> int:
     }
     wanted = args.only or list(parts)
     if unknown := set(wanted) - set(parts):
-        parser.error(f"--only {' '.join(sorted(unknown))}: the parts are {', '.join(parts)}")
+        parser.error(f"unknown part: --only {' '.join(sorted(unknown))}; choose from {', '.join(parts)}")
     if "tests" not in wanted:
         found["tests"] = None
     for name in wanted:

@@ -1,7 +1,7 @@
-"""What quantization costs in accuracy: the perplexity of a text under the model as it is and quantized.
+"""Measure what quantization costs in accuracy: the perplexity of a text for the unquantized and the quantized model.
 
-Of weights by default (`--quantization int8`); with `--kv-cache-dtype fp8` of the cache, or of both. The text is read in
-windows of tokens, each scored by the engine's own log-probabilities of a prompt.
+The weights are quantized by default (`--quantization int8`); with `--kv-cache-dtype fp8` the KV cache is, or both are.
+The text is split into windows of tokens, which the engine scores by its log-probabilities of a prompt.
 """
 
 import argparse
@@ -21,12 +21,12 @@ CHARACTERS = 30_000
 
 
 def reference_text() -> str:
-    """English that every Python carries: the beginning of its language reference as `help()` shows it."""
+    """Return English text that every Python contains: the beginning of the language reference that `help()` shows."""
     return "\n".join(topics[name] for name in sorted(topics))[:CHARACTERS]
 
 
 async def perplexity(engine: AsyncLLM, text: str) -> tuple[float, int]:
-    """The perplexity of `text`, and how many tokens were scored: all but the first of each window."""
+    """Return the perplexity of `text`, and the number of scored tokens: all but the first of each window."""
     ids = (await engine.get_tokenizer()).encode(text)
     window = min(WINDOW, engine.model_config.max_model_len - 1)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -35,13 +35,14 @@ async def perplexity(engine: AsyncLLM, text: str) -> tuple[float, int]:
         piece = ids[start : start + window]
         async for output in engine.generate({"prompt_token_ids": piece}, params):
             scores = output.prompt_logprobs
-        for token, of_position in zip(piece[1:], scores[1:], strict=True):
-            total += of_position[token].logprob
+        for token, logprobs in zip(piece[1:], scores[1:], strict=True):
+            total += logprobs[token].logprob
             count += 1
     return math.exp(-total / count), count
 
 
 def measure(args: AsyncEngineArgs, text: str) -> tuple[float, int]:
+    """Return what `perplexity` returns for an engine with these options."""
     engine = AsyncLLM.from_engine_args(args)
     try:
         return asyncio.run(perplexity(engine, text))

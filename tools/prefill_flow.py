@@ -1,9 +1,9 @@
-"""What a long prompt costs whoever shares it, and whoever streams while it is read: the default model, end to end.
+"""Measure what a long prompt costs a request that shares it and streams that run beside it, with the default model.
 
 Sharing: the time to the first token of a second request that begins with the same 1,500 tokens, as a ratio to that of
-the first. Flow: the longest time between two tokens of running streams while a prompt of four full steps is read, as a
-ratio to a full step, which is a fourth of the time that such a prompt takes alone. (Steps are not alike: the later ones
-attend to more context.) Medians over rounds, each with prompts of its own.
+the first. Flow: the longest time between two tokens of running streams while a prompt of four full steps is computed,
+as a ratio to a full step. A full step is a fourth of the time that such a prompt takes alone; its steps differ, since
+later ones attend to more context. Figures are medians over rounds, each with its own prompts.
 """
 
 import argparse
@@ -25,16 +25,16 @@ FLOW_GOAL = 2.0
 
 
 class Workload(NamedTuple):
-    """Lengths are in tokens."""
+    """What is measured. Lengths are in tokens."""
 
     rounds: int
     shared_len: int
     own_len: int
-    """What follows the shared beginning."""
+    """Tokens after the shared beginning."""
     budget: int
-    """Of one step."""
+    """Tokens that a step computes at most."""
     long_steps: int
-    """Full steps that the long prompt takes alone."""
+    """Full steps of the long prompt."""
     streams: int
 
 
@@ -43,7 +43,7 @@ QUICK = Workload(rounds=2, shared_len=300, own_len=10, budget=64, long_steps=4, 
 
 
 class Bench:
-    """An engine, and prompts that it has never seen."""
+    """An engine, and random prompts that it has never computed."""
 
     def __init__(self, engine: AsyncLLM, workload: Workload) -> None:
         self.engine = engine
@@ -67,24 +67,24 @@ class Bench:
         return time.perf_counter() - begun
 
     async def sharing_round(self) -> tuple[float, float]:
-        """Seconds to the first token of a prompt, and of another one that begins like it."""
+        """Return the seconds to the first token of a prompt, and of a second prompt with the same beginning."""
         shared = self.tokens(self.workload.shared_len)
         first = await self.seconds_to_first_token(shared + self.tokens(self.workload.own_len))
         return first, await self.seconds_to_first_token(shared + self.tokens(self.workload.own_len))
 
     async def flow_round(self) -> tuple[float, float]:
-        """Seconds that a full step takes alone, and the longest that a stream waits beside a long prompt."""
-        workload, long_is_read = self.workload, asyncio.Event()
+        """Return the seconds of a full step, and the longest wait of a stream beside a long prompt."""
+        workload, long_is_computed = self.workload, asyncio.Event()
         long_len = workload.long_steps * workload.budget
         full_step = await self.seconds_to_first_token(self.tokens(long_len)) / workload.long_steps
         streams = [self.stream(self.tokens(workload.own_len), 1000) for _ in range(workload.streams)]
         for stream in streams:
             await anext(stream)
-        watches = [asyncio.create_task(_arrivals(stream, long_is_read)) for stream in streams]
+        watches = [asyncio.create_task(_arrivals(stream, long_is_computed)) for stream in streams]
         begun = time.perf_counter()
         await self.seconds_to_first_token(self.tokens(long_len))
         ended = time.perf_counter()
-        long_is_read.set()
+        long_is_computed.set()
         gaps = [
             after - before
             for times in await asyncio.gather(*watches)
@@ -95,7 +95,7 @@ class Bench:
 
 
 async def _arrivals(stream: AsyncGenerator[RequestOutput, None], stop: asyncio.Event) -> list[float]:
-    """When the outputs come, up to the first one after `stop`."""
+    """Return when the outputs arrive, up to the first output after `stop`."""
     times = []
     async with contextlib.aclosing(stream):
         async for _ in stream:
@@ -106,7 +106,7 @@ async def _arrivals(stream: AsyncGenerator[RequestOutput, None], stop: asyncio.E
 
 
 async def measure(engine: AsyncLLM, workload: Workload) -> list[dict[str, Any]]:
-    """The two figures; seconds are medians over the rounds, after one to warm up, and so is the ratio."""
+    """Return a record of each figure. Seconds and ratios are medians over the rounds, after one to warm up."""
     bench = Bench(engine, workload)
     records = []
     for name, run, goal in (
@@ -129,6 +129,7 @@ async def measure(engine: AsyncLLM, workload: Workload) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]], workload: Workload) -> str:
+    """Return the figures as a readable table."""
     explained = {
         "sharing": f"first token, {workload.shared_len:,} tokens shared",
         "flow": f"longest gap of {workload.streams} streams, full step {workload.budget}",
@@ -146,7 +147,7 @@ def table(records: list[dict[str, Any]], workload: Workload) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="short prompts and few rounds, to try the tool itself")
+    parser.add_argument("--quick", action="store_true", help="use short prompts and few rounds, to test the tool")
     args = parser.parse_args()
     workload = QUICK if args.quick else FULL
     engine_args = AsyncEngineArgs(max_model_len=4096, max_num_batched_tokens=workload.budget, disable_log_requests=True)

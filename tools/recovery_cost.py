@@ -1,8 +1,8 @@
-"""What it costs a step that its core may die: the status page, and a beat for each layer.
+"""Measure what recovery costs each step: writing the status page, and a heartbeat for each layer.
 
-In one run: the processor time of what a step does for that, and the time between two tokens of a real engine that
-decodes as many requests. The rest of recovery is what the client keeps to serve a stream at all, and a thread of it
-that looks at the page a few times a second.
+One run measures the processor time that a step spends on these, and the time between two tokens of a real engine that
+decodes as many requests. Nothing else costs a step anything: the client keeps its records to serve a stream at all,
+and its supervisor reads the status page a few times per second.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PROMPT_LEN = 128
 
 
 def seconds_per_call(call: Callable[[], object], repeats: int) -> float:
-    """The median processor time of `repeats` rounds of 100 calls, for one."""
+    """Return the processor time of one call: the median of `repeats` rounds of 100 calls."""
     rounds = []
     for _ in range(repeats):
         start = time.thread_time()
@@ -39,7 +39,7 @@ def seconds_per_call(call: Callable[[], object], repeats: int) -> float:
 
 
 def page_cost(page: StatusPage, num_requests: int, repeats: int) -> float:
-    """Seconds that a step spends on the status page before and after it."""
+    """Return the seconds that a step spends on writing the status page."""
     batch = Batch(num_requests, 1024, 16, [])
     rows = np.arange(num_requests)
 
@@ -52,7 +52,7 @@ def page_cost(page: StatusPage, num_requests: int, repeats: int) -> float:
 
 
 def beat_cost(page: StatusPage, num_layers: int, repeats: int) -> float:
-    """Seconds that a step spends on beating at each layer."""
+    """Return the seconds that a step spends on the heartbeats of its layers."""
     plain, beating = torch.nn.Identity(), torch.nn.Identity()
     beating.register_forward_pre_hook(lambda *_: page.beat())
     hidden = torch.zeros(1)
@@ -62,7 +62,7 @@ def beat_cost(page: StatusPage, num_layers: int, repeats: int) -> float:
 
 
 def step_time(engine: AsyncLLM, num_requests: int, output_len: int, rounds: int) -> float:
-    """Seconds between two tokens of each of `num_requests` streams; the median after a round to warm up."""
+    """Return the seconds between two tokens of each of `num_requests` streams: the median after a warm-up round."""
     times = []
     for _ in range(1 + rounds):
         streams = asyncio.run(stream_batch(engine, num_requests, PROMPT_LEN, output_len))
@@ -71,7 +71,7 @@ def step_time(engine: AsyncLLM, num_requests: int, output_len: int, rounds: int)
 
 
 def measure(engine: AsyncLLM, batches: list[int], output_len: int, rounds: int) -> list[dict[str, Any]]:
-    """A record for each number of requests. Times in microseconds."""
+    """Return a record for each number of requests. Times are in microseconds."""
     records = []
     with tempfile.TemporaryDirectory() as folder:
         page = StatusPage.create(str(Path(folder) / "page"), incarnation=1)
@@ -92,11 +92,12 @@ def measure(engine: AsyncLLM, batches: list[int], output_len: int, rounds: int) 
 
 
 def table(records: list[dict[str, Any]]) -> str:
+    """Return the figures as a readable table."""
     lines = [f"{'requests':>10}{'page us':>10}{'beats us':>10}{'step us':>12}{'% of step':>11}"]
     lines += [
-        f"{one['requests']:>10}{one['page_us']:>10.1f}{one['beats_us']:>10.1f}{one['step_us']:>12,.0f}"
-        f"{one['percent_of_step']:>11.2f}"
-        for one in records
+        f"{record['requests']:>10}{record['page_us']:>10.1f}{record['beats_us']:>10.1f}{record['step_us']:>12,.0f}"
+        f"{record['percent_of_step']:>11.2f}"
+        for record in records
     ]
     return "\n".join(lines)
 
@@ -104,8 +105,8 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="numbers of requests (1 32 128)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens of each answer (64)")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the medians are taken (5)")
+    parser.add_argument("--output-len", type=int, default=64, help="output tokens of each request (64)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds over which medians are taken (5)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     AsyncEngineArgs.add_cli_args(parser)
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Measure `model.generate` of transformers: tokens per second of a batch that decodes, and of a prompt that is read.
+"""Measure `model.generate` of transformers in tokens per second: batches that decode, and single prompts.
 
-Prints one JSON object, `{"decode": {batch: rate}, "prefill": {length: rate}}`. A decode's rate leaves out the prefill.
+Prints one JSON object, `{"decode": {batch: rate}, "prefill": {length: rate}}`. The decode rate excludes the prefill.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 def load(folder: str, dummy: bool, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in `folder`, or one of its configuration with random weights."""
+    """Return the model in `folder`, or with `dummy` a model of its configuration with random weights."""
     if not dummy:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     with torch.device(device):
@@ -22,10 +22,10 @@ def load(folder: str, dummy: bool, device: str, dtype: torch.dtype) -> PreTraine
 
 
 def seconds(model: PreTrainedModel, batch: int, prompt_len: int, output_len: int) -> float:
-    """From random prompts to the last token."""
+    """Return the time from random prompts to the last token."""
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt_len), device=model.device)
     begun = time.perf_counter()
-    # The tokens come to the host, which so waits for the device.
+    # `tolist` copies the tokens to the host and so waits for the device.
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -39,15 +39,17 @@ def seconds(model: PreTrainedModel, batch: int, prompt_len: int, output_len: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="folder with the model, or with its config.json alone")
-    parser.add_argument("--dummy", action="store_true", help="random weights")
+    parser.add_argument("folder", help="folder with the model, or with config.json only")
+    parser.add_argument("--dummy", action="store_true", help="use random weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--batches", type=int, nargs="*", default=[], help="streams that decode together")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="lengths of prompts that are read alone")
-    parser.add_argument("--prompt-len", type=int, default=128, help="of what decodes (%(default)s)")
-    parser.add_argument("--output-len", type=int, default=64, help="of what decodes (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="after one to warm up; the median counts (%(default)s)")
+    parser.add_argument("--batches", type=int, nargs="*", default=[], help="numbers of streams that decode together")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="lengths of prompts that are computed alone")
+    parser.add_argument("--prompt-len", type=int, default=128, help="prompt tokens of each stream (%(default)s)")
+    parser.add_argument("--output-len", type=int, default=64, help="output tokens of each stream (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measured rounds after one to warm up; medians count (%(default)s)"
+    )
     args = parser.parse_args()
     model = load(args.folder, args.dummy, args.device, getattr(torch, args.dtype))
 

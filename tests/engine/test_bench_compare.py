@@ -1,6 +1,8 @@
-"""The comparison with other engines: what it computes from what they did, and what it says of it."""
+"""The comparison with other engines, `tools/bench compare`: its figures, its table, and peers that fail."""
 
 import importlib.util
+import json
+import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -19,6 +21,13 @@ CONFIG = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).to_dict()
 
 @pytest.fixture(scope="module")
 def bench():
+    """The program `tools/bench` as a module, imported as if it were run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TOOLS)
+        yield load_bench()
+
+
+def load_bench():
     loader = SourceFileLoader("bench_compare", str(TOOLS / "bench"))
     spec = importlib.util.spec_from_loader("bench_compare", loader)
     module = importlib.util.module_from_spec(spec)
@@ -26,33 +35,35 @@ def bench():
     return module
 
 
-def test_the_weights_that_a_step_reads_are_those_of_the_model(bench):
+def test_weights_that_a_step_reads_are_all_matrices_of_the_model(bench):
     size = bench.ModelSize.of(CONFIG)
     model = build_model(Architecture.from_hf_config(CONFIG), torch.float32, "cpu")
-    matrices = sum(one.numel() for name, one in model.named_parameters() if one.dim() == 2 and "embed" not in name)
+    matrices = sum(
+        weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2 and "embed" not in name
+    )
     assert size.layer_weights + size.head_weights == matrices
 
 
-def test_a_step_takes_as_long_as_reading_or_computing_whichever_is_more(bench):
+def test_step_takes_as_long_as_the_slower_of_reading_and_computing(bench):
     size = bench.ModelSize.of(CONFIG)
     weights = size.layer_weights + size.head_weights
     lone = size.decode_step(1, 0)
     assert lone == (2 * weights, 2 * weights)
     assert lone.seconds(bench.Ceilings(bytes=weights, flops=weights * 100)) == 2
     assert lone.seconds(bench.Ceilings(bytes=weights * 100, flops=weights)) == 2
-    # Keys and values of 2 heads of 8 in 3 layers, 2 bytes each; 6 heads that multiply both with 8 numbers.
+    # 3 layers have keys and values of 2 heads of 8 with 2 bytes each; 6 heads multiply both with 8 numbers.
     assert size.decode_step(5, 10).bytes - 2 * weights == 5 * 10 * 3 * 2 * 2 * 8 * 2
     assert size.decode_step(5, 10).flops - 5 * 2 * weights == 5 * 10 * 3 * 6 * 8 * 2 * 2
     assert size.prefill(1).flops == size.decode_step(1, 1).flops
     assert bench.ModelSize.of(CONFIG, 1).decode_step(1, 0).bytes == weights
 
 
-def test_ratios_say_how_many_times_as_good_the_first_engine_is(bench):
+def test_ratios_compare_the_first_engine_with_each_other_engine(bench):
     rows = {
         "decode, batch 1": {"ours": [10.0, 30.0, 20.0], "theirs": [5.0, 10.0, 40.0], "third": [20.0]},
         bench.MIXED_GAP_MS: {"ours": [50.0], "theirs": [100.0]},
     }
-    report = bench.Report(["ours", "theirs", "third"], rows, [])
+    report = bench.Report(["ours", "theirs", "third"], rows, [], {})
     assert report.ratio("decode, batch 1", "theirs") == 2
     assert report.ratio(bench.MIXED_GAP_MS, "theirs") == 2
     assert report.ratio(bench.MIXED_GAP_MS, "third") is None
@@ -64,13 +75,13 @@ def test_ratios_say_how_many_times_as_good_the_first_engine_is(bench):
     assert gap.split()[-1] == "-"
 
 
-def test_an_engine_that_is_not_known_is_told_those_that_are(bench, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("sys.argv", ["bench", "compare", "--engine", "nobody", "--peers-dir", str(tmp_path)])
+def test_unknown_engine_is_refused_with_the_known_names(bench, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["bench", "compare", "--engine", "other", "--peers-dir", str(tmp_path)])
     assert bench.main() == 2
-    assert "nobody: give some of vllm_mp, vllm_mp-int8, llama.cpp" in capsys.readouterr().err
+    assert "unknown engine: other; choose from vllm_mp, vllm_mp-int8, llama.cpp" in capsys.readouterr().err
 
 
-def test_a_mixed_load_is_measured_from_its_start_to_its_last_token(bench):
+def test_mixed_load_is_measured_from_its_start_to_its_last_token(bench):
     from shared.peers import MIXED_RATE, mixed_figures
 
     requests = [LoadRequest([1] * 10, 3), LoadRequest([1] * 20, 2, arrival=1.0)]
@@ -78,16 +89,16 @@ def test_a_mixed_load_is_measured_from_its_start_to_its_last_token(bench):
     assert mixed_figures(requests, timelines) == {MIXED_RATE: 35 / 5, bench.MIXED_GAP_MS: pytest.approx(1000)}
 
 
-def test_a_load_is_the_same_for_every_engine_and_within_its_bounds():
+def test_load_is_the_same_for_every_engine_and_within_its_bounds():
     load = uniform_load(97, 50, (32, 64), (5, 9), 8.0, seed=3)
     assert load == uniform_load(97, 50, (32, 64), (5, 9), 8.0, seed=3)
-    assert {len(one.prompt) for one in load} <= set(range(32, 65))
-    assert {one.output_len for one in load} == set(range(5, 10))
-    arrivals = [one.arrival for one in load]
+    assert {len(request.prompt) for request in load} <= set(range(32, 65))
+    assert {request.output_len for request in load} == set(range(5, 10))
+    arrivals = [request.arrival for request in load]
     assert arrivals[0] == 0
     assert arrivals == sorted(arrivals)
     assert 2 < arrivals[-1] < 20
-    assert {one.arrival for one in uniform_load(97, 5, (1, 1), (1, 1), None, 0)} == {0.0}
+    assert {request.arrival for request in uniform_load(97, 5, (1, 1), (1, 1), None, 0)} == {0.0}
 
 
 def test_this_engine_is_measured_through_its_own_client(bench):
@@ -98,3 +109,71 @@ def test_this_engine_is_measured_through_its_own_client(bench):
         *("mixed load, tokens in and out", bench.MIXED_GAP_MS),
     ]
     assert all(value > 0 for value in figures.values())
+
+
+class StandInPeer:
+    """An engine that is measured at once, or runs a program that crashes in the round `crashes_in`."""
+
+    def __init__(self, name, value=1.0, crashes_in=None, observe=lambda: None):
+        self.name = name
+        self._value = value
+        self._crashes_in = crashes_in
+        self._observe = observe
+        self._round = 0
+
+    def prepare(self):
+        pass
+
+    def measure(self, workloads):
+        from shared.peers import run
+
+        self._round += 1
+        self._observe()
+        if self._round == self._crashes_in:
+            crash = "import os, signal, sys; print('no such instruction', file=sys.stderr, flush=True); "
+            run([sys.executable, "-c", crash + "os.kill(os.getpid(), signal.SIGILL)"])
+        return {"decode, batch 1": self._value}
+
+
+@pytest.fixture
+def compare(bench, monkeypatch, tmp_path):
+    """Run `tools/bench compare` with stand-in peers and cheap ceilings; return its exit code and its JSON."""
+
+    def run(*peers, rounds=2):
+        monkeypatch.setattr(bench, "_engines", lambda _: {peer.name: [peer] for peer in peers})
+        monkeypatch.setattr(bench, "measure_ceilings", lambda: bench.Ceilings(1e9, 1e9))
+        out = tmp_path / "out.json"
+        monkeypatch.setattr("sys.argv", ["bench", "compare", "--rounds", str(rounds), "--json", str(out)])
+        return bench.main(), json.loads(out.read_text())
+
+    return run
+
+
+def test_peer_that_crashes_is_reported_and_the_others_are_measured(compare, capsys):
+    peers = StandInPeer("good", 2.0), StandInPeer("crashing", crashes_in=1), StandInPeer("late", crashes_in=2)
+    code, found = compare(*peers, StandInPeer("last", 4.0))
+    assert code == 0
+    assert found["figures"] == {"decode, batch 1": {"good": [2.0, 2.0], "late": [1.0], "last": [4.0, 4.0]}}
+    error = f"no such instruction ({Path(sys.executable).name} ended with SIGILL)"
+    assert found["failed"] == {"crashing": f"round 1: {error}", "late": f"round 2: {error}"}
+    printed = capsys.readouterr().out.splitlines()
+    assert " ".join(printed[1].split()) == "decode, batch 1 2 (2-2) failed 1 (1-1) 2.00 x 4 (4-4) 0.50 x"
+    assert printed[2:4] == [f"crashing failed in round 1: {error}", f"late failed in round 2: {error}"]
+
+
+def test_figures_are_on_disk_after_each_round(compare, tmp_path):
+    found = []
+    out = tmp_path / "out.json"
+
+    def look():
+        found.append(json.loads(out.read_text())["figures"] if out.exists() else None)
+
+    compare(StandInPeer("good", 3.0, observe=look), StandInPeer("other"))
+    assert found == [None, {"decode, batch 1": {"good": [3.0], "other": [1.0]}}]
+
+
+def test_exit_code_is_1_if_every_peer_failed(compare):
+    code, found = compare(StandInPeer("a", crashes_in=1), StandInPeer("b", crashes_in=2))
+    assert code == 1
+    assert found["failed"].keys() == {"a", "b"}
+    assert found["figures"] == {"decode, batch 1": {"b": [1.0]}}

@@ -1,20 +1,20 @@
-"""An answer depends on its request alone, whatever else the engine does; `tools/differential.py` tries more of this."""
+"""The output of a request depends on that request alone; `tools/differential.py` tries more random requests."""
 
 import pytest
 from transformers import AutoTokenizer
 
 from vllm_mp.model_config.architecture import Architecture
-from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases, save_small_model
+from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import num_preemptions
-from vllm_mp.testing.random_models import one_thread
+from vllm_mp.testing.random_models import one_thread, save_small_model
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
+@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "overlapping steps"])
 def played(request, default_model, tmp_path_factory):
-    """A judge's means, and 60 cases with what was answered to them, in company and alone.
+    """The arguments of a `Judge`, and 60 cases with their outcomes in company and alone.
 
-    In company also with the next step scheduled while one is computed.
+    In company, once also with the next step scheduled while the pending step is computed.
     """
     folder = tmp_path_factory.mktemp("small")
     with one_thread():
@@ -30,50 +30,57 @@ def played(request, default_model, tmp_path_factory):
             yield (model, tokenizer, shared.model_config.eos_token_ids), plays
 
 
-def test_answers_in_company_are_those_given_alone_and_those_that_the_logits_call_for(played):
-    means, plays = played
-    judge = Judge(*means)
+def test_completions_in_company_equal_those_alone_and_follow_from_the_logits(played):
+    judge_args, plays = played
+    judge = Judge(*judge_args)
     for case, together, lone in plays:
         judge.compare(case, together, lone)
         judge.verify(case, lone)
-    assert not judge.differences, "\n\n".join(f"{one.index}: {one.what}\n{one.case}" for one in judge.differences)
+    assert not judge.differences, "\n\n".join(
+        f"{difference.completion_index}: {difference.what}\n{difference.case}" for difference in judge.differences
+    )
     for what in (
         "ended by length",
         "ended by stop string",
-        "answers with logprobs",
+        "completions with logprobs",
         "prompts with logprobs",
         "aborted",
         "prompts found in the cache",
-        "prompts read in chunks",
+        "prompts computed in chunks",
     ):
-        assert judge.counts[what], f"no case has shown {what!r}"
+        assert judge.counts[what], f"no case has covered {what!r}"
     assert judge.counts["refused"] == 0
-    assert judge.counts["ends verified"] > 0.8 * judge.counts["answers"]
+    assert judge.counts["ends verified"] > 0.8 * judge.counts["completions"]
 
 
-def test_whatever_is_changed_in_an_answer_is_noticed(played):
-    means, plays = played
+def test_every_change_of_a_completion_is_noticed(played):
+    judge_args, plays = played
 
-    def differences(case, one, other):
-        judge = Judge(*means)
-        judge.compare(case, [one], [other])
+    def num_differences(case, completion, other):
+        judge = Judge(*judge_args)
+        judge.compare(case, [completion], [other])
         found = len(judge.differences)
-        judge.verify(case, [one])
+        judge.verify(case, [completion])
         return found, len(judge.differences) - found
 
-    case, (one,) = next(
+    case, (right,) = next(
         (case, lone)
         for case, _, lone in plays
         if len(lone) == 1 and lone[0].logprobs and len(lone[0].token_ids) > 2 and lone[0].text
     )
-    other_token = (one.token_ids[1] + 1) % 49152
-    entry = one.logprobs[1][one.token_ids[1]]
-    wrong = {**one.logprobs[1], one.token_ids[1]: type(entry)(entry.logprob + 3e-4, entry.rank, entry.decoded_token)}
-    assert differences(case, one, one) == (0, 0)
-    assert all(differences(case, one._replace(token_ids=[one.token_ids[0], other_token, *one.token_ids[2:]]), one))
-    assert all(differences(case, one._replace(token_ids=one.token_ids[:-1]), one))
-    assert all(differences(case, one._replace(text=one.text[:-1]), one))
-    assert all(differences(case, one._replace(finish_reason="other"), one))
-    assert all(differences(case, one._replace(stop_reason="other"), one))
-    assert all(differences(case, one._replace(logprobs=[one.logprobs[0], wrong, *one.logprobs[2:]]), one))
-    assert differences(case, one._replace(cumulative_logprob=one.cumulative_logprob + 1), one)[0]
+    other_token = (right.token_ids[1] + 1) % 49152
+    entry = right.logprobs[1][right.token_ids[1]]
+    wrong = {
+        **right.logprobs[1],
+        right.token_ids[1]: type(entry)(entry.logprob + 3e-4, entry.rank, entry.decoded_token),
+    }
+    assert num_differences(case, right, right) == (0, 0)
+    assert all(
+        num_differences(case, right._replace(token_ids=[right.token_ids[0], other_token, *right.token_ids[2:]]), right)
+    )
+    assert all(num_differences(case, right._replace(token_ids=right.token_ids[:-1]), right))
+    assert all(num_differences(case, right._replace(text=right.text[:-1]), right))
+    assert all(num_differences(case, right._replace(finish_reason="other"), right))
+    assert all(num_differences(case, right._replace(stop_reason="other"), right))
+    assert all(num_differences(case, right._replace(logprobs=[right.logprobs[0], wrong, *right.logprobs[2:]]), right))
+    assert num_differences(case, right._replace(cumulative_logprob=right.cumulative_logprob + 1), right)[0]

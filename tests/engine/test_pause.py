@@ -6,10 +6,18 @@ import signal
 
 import psutil
 import pytest
-from support.standalone_core import standalone
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
-from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, num_waiting_is, rest, running_engine
+from vllm_mp.testing import (
+    answer,
+    eventually,
+    greedy,
+    is_empty,
+    num_waiting_is,
+    rest,
+    running_engine,
+    standalone_core,
+)
 
 PROMPT = "The quick brown fox"
 
@@ -199,7 +207,7 @@ def num_running_is(llm, count):
 
 def test_a_pause_holds_for_all_clients_and_outlives_the_one_that_waits_for_it(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address):
+    with standalone_core(default_model, address):
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
 
         async def run():
@@ -226,7 +234,7 @@ def test_a_pause_holds_for_all_clients_and_outlives_the_one_that_waits_for_it(de
 
 def test_an_abort_ends_the_requests_of_every_client(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address):
+    with standalone_core(default_model, address):
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
 
         async def run():
@@ -244,7 +252,7 @@ def test_an_abort_ends_the_requests_of_every_client(default_model, tmp_path):
 @pytest.mark.parametrize(("mode", "sent"), [("keep", signal.SIGINT), ("wait", signal.SIGINT), ("keep", signal.SIGTERM)])
 def test_a_core_that_is_told_to_stop_waits_for_nothing_that_a_pause_holds_back(default_model, tmp_path, mode, sent):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         client = AsyncLLM.connect(address, reconnect_timeout=0)
 
         async def run():

@@ -1,4 +1,4 @@
-"""Weights of 8 bits in a real engine."""
+"""8-bit weights in a real engine."""
 
 import asyncio
 import json
@@ -17,20 +17,20 @@ from vllm_mp.testing.random_models import save_config
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "perplexity.py"
 
 
-def test_answers_are_good_and_the_same_alone_and_together(make_engine):
+def test_output_is_good_and_the_same_alone_and_in_a_batch(make_engine):
     engine = make_engine(quantization="int8")
 
     async def run():
         together = await asyncio.gather(*(answer(engine, prompt, greedy(24)) for prompt in PROMPTS[:8]))
         alone = [await answer(engine, prompt, greedy(24)) for prompt in PROMPTS[:8]]
-        assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in alone]
+        assert [output.outputs[0].token_ids for output in together] == [output.outputs[0].token_ids for output in alone]
         paris = await answer(engine, "The capital of France is", greedy(4))
         assert "Paris" in paris.outputs[0].text
 
     asyncio.run(run())
 
 
-def test_the_perplexity_of_a_text_is_nearly_that_of_the_model_as_it_is(tmp_path):
+def test_perplexity_is_close_to_that_of_the_unquantized_model(tmp_path):
     text = tmp_path / "text"
     text.write_text(Path(__file__).with_name("test_cli.py").read_text()[:4000])
     done = subprocess.run(
@@ -45,7 +45,7 @@ def test_the_perplexity_of_a_text_is_nearly_that_of_the_model_as_it_is(tmp_path)
     assert figures["percent_more"] == pytest.approx(100 * (ratio - 1))
 
 
-def test_a_model_that_transformers_runs_is_refused_by_name(tmp_path):
+def test_model_of_the_transformers_backend_is_refused_by_name(tmp_path):
     folder = save_config(GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]), tmp_path)
     args = AsyncEngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True, quantization="int8")
     with pytest.raises(ValueError, match=r"quantization='int8' .*GPTNeoXForCausalLM"):

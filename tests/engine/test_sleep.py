@@ -6,11 +6,19 @@ import signal
 
 import psutil
 import pytest
-from support.standalone_core import standalone
 from transformers import LlamaConfig
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, PoolingParams, SamplingParams
-from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, num_waiting_is, rest, running_engine
+from vllm_mp.testing import (
+    answer,
+    eventually,
+    greedy,
+    is_empty,
+    num_waiting_is,
+    rest,
+    running_engine,
+    standalone_core,
+)
 from vllm_mp.testing.random_models import save_config
 
 PROMPT = "The quick brown fox"
@@ -191,7 +199,7 @@ def test_memory_comes_back_by_what_each_level_gives_up(tmp_path):
 
 def test_a_sleep_holds_for_all_clients_and_does_not_hold_up_a_core_that_is_told_to_drain(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address, reconnect_timeout=0)
 
         async def run():

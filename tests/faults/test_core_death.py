@@ -1,4 +1,4 @@
-"""Without recovery, everybody who waits for a core that dies learns the cause at once, and nothing hangs."""
+"""Without recovery, every stream and call fails with the cause when the core dies, and nothing hangs."""
 
 import asyncio
 import errno
@@ -14,7 +14,7 @@ from vllm_mp.testing.engines import answer, eventually, greedy
 
 
 async def start_streams(engine, count):
-    """`count` streams that have all begun."""
+    """Return `count` streams that have all begun."""
     streams = [engine.generate("Hello", SamplingParams(max_tokens=900, ignore_eos=True)) for _ in range(count)]
     await asyncio.gather(*(anext(stream) for stream in streams))
     return streams
@@ -51,7 +51,7 @@ def test_every_stream_and_call_fails_with_the_cause(make_engine, signum):
     assert not psutil.pid_exists(asyncio.run(run()))
 
 
-def test_the_death_is_noticed_where_the_system_has_no_process_descriptors(make_engine, monkeypatch):
+def test_death_is_noticed_on_a_system_without_process_descriptors(make_engine, monkeypatch):
     def refuse(pid):
         raise OSError(errno.ENOSYS, "not implemented")
 
@@ -67,7 +67,7 @@ def test_the_death_is_noticed_where_the_system_has_no_process_descriptors(make_e
     asyncio.run(run())
 
 
-def test_the_error_carries_the_end_of_the_cores_log_and_says_where_it_is(make_engine):
+def test_error_contains_the_end_of_the_log_and_its_path(make_engine):
     engine = make_engine(recovery=False)
 
     async def run():
@@ -85,7 +85,7 @@ def test_the_error_carries_the_end_of_the_cores_log_and_says_where_it_is(make_en
     assert not engine._supervisor.core.process.log_path.parent.exists()
 
 
-def test_a_death_between_two_loops_is_noticed_at_the_next_use(make_engine):
+def test_death_between_two_event_loops_is_noticed_at_the_next_use(make_engine):
     engine = make_engine(recovery=False)
     assert asyncio.run(answer(engine, "Hello", greedy(2))).finished
     os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_a_death_between_two_loops_is_noticed_at_the_next_use(make_engine):
         asyncio.run(answer(engine, "Hello", greedy(2)))
 
 
-def test_a_core_that_stands_still_is_found_out_in_bounded_time(make_engine, monkeypatch):
+def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_engine, monkeypatch):
     monkeypatch.setattr("vllm_mp.client.async_llm._PING_TIMEOUT_S", 0.5)
     engine = make_engine(recovery=False)
 
@@ -110,7 +110,7 @@ def test_a_core_that_stands_still_is_found_out_in_bounded_time(make_engine, monk
     asyncio.run(run())
 
 
-def test_a_core_that_stands_still_for_too_long_is_ended(make_engine):
+def test_core_without_progress_is_ended_after_the_timeout(make_engine):
     engine = make_engine(recovery=False, engine_iteration_timeout_s=0.5)
 
     async def run():
@@ -124,7 +124,7 @@ def test_a_core_that_stands_still_for_too_long_is_ended(make_engine):
     assert not psutil.pid_exists(engine._supervisor.core.process.pid)
 
 
-def test_health_is_answered_in_bounded_time_while_there_is_no_core(make_engine, monkeypatch):
+def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_engine, monkeypatch):
     monkeypatch.setattr("vllm_mp.client.async_llm._PING_TIMEOUT_S", 0.05)
     engine = make_engine()
 
@@ -132,29 +132,29 @@ def test_health_is_answered_in_bounded_time_while_there_is_no_core(make_engine, 
         await engine.core_status()
         os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
 
-        async def says_so():
+        async def next_core_is_awaited():
             try:
                 await engine.check_health()
             except EngineError as error:
                 return "the next does not serve yet" in str(error)
             return False
 
-        await eventually(says_so)
+        await eventually(next_core_is_awaited)
         assert not engine.errored
 
-        async def is_well():
+        async def is_healthy():
             try:
                 await engine.check_health()
             except EngineError:
                 return False
             return True
 
-        await eventually(is_well)
+        await eventually(is_healthy)
 
     asyncio.run(run())
 
 
-def test_a_stopped_core_can_still_be_shut_down(make_engine):
+def test_stopped_core_can_be_shut_down(make_engine):
     engine = make_engine(recovery=False)
     os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
     started = time.monotonic()
@@ -163,27 +163,27 @@ def test_a_stopped_core_can_still_be_shut_down(make_engine):
     assert time.monotonic() - started < 30
 
 
-def test_the_status_page_outlives_the_core_and_names_the_step(make_engine):
+def test_status_page_outlives_the_core_and_names_the_requests_of_the_step(make_engine):
     engine = make_engine(recovery=False)
 
     async def run():
         streams = await start_streams(engine, 3)
         page = engine._supervisor.core.process.status_page()
 
-        async def in_a_step_of_three():
+        async def is_in_a_step_of_three():
             return len(page.read().step_requests) == 3
 
-        async def dead():
+        async def is_dead():
             return engine.errored
 
-        await eventually(in_a_step_of_three)
+        await eventually(is_in_a_step_of_three)
         os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
-        await eventually(dead)
+        await eventually(is_dead)
         status = page.read()
         assert status.pid == engine._supervisor.core.process.pid
         assert status.incarnation == 1
         assert status.step > 1
         assert {slot for _, slot, _ in status.step_requests} <= {0, 1, 2}
-        assert len(streams) == 3, "held until here, as streams that are dropped are aborted"
+        assert len(streams) == 3, "the streams are referenced until here, because unreferenced streams are aborted"
 
     asyncio.run(run())

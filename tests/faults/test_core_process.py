@@ -1,4 +1,4 @@
-"""A core process by itself: what it withstands, and how it ends where it cannot go on."""
+"""A core process by itself: what it survives, and how it ends if it cannot go on."""
 
 import contextlib
 import os
@@ -72,11 +72,11 @@ class Core(NamedTuple):
         self.client.send(wire.AddRequest(1, slot, f"request-{slot}", wire.pack_ids(PROMPT), params, **fields))
 
     def receive(self):
-        assert self.client._socket.poll(30_000), "the core does not answer"
+        assert self.client._socket.poll(30_000), "the core did not answer within 30 s"
         return wire.decode_core_message(self.client._socket.recv())
 
     def answers(self, count):
-        """The tokens of each slot, once `count` requests have ended."""
+        """Return the tokens of each slot, once `count` requests have finished."""
         tokens, ends = {}, []
         while len(ends) < count:
             output = self.receive()
@@ -86,14 +86,14 @@ class Core(NamedTuple):
         return tokens
 
     def end(self):
-        """Leave, and wait for the core to do so."""
+        """Close the core's standard input. Return its exit code."""
         self.process.stdin.close()
         return self.process.wait(30)
 
 
 @contextlib.contextmanager
 def core_process(output, before="", wrapper=(), arguments=()):
-    """A core that has not got its launch line, killed at the end of the block."""
+    """Run a core that waits for its launch line. Kill it at the end of the block."""
     command = [*wrapper, sys.executable, "-c", before + START, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     try:
@@ -112,7 +112,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def start(folder, tmp_path):
-    """Starts cores, which are killed after the test."""
+    """A function that starts cores. They are killed after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(before="", output=None, wrapper=(), arguments=()):
@@ -153,9 +153,7 @@ def start(folder, tmp_path):
         ("torch.empty(2**60)", "allocate"),
     ],
 )
-def test_an_exception_in_a_step_ends_the_core_and_leaves_on_the_page_what_was_in_the_step(
-    start, tmp_path, failure, words
-):
+def test_exception_in_a_step_ends_the_core_and_its_requests_stay_on_the_status_page(start, tmp_path, failure, words):
     core = start(FAIL.format(failure=failure))
     core.add(3)
     assert core.process.wait(30) == 1
@@ -167,7 +165,7 @@ def test_an_exception_in_a_step_ends_the_core_and_leaves_on_the_page_what_was_in
     assert status.step_requests == [(core.welcome.client, 3, 0)]
 
 
-def test_a_core_whose_device_has_failed_waits_for_nothing_that_it_had_there(start, tmp_path):
+def test_core_whose_device_failed_ends_without_releasing_device_objects(start, tmp_path):
     core = start(HANG_WHEN_DESTROYED)
     core.add(3)
     assert core.process.wait(30) == 1
@@ -176,7 +174,7 @@ def test_a_core_whose_device_has_failed_waits_for_nothing_that_it_had_there(star
 
 
 @pytest.mark.parametrize("kind", ["full", "closed", "broken"])
-def test_a_log_that_cannot_be_written_stops_nobody(start, kind):
+def test_core_serves_requests_while_its_log_cannot_be_written(start, kind):
     wrapper = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-'] if kind == "closed" else []
     reader, writer = os.pipe()
     os.close(reader)
@@ -189,7 +187,7 @@ def test_a_log_that_cannot_be_written_stops_nobody(start, kind):
 
 
 @pytest.mark.parametrize("what", ["core.sock", "core.sock.lock", ""])
-def test_a_core_whose_socket_is_removed_serves_who_is_connected(start, tmp_path, what):
+def test_core_whose_socket_is_removed_serves_connected_clients(start, tmp_path, what):
     core = start()
     if what:
         (tmp_path / "run" / what).unlink()
@@ -203,7 +201,7 @@ def test_a_core_whose_socket_is_removed_serves_who_is_connected(start, tmp_path,
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_core_that_is_told_to_stop_by_a_signal_ends_by_it(start, signum):
+def test_core_ends_by_the_signal_that_stops_it(start, signum):
     core = start()
     core.add(0, max_tokens=1000)
     core.receive()
@@ -211,7 +209,7 @@ def test_a_core_that_is_told_to_stop_by_a_signal_ends_by_it(start, signum):
     assert core.process.wait(30) == -signum
 
 
-def test_suspects_go_on_where_their_answers_were(start):
+def test_suspects_continue_at_their_output_position(start):
     core = start()
     core.add(0, max_tokens=12)
     (whole,) = core.answers(1).values()
@@ -226,21 +224,21 @@ def test_suspects_go_on_where_their_answers_were(start):
     assert answers == {slot: whole[3 * slot - 3 :] for slot in range(1, 5)}
 
 
-def test_a_standby_waits_without_a_stir_and_ends_in_silence(tmp_path):
+def test_standby_uses_no_processor_time_and_logs_nothing(tmp_path):
     with (tmp_path / "log").open("wb") as log, core_process(log, arguments=["--standby"]) as process:
         standby = psutil.Process(process.pid)
         used, deadline = -1.0, time.monotonic() + 100
         while used < sum(standby.cpu_times()[:2]):
-            assert time.monotonic() < deadline, "it does not come to rest"
+            assert time.monotonic() < deadline, "the standby still uses processor time after 100 s"
             used = sum(standby.cpu_times()[:2])
             time.sleep(1)
-        assert any("torch" in one.path for one in standby.memory_maps()), "it has imported what takes long"
+        assert any("torch" in library.path for library in standby.memory_maps()), "torch is imported in advance"
         process.stdin.close()
         assert process.wait(30) == 0
     assert (tmp_path / "log").read_bytes() == b""
 
 
-def test_a_standby_goes_on_as_any_core(start):
+def test_standby_becomes_a_core_that_serves(start):
     core = start(arguments=["--standby"])
     core.add(0)
     assert len(core.answers(1)[0]) == 8
@@ -248,30 +246,30 @@ def test_a_standby_goes_on_as_any_core(start):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--standby"]], ids=["cold", "standby"])
-def test_what_cannot_be_imported_is_told_at_the_launch(start, tmp_path, arguments):
+def test_failed_import_is_reported_at_the_launch(start, tmp_path, arguments):
     with pytest.raises(EngineStartError, match="import of torch halted"):
         start("import sys\nsys.modules['torch'] = None\n", arguments=arguments)
     assert "import of torch halted" in (tmp_path / "log").read_text()
 
 
-def beats(page):
-    """Wait for two beats."""
+def wait_for_heartbeats(page):
+    """Wait for two heartbeats on the status page."""
     for _ in range(2):
         deadline, age = time.monotonic() + 30, page.read().heartbeat_age
         while (now := page.read().heartbeat_age) >= age:
-            assert time.monotonic() < deadline, "the heartbeat stands still"
+            assert time.monotonic() < deadline, "no heartbeat within 30 s"
             age = now
             time.sleep(0.001)
 
 
-def test_a_core_beats_while_it_has_nothing_to_do_and_while_it_is_paused(start):
+def test_core_writes_heartbeats_while_idle_and_while_paused(start):
     core = start()
-    beats(core.page)
+    wait_for_heartbeats(core.page)
     core.add(0, max_tokens=100)
     core.receive()
     core.client.send(wire.Call(1, 5, "pause", ["keep", False]))
     while not isinstance(core.receive(), wire.Reply):
         pass
-    beats(core.page)
+    wait_for_heartbeats(core.page)
     assert core.page.read().state == CoreState.IDLE
     assert core.page.read().num_running == 1

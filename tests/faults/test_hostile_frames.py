@@ -1,4 +1,4 @@
-"""Hostile frames hurt nobody: a short run of what `tools/fuzz` does at length."""
+"""Hostile frames harm no other client or request: short campaigns of `tools/fuzz`."""
 
 import asyncio
 import contextlib
@@ -6,21 +6,20 @@ import socket
 
 from vllm_mp import AsyncLLM
 from vllm_mp.testing.engines import answer, greedy
-from vllm_mp.testing.fuzzing.client_campaign import attack_client
-from vllm_mp.testing.fuzzing.core_campaign import attack_core, tormented_core
+from vllm_mp.testing.fuzzing import attack_client, attack_core, core_under_attack
 
 
-def test_a_core_under_hostile_frames_serves_the_others_and_leaks_nothing(tmp_path):
-    with tormented_core(tmp_path) as address:
+def test_core_under_attack_serves_other_clients_and_leaks_nothing(tmp_path):
+    with core_under_attack(tmp_path) as address:
         report = asyncio.run(attack_core(address, 29_000, seed=5))
     assert not report.breaches
     assert report.num_sent >= 29_000
     assert report.calm_answers
     for episode in ("raw connection", "fresh identity", "pause", "sleep", "megabytes", "never reads", "flood"):
-        assert report.sent[episode], "the run was too short for everything"
+        assert report.sent[episode], "the campaign was too short for every episode"
 
 
-def test_the_good_streams_of_a_client_of_a_mad_core_go_on(tmp_path):
+def test_calm_streams_go_on_while_the_core_sends_hostile_frames(tmp_path):
     report = asyncio.run(attack_client(tmp_path, 20_000, seed=5))
     assert not report.breaches
     assert report.num_sent >= 20_000
@@ -28,8 +27,8 @@ def test_the_good_streams_of_a_client_of_a_mad_core_go_on(tmp_path):
     assert report.answers["victim failed"]
 
 
-def test_more_connections_than_a_process_may_have_by_default_do_not_end_the_core(tmp_path):
-    with tormented_core(tmp_path, before="ulimit -S -n 64") as address, contextlib.ExitStack() as stack:
+def test_core_survives_more_connections_than_its_soft_limit_of_descriptors(tmp_path):
+    with core_under_attack(tmp_path, before="ulimit -S -n 64") as address, contextlib.ExitStack() as stack:
         first = AsyncLLM.connect(address)
         stack.callback(first.shutdown)
         for _ in range(200):

@@ -1,4 +1,4 @@
-"""Nothing is lost, doubled or changed when the core dies, whatever a request is doing at that moment."""
+"""No output is lost, doubled or changed when the core dies, whatever a request is doing at that moment."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ LONG_PROMPT = list(range(1000, 1320))
 
 @pytest.fixture(scope="module")
 def engine(default_model):
-    """Small steps, so that requests wait and read their prompts in many chunks; as many restarts as the tests need."""
+    """An engine with small steps, so that requests wait and prompts are chunked, and with enough restarts."""
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_core_restarts": 1000}
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), **ENGINE, **options))
     yield engine
@@ -40,7 +40,7 @@ def sampled(max_tokens, seed=7, **params):
 
 
 class Consumer:
-    """Takes the outputs of one request, and holds every one against those before it."""
+    """Consumes one request, and compares every output with those before it."""
 
     def __init__(self, engine, prompt, params):
         self.stream = engine.generate(prompt, params)
@@ -55,36 +55,36 @@ class Consumer:
     async def run(self):
         async for output in self.stream:
             self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-            for one in output.outputs:
-                text, ids, logprobs = self.seen.get(one.index, ("", [], []))
+            for piece in output.outputs:
+                text, ids, logprobs = self.seen.get(piece.index, ("", [], []))
                 if self.delta:
-                    now = text + one.text, ids + one.token_ids, logprobs + (one.logprobs or [])
+                    now = text + piece.text, ids + piece.token_ids, logprobs + (piece.logprobs or [])
                 else:
-                    now = one.text, one.token_ids, one.logprobs or []
-                    assert now[0].startswith(text), "what was delivered changes no more"
+                    now = piece.text, piece.token_ids, piece.logprobs or []
+                    assert now[0].startswith(text), "text that was delivered has changed"
                     assert now[1][: len(ids)] == ids
                     assert now[2][: len(logprobs)] == logprobs
-                self.seen[one.index] = now
-                self.ends[one.index] = one.finish_reason, one.stop_reason, one.cumulative_logprob
+                self.seen[piece.index] = now
+                self.ends[piece.index] = piece.finish_reason, piece.stop_reason, piece.cumulative_logprob
         return self
 
 
-def assert_same(one, other):
-    """Two consumers have got the same, but for the rounding of log-probabilities."""
-    assert one.seen.keys() == other.seen.keys()
-    for index, (text, ids, logprobs) in one.seen.items():
-        other_text, other_ids, other_logprobs = other.seen[index]
+def assert_same(got, expected):
+    """Raise AssertionError unless two consumers received the same, except for rounding of log-probabilities."""
+    assert got.seen.keys() == expected.seen.keys()
+    for index, (text, ids, logprobs) in got.seen.items():
+        other_text, other_ids, other_logprobs = expected.seen[index]
         assert ids == other_ids
         assert text == other_text
         assert len(logprobs) == len(other_logprobs)
         for a, b in zip(logprobs, other_logprobs, strict=True):
             assert a.keys() == b.keys()
             assert {t: x.logprob for t, x in a.items()} == pytest.approx({t: x.logprob for t, x in b.items()}, abs=1e-3)
-        assert one.ends[index][:2] == other.ends[index][:2]
-        assert one.ends[index][2] == pytest.approx(other.ends[index][2], abs=1e-3)
-    assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
-    if one.prompt_logprobs is not None:
-        assert len(one.prompt_logprobs) == len(other.prompt_logprobs)
+        assert got.ends[index][:2] == expected.ends[index][:2]
+        assert got.ends[index][2] == pytest.approx(expected.ends[index][2], abs=1e-3)
+    assert (got.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+    if got.prompt_logprobs is not None:
+        assert len(got.prompt_logprobs) == len(expected.prompt_logprobs)
 
 
 async def undisturbed(engine, requests):
@@ -92,12 +92,12 @@ async def undisturbed(engine, requests):
 
 
 async def disturbed(engine, requests, moment, strike=kill):
-    """The consumers of `requests`, with `strike(engine)` as soon as `moment(consumers)` holds."""
+    """Return the consumers of `requests`, after `strike(engine)` at the moment when `moment(consumers)` is true."""
     consumers = [Consumer(engine, *request) for request in requests]
-    tasks = [asyncio.create_task(one.run()) for one in consumers]
+    tasks = [asyncio.create_task(consumer.run()) for consumer in consumers]
 
     async def has_come():
-        assert not all(task.done() for task in tasks), "all was over before the moment came"
+        assert not all(task.done() for task in tasks), "all requests finished before the moment came"
         return moment(consumers)
 
     restarts = engine._supervisor.num_restarts
@@ -112,8 +112,8 @@ async def disturbed(engine, requests, moment, strike=kill):
 def check(engine, requests, moment, strike=kill):
     async def run():
         expected = await undisturbed(engine, requests)
-        for one, other in zip(await disturbed(engine, requests, moment, strike), expected, strict=True):
-            assert_same(one, other)
+        for got, other in zip(await disturbed(engine, requests, moment, strike), expected, strict=True):
+            assert_same(got, other)
 
     asyncio.run(run())
 
@@ -130,26 +130,26 @@ def of_every_kind(max_tokens):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
-def test_requests_of_every_kind_go_on_where_they_were(engine, signum):
+def test_requests_of_every_kind_continue_after_a_death(engine, signum):
     check(
         engine,
         of_every_kind(14),
-        lambda consumers: all(one.num_tokens() >= 4 for one in consumers[1:]),
+        lambda consumers: all(consumer.num_tokens() >= 4 for consumer in consumers[1:]),
         lambda engine: kill(engine, signum),
     )
 
 
-def test_several_answers_to_a_prompt_go_on_each_where_it_was(engine):
+def test_each_completion_of_a_prompt_continues_at_its_position(engine):
     requests = [(PROMPT, sampled(12, n=4, logprobs=1)), (PROMPT, sampled(12, n=2, output_kind=RequestOutputKind.DELTA))]
     check(engine, requests, lambda consumers: consumers[0].num_tokens() >= 5)
 
 
-def test_requests_that_wait_keep_their_turn(engine):
+def test_waiting_requests_keep_their_turn(engine):
     requests = [(f"Number {i} is", sampled(8, seed=i)) for i in range(12)]
     check(engine, requests, lambda consumers: consumers[0].num_tokens() >= 3 and consumers[11].num_tokens() == 0)
 
 
-def test_a_prompt_that_is_being_read_is_read_again(engine):
+def test_partially_computed_prompt_is_computed_again(engine):
     requests = [(LONG_PROMPT, greedy(4, ignore_eos=True, prompt_logprobs=1)), (PROMPT, sampled(30))]
 
     def in_the_middle(consumers):
@@ -160,7 +160,7 @@ def test_a_prompt_that_is_being_read_is_read_again(engine):
     check(engine, requests, in_the_middle)
 
 
-def test_a_stop_string_that_is_half_matched_is_found_by_the_rest(engine):
+def test_half_matched_stop_string_is_completed_by_the_next_core(engine):
     text = asyncio.run(answer(engine, PROMPT, greedy(24, ignore_eos=True))).outputs[0].text
     stop = text[20:70]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop])
@@ -188,7 +188,7 @@ def test_half_a_character_is_completed_by_the_next_core(engine):
     check(engine, [(PROMPT, params)], half_a_character)
 
 
-def test_a_vector_is_computed_again(engine):
+def test_vector_is_computed_again(engine):
     async def vector(prompt):
         (output,) = [output async for output in engine.encode(prompt, PoolingParams())]
         return output.outputs.data
@@ -208,7 +208,7 @@ def test_a_vector_is_computed_again(engine):
     asyncio.run(run())
 
 
-def test_what_is_aborted_as_the_core_dies_stays_aborted_and_the_rest_goes_on(engine):
+def test_request_aborted_as_the_core_dies_stays_aborted_and_others_continue(engine):
     async def run():
         expected = (await answer(engine, PROMPT, greedy(16, ignore_eos=True))).outputs[0].token_ids
         aborted = Consumer(engine, PROMPT, sampled(500))
@@ -231,7 +231,7 @@ def test_what_is_aborted_as_the_core_dies_stays_aborted_and_the_rest_goes_on(eng
     asyncio.run(run())
 
 
-def test_a_death_between_requests_is_nobodys_business(engine):
+def test_death_between_requests_affects_no_request(engine):
     before = asyncio.run(answer(engine, PROMPT, greedy(5))).outputs[0].token_ids
     kill(engine)
     assert asyncio.run(answer(engine, PROMPT, greedy(5))).outputs[0].token_ids == before
@@ -239,19 +239,19 @@ def test_a_death_between_requests_is_nobodys_business(engine):
     assert asyncio.run(engine.core_status())["num_running"] == 0
 
 
-def test_a_loop_that_is_blocked_delays_no_restart_and_loses_nothing(engine):
+def test_blocked_event_loop_delays_no_restart_and_loses_nothing(engine):
     def block(engine):
         restarts = engine._supervisor.num_restarts
         kill(engine)
         deadline = time.monotonic() + 30
         while engine._supervisor.num_restarts == restarts:
             assert time.monotonic() < deadline
-            time.sleep(0.01)  # holds up the loop, which is what is tried
+            time.sleep(0.01)  # blocks the event loop on purpose
 
     check(engine, of_every_kind(16)[1:], lambda consumers: consumers[0].num_tokens() >= 4, block)
 
 
-def test_calls_that_the_core_leaves_unanswered_are_answered_by_the_next(engine):
+def test_unanswered_calls_are_answered_by_the_next_core(engine):
     async def run():
         await engine.check_health()
         kill(engine, signal.SIGSTOP)
@@ -274,7 +274,7 @@ def test_calls_that_the_core_leaves_unanswered_are_answered_by_the_next(engine):
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_pause_outlives_the_core(engine, mode):
+def test_pause_outlives_the_core(engine, mode):
     async def run():
         expected = (await answer(engine, PROMPT, greedy(16, ignore_eos=True))).outputs[0].token_ids
         early = Consumer(engine, PROMPT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
@@ -314,12 +314,12 @@ def test_a_pause_outlives_the_core(engine, mode):
 
 
 @pytest.mark.parametrize(("level", "back"), [(2, ()), (1, ("weights",))])
-def test_a_sleep_outlives_the_core(engine, level, back):
+def test_sleep_outlives_the_core(engine, level, back):
     async def run():
         requests = of_every_kind(14)[:3]
         expected = await undisturbed(engine, requests)
         consumers = [Consumer(engine, *request) for request in requests]
-        tasks = [asyncio.create_task(one.run()) for one in consumers[:2]]
+        tasks = [asyncio.create_task(consumer.run()) for consumer in consumers[:2]]
 
         async def begun():
             return consumers[1].num_tokens() > 3
@@ -342,18 +342,18 @@ def test_a_sleep_outlives_the_core(engine, level, back):
             await engine.wake_up()
         assert not await engine.is_sleeping()
         await asyncio.gather(*tasks)
-        for one, other in zip(consumers, expected, strict=True):
-            assert_same(one, other)
+        for consumer, other in zip(consumers, expected, strict=True):
+            assert_same(consumer, other)
         if back:
             kill(engine)
-            assert not await engine.is_sleeping(), "the next core is as the last one was"
+            assert not await engine.is_sleeping(), "the next core has the state of the last core"
         await eventually(lambda: is_empty(engine))
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("call", ["sleep", "wake_up"])
-def test_a_call_to_sleep_or_wake_up_that_a_core_leaves_unanswered_is_carried_out_by_the_next(engine, call):
+def test_unanswered_sleep_or_wake_up_is_carried_out_by_the_next_core(engine, call):
     async def run():
         if call == "wake_up":
             await engine.sleep(2)
@@ -375,7 +375,7 @@ def test_a_call_to_sleep_or_wake_up_that_a_core_leaves_unanswered_is_carried_out
     asyncio.run(run())
 
 
-def test_a_core_that_dies_before_it_sleeps_as_the_last_one_did_leaves_that_to_the_next(engine):
+def test_sleep_is_restored_by_a_third_core_if_the_second_dies_first(engine):
     async def run():
         await engine.sleep(1)
         await engine.wake_up(["weights"])
@@ -401,7 +401,7 @@ def test_a_core_that_dies_before_it_sleeps_as_the_last_one_did_leaves_that_to_th
     asyncio.run(run())
 
 
-def test_a_core_that_dies_while_it_loads_is_replaced_too(engine):
+def test_core_that_dies_while_loading_is_replaced(engine):
     async def run():
         task = asyncio.create_task(answer(engine, PROMPT, greedy(20, ignore_eos=True)))
         restarts, source = engine._supervisor.num_restarts, engine._supervisor._source
@@ -424,7 +424,7 @@ def test_a_core_that_dies_while_it_loads_is_replaced_too(engine):
     asyncio.run(run())
 
 
-def test_a_core_that_stands_still_is_replaced_while_it_serves_and_while_it_loads(make_engine):
+def test_stopped_core_is_replaced_while_it_serves_and_while_it_loads(make_engine):
     engine = make_engine(engine_iteration_timeout_s=1.0)
 
     async def run():
@@ -449,7 +449,7 @@ def test_a_core_that_stands_still_is_replaced_while_it_serves_and_while_it_loads
     asyncio.run(run())
 
 
-def test_nobody_is_to_blame_for_signals_that_stop_one_core_after_the_other(make_engine):
+def test_no_request_is_blamed_for_signals_that_stop_several_cores(make_engine):
     engine = make_engine(engine_iteration_timeout_s=1.0, fault_injection="slow@step=*,seconds=0.1")
 
     async def run():
@@ -469,14 +469,14 @@ def test_nobody_is_to_blame_for_signals_that_stop_one_core_after_the_other(make_
     asyncio.run(run())
 
 
-def test_an_idle_core_that_stands_still_is_replaced_when_there_is_work(make_engine):
+def test_stopped_idle_core_is_replaced_when_a_request_arrives(make_engine):
     engine = make_engine(engine_iteration_timeout_s=0.5)
     kill(engine, signal.SIGSTOP)
     assert len(asyncio.run(answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
     assert engine._supervisor.num_restarts == 1
 
 
-def test_past_the_limit_every_stream_and_call_learns_the_cause(make_engine):
+def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(make_engine):
     engine = make_engine(max_core_restarts=1)
 
     async def run():
@@ -503,7 +503,7 @@ def test_past_the_limit_every_stream_and_call_learns_the_cause(make_engine):
     asyncio.run(run())
 
 
-def test_a_standby_takes_over_and_another_one_is_made_ready(make_engine):
+def test_standby_takes_over_and_a_new_standby_is_prepared(make_engine):
     engine = make_engine(warm_standby=True)
     source = engine._supervisor._source
 
@@ -531,7 +531,7 @@ def test_a_standby_takes_over_and_another_one_is_made_ready(make_engine):
     asyncio.run(run())
 
 
-def test_a_first_core_that_dies_while_it_loads_is_an_error_at_once(default_model, monkeypatch):
+def test_death_of_the_first_core_while_loading_is_an_error_at_once(default_model, monkeypatch):
     from vllm_mp.client.engine.launcher import CoreLauncher
 
     begin = CoreLauncher.begin

@@ -1,89 +1,89 @@
-"""Every scenario of tools/faults, on a small model; and short soaks."""
+"""Every scenario of `tools/faults` on a small model, and short soaks."""
 
 import copy
-import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 
-from vllm_mp.testing.differential import save_small_model
-from vllm_mp.testing.faults.scenarios import SCENARIOS, Arena, play
-from vllm_mp.testing.faults.soak import soak
+from vllm_mp.testing.faults import SCENARIOS, Baseline, play, run_soak
+from vllm_mp.testing.random_models import save_small_model
 
-_TRIED_ELSEWHERE = {
+_TESTED_ELSEWHERE = {
     *("kill", "segv", "abort", "term", "stop", "spin", "slow-core", "exit-in-step", "exit-while-loading"),
     *("culprit-raises", "client-blocked-while-core-dies", "core-restarted-by-hand", "too-many-deaths", "no-recovery"),
 }
-"""In other tests of faults, or by a scenario that differs in little."""
-_TRIED_HERE = [one for name, one in SCENARIOS.items() if name not in _TRIED_ELSEWHERE]
-_WITH_A_STEP_IN_FLIGHT = [
+"""Scenarios that other tests of faults cover, or a scenario that differs little."""
+_TESTED_HERE = [scenario for name, scenario in SCENARIOS.items() if name not in _TESTED_ELSEWHERE]
+_INJECTED = [scenario.injects for scenario in SCENARIOS.values()]
+_WITH_A_PENDING_STEP = [
     SCENARIOS[name]
     for name in ("kill", "exit-before-message", "exit-before-last-message", "culprit-in-mid-answer", "nan")
 ]
-_TOGETHER = [one for one in _TRIED_HERE if not one.options and not one.stands_alone]
-_ON_THEIR_OWN = [one for one in _TRIED_HERE if one not in _TOGETHER]
+_WITH_SHARED_ENGINE = [scenario for scenario in _TESTED_HERE if not scenario.options and not scenario.stands_alone]
+_WITH_OWN_ENGINE = [scenario for scenario in _TESTED_HERE if scenario not in _WITH_SHARED_ENGINE]
 
 
 @pytest.fixture(scope="module")
-def arena(default_model):
-    """Requests on a small model, whose steps are slowed down so that faults find them under way."""
-    # What is left in a folder that nobody else uses has been left by an engine.
+def baseline(default_model):
+    """Requests on a small model, whose steps are slowed down so that faults strike during the streams."""
+    # In a private folder for temporary files, everything that is left was left by an engine.
     before, tempfile.tempdir = tempfile.tempdir, tempfile.mkdtemp(prefix="faults-", dir="/tmp")
-    model = os.path.join(tempfile.tempdir, "model")
+    model = Path(tempfile.tempdir) / "model"
     save_small_model(model, default_model)
-    yield Arena(model, {"num_threads": 1}, streams=12, max_tokens=64, step=8, block_s=1.5, pace_s=0.005)
+    yield Baseline(model, {"num_threads": 1}, streams=12, max_tokens=64, step=8, block_s=1.5, pace_s=0.005)
     shutil.rmtree(tempfile.tempdir)
     tempfile.tempdir = before
 
 
 @pytest.fixture(scope="module")
-def shared_engine(arena):
-    with arena.share_engine() as engine:
+def shared_engine(baseline):
+    with baseline.share_engine(_INJECTED) as engine:
         yield engine
 
 
-@pytest.mark.parametrize("scenario", _TOGETHER, ids=lambda one: one.name)
-def test_the_promise_is_kept(arena, shared_engine, scenario):
-    assert play(scenario, arena).broken == []
+@pytest.mark.parametrize("scenario", _WITH_SHARED_ENGINE, ids=lambda scenario: scenario.name)
+def test_promise_is_kept_on_a_shared_engine(baseline, shared_engine, scenario):
+    assert play(scenario, baseline).broken == []
 
 
-@pytest.mark.parametrize("scenario", _ON_THEIR_OWN, ids=lambda one: one.name)
-def test_the_promise_is_kept_by_an_engine_of_its_own(arena, scenario):
-    assert play(scenario, arena).broken == []
+@pytest.mark.parametrize("scenario", _WITH_OWN_ENGINE, ids=lambda scenario: scenario.name)
+def test_promise_is_kept_on_an_engine_with_own_options(baseline, scenario):
+    assert play(scenario, baseline).broken == []
 
 
-def test_nothing_is_lost_or_left_over_many_kills(arena):
-    record = soak(arena, kills=6, fault_injection=arena.pace)
-    assert record.broken == []
-    assert record.kills == record.restarts == 6
-    assert len(record.next_token_s) == 6
+def test_nothing_is_lost_or_leaked_over_many_kills(baseline):
+    result = run_soak(baseline, kills=6, fault_injection=baseline.pace)
+    assert result.broken == []
+    assert result.kills == result.restarts == 6
+    assert len(result.next_token_s) == 6
 
 
-def test_nothing_is_lost_or_left_while_requests_come_and_go_and_cores_die_in_every_way(arena):
-    record = soak(arena, seconds=10, seed=1, is_random=True, fault_injection=arena.pace)
-    assert record.broken == []
-    assert record.kills > 1
+def test_nothing_is_lost_or_leaked_while_requests_come_and_go_and_cores_die_in_every_way(baseline):
+    result = run_soak(baseline, seconds=10, seed=1, is_random=True, fault_injection=baseline.pace)
+    assert result.broken == []
+    assert result.kills > 1
 
 
 @pytest.fixture(scope="module")
-def overlapping(arena):
-    """The same requests, answered with the next step launched while one is computed; the same answers are due."""
-    other = copy.copy(arena)
-    other.options = {**arena.options, "async_scheduling": True}
-    with other.share_engine() as engine:
+def overlapping(baseline):
+    """The same requests, with the next step launched while one is pending; the outputs must be the same."""
+    other = copy.copy(baseline)
+    other.options = {**baseline.options, "async_scheduling": True}
+    with other.share_engine(_INJECTED) as engine:
         assert engine.vllm_config.scheduler_config.async_scheduling
         yield other
 
 
-@pytest.mark.parametrize("scenario", _WITH_A_STEP_IN_FLIGHT, ids=lambda one: one.name)
-def test_the_promise_is_kept_with_a_step_in_flight(overlapping, scenario):
+@pytest.mark.parametrize("scenario", _WITH_A_PENDING_STEP, ids=lambda scenario: scenario.name)
+def test_promise_is_kept_with_a_pending_step(overlapping, scenario):
     assert play(scenario, overlapping).broken == []
 
 
-def test_nothing_is_lost_over_many_kills_with_a_step_in_flight(overlapping):
+def test_nothing_is_lost_over_many_kills_with_a_pending_step(overlapping):
     other = copy.copy(overlapping)
     other.shared = None
-    record = soak(other, kills=4, fault_injection=other.pace)
-    assert record.broken == []
-    assert record.kills == record.restarts == 4
+    result = run_soak(other, kills=4, fault_injection=other.pace)
+    assert result.broken == []
+    assert result.kills == result.restarts == 4

@@ -1,4 +1,4 @@
-"""A core that was started by hand, with clients that come and go."""
+"""A core that was started by hand, with clients that connect and leave."""
 
 import asyncio
 import contextlib
@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.standalone_core import standalone
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
 from vllm_mp.curve_key import ensure_key_file
-from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
+from vllm_mp.testing import answer, eventually, greedy, is_empty, standalone_core
 
 
-def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):
+def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
     address = f"ipc://{tmp_path}/a core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         first = AsyncLLM.connect(address)
         second = AsyncLLM.connect(address)
 
@@ -45,9 +44,9 @@ def test_clients_share_a_core_and_one_may_leave(default_model, tmp_path):
     assert not list(Path(tmp_path).iterdir())
 
 
-def test_a_killed_client_costs_the_core_only_its_requests(default_model, tmp_path):
+def test_killed_client_costs_the_core_only_its_own_requests(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address):
+    with standalone_core(default_model, address):
         survivor = AsyncLLM.connect(address)
         code = (
             "import asyncio, os\nfrom vllm_mp import AsyncLLM, SamplingParams\n"
@@ -69,13 +68,13 @@ def test_a_killed_client_costs_the_core_only_its_requests(default_model, tmp_pat
         survivor.shutdown()
 
 
-def test_clients_that_do_not_wait_learn_that_the_core_was_killed(default_model, tmp_path):
+def test_clients_with_short_reconnect_timeout_fail_when_the_core_is_killed(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         clients = [AsyncLLM.connect(address, reconnect_timeout=timeout) for timeout in (0, 0.5)]
 
         async def run():
-            streams = [one.generate("Hello", SamplingParams(max_tokens=450, ignore_eos=True)) for one in clients]
+            streams = [client.generate("Hello", SamplingParams(max_tokens=450, ignore_eos=True)) for client in clients]
             for stream in streams:
                 await anext(stream)
             process.kill()
@@ -89,22 +88,22 @@ def test_clients_that_do_not_wait_learn_that_the_core_was_killed(default_model, 
             client.shutdown()
 
 
-def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next(default_model, tmp_path):
+def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     prompts = ["The first", "The second one", "Another"]
 
-    async def answers(clients):
+    async def outputs_of(clients):
         return await asyncio.gather(
-            *(answer(one, prompt, greedy(40, ignore_eos=True)) for one in clients for prompt in prompts)
+            *(answer(client, prompt, greedy(40, ignore_eos=True)) for client in clients for prompt in prompts)
         )
 
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(standalone(default_model, address))
+        process = stack.enter_context(standalone_core(default_model, address))
         clients = [AsyncLLM.connect(address) for _ in range(2)]
 
         async def run():
-            expected = await answers(clients)
-            task = asyncio.create_task(answers(clients))
+            expected = await outputs_of(clients)
+            task = asyncio.create_task(outputs_of(clients))
 
             async def all_under_way():
                 live = [answer for one in clients for _, answer in one._requests.live()]
@@ -113,22 +112,24 @@ def test_streams_of_all_clients_go_on_with_the_core_that_serves_the_address_next
             await eventually(all_under_way)
             process.kill()
             process.wait()
-            stack.enter_context(standalone(default_model, address))
+            stack.enter_context(standalone_core(default_model, address))
             outputs = await asyncio.wait_for(task, 60)
-            assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
-            assert [one.outputs[0].text for one in outputs] == [one.outputs[0].text for one in expected]
-            for one in clients:
-                await eventually(lambda one=one: is_empty(one))
+            assert [output.outputs[0].token_ids for output in outputs] == [
+                output.outputs[0].token_ids for output in expected
+            ]
+            assert [output.outputs[0].text for output in outputs] == [output.outputs[0].text for output in expected]
+            for client in clients:
+                await eventually(lambda client=client: is_empty(client))
 
         asyncio.run(run())
-        for one in clients:
-            one.shutdown()
+        for client in clients:
+            client.shutdown()
 
 
-def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_model, minilm, tmp_path):
+def test_client_refuses_a_successor_with_another_model(default_model, minilm, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(standalone(default_model, address))
+        process = stack.enter_context(standalone_core(default_model, address))
         client = AsyncLLM.connect(address)
 
         async def run():
@@ -136,7 +137,7 @@ def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_mod
             await anext(stream)
             process.kill()
             process.wait()
-            stack.enter_context(standalone(minilm, address))
+            stack.enter_context(standalone_core(minilm, address))
             with pytest.raises(EngineDeadError, match="another model"):
                 async for _ in stream:
                     pass
@@ -145,11 +146,11 @@ def test_a_core_with_another_model_is_not_taken_for_the_one_that_was(default_mod
         client.shutdown()
 
 
-def test_a_second_core_on_the_same_address_is_refused_and_the_first_goes_on(default_model, tmp_path):
+def test_second_core_at_an_address_is_refused_and_the_first_continues(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         client = AsyncLLM.connect(address)
-        with standalone(default_model, address) as second:
+        with standalone_core(default_model, address) as second:
             _, stderr = second.communicate(timeout=60)
             assert second.returncode == 1
             assert f"served by process {process.pid}" in stderr
@@ -157,21 +158,21 @@ def test_a_second_core_on_the_same_address_is_refused_and_the_first_goes_on(defa
         client.shutdown()
 
 
-def test_the_address_of_a_killed_core_can_be_used_again(default_model, tmp_path):
+def test_address_of_a_killed_core_can_be_used_again(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         AsyncLLM.connect(address).shutdown()
         process.kill()
         process.wait()
-    with standalone(default_model, address):
+    with standalone_core(default_model, address):
         client = AsyncLLM.connect(address)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
         client.shutdown()
 
 
-def test_ctrl_c_lets_what_runs_finish_and_admits_no_more(default_model, tmp_path):
+def test_ctrl_c_lets_running_requests_finish_and_ends_the_core(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         client = AsyncLLM.connect(address)
 
         async def run():
@@ -193,15 +194,15 @@ def _exists(path):
     return condition
 
 
-def test_tcp_needs_the_key(default_model, tmp_path):
+def test_tcp_client_needs_the_key(default_model, tmp_path):
     key, other = tmp_path / "key", tmp_path / "other"
     ensure_key_file(other)
     address = "tcp://127.0.0.1:47613"
-    with standalone(default_model, address) as process:
+    with standalone_core(default_model, address) as process:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "--key-file" in stderr
-    with standalone(default_model, address, "--key-file", str(key)):
+    with standalone_core(default_model, address, "--key-file", str(key)):
         asyncio.run(eventually(_exists(key)))
         client = AsyncLLM.connect(address, key_file=str(key))
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
@@ -213,8 +214,8 @@ def test_tcp_needs_the_key(default_model, tmp_path):
     assert os.stat(key).st_mode & 0o777 == 0o600
 
 
-def test_connecting_to_nobody_fails_in_time_and_names_the_address(tmp_path):
-    with pytest.raises(EngineStartError, match=r"nobody\.sock"):
-        AsyncLLM.connect(f"ipc://{tmp_path}/nobody.sock", timeout=0.3)
+def test_connecting_to_an_unserved_address_fails_in_time_and_names_it(tmp_path):
+    with pytest.raises(EngineStartError, match=r"unserved\.sock"):
+        AsyncLLM.connect(f"ipc://{tmp_path}/unserved.sock", timeout=0.3)
     with pytest.raises(ValueError, match="ipc://"):
         AsyncLLM.connect("http://localhost")

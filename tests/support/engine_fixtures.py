@@ -1,4 +1,4 @@
-"""Real engines: a core process of their own, the real default model."""
+"""Fixtures with real engines: each has its own core process and a real model."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from vllm_mp.testing.engines import ENGINE, running_engine
 
 @pytest.fixture(scope="session")
 def llm(default_model):
-    """One engine for all tests that neither configure nor harm it."""
+    """An engine of the default model for all tests that neither configure nor harm it."""
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), **ENGINE))
     yield engine
     engine.shutdown()
@@ -17,7 +17,7 @@ def llm(default_model):
 
 @pytest.fixture
 def make_engine(default_model):
-    """Engines with options of their own, shut down after the test."""
+    """A function that makes engines with own options. They are shut down after the test."""
     engines = []
 
     def make(**options):
@@ -31,12 +31,12 @@ def make_engine(default_model):
 
 @pytest.fixture(scope="session")
 def minilm():
-    """The folder of a real sentence encoder, fetched where this machine has none yet."""
+    """The folder of a real sentence encoder, fetched at its first use on a machine."""
     return resolve_model("all-minilm-l6-v2")
 
 
 @pytest.fixture(scope="session")
 def encoder(minilm):
-    """One engine of it for all tests that neither configure nor harm it."""
+    """An engine of `minilm` for all tests that neither configure nor harm it."""
     with running_engine(minilm, max_model_len=None) as engine:
         yield engine

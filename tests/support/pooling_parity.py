@@ -1,4 +1,4 @@
-"""Vectors as the published pipelines make them: transformers' hidden states, pooled and normalised here."""
+"""Reference vectors as published pipelines compute them: transformers' hidden states, pooled and normalized here."""
 
 import asyncio
 
@@ -11,14 +11,14 @@ TOLERANCE = 1e-5
 
 
 async def vector(engine, prompt, params=None, request_id=None, **options):
-    """The only output of `encode`."""
+    """Return the only output of `encode`."""
     outputs = [output async for output in engine.encode(prompt, params, request_id, **options)]
     assert len(outputs) == 1
     return outputs[0]
 
 
 def vectors(engine, prompts, params=None, concurrent=True, **options):
-    """The output for each prompt, with `params` or its own of a list; one after the other unless `concurrent`."""
+    """Return the output for each prompt, one after another unless `concurrent`. `params` may be a list."""
     each = params if isinstance(params, list) else [params] * len(prompts)
     pairs = list(zip(prompts, each, strict=True))
 
@@ -33,17 +33,18 @@ def vectors(engine, prompts, params=None, concurrent=True, **options):
 
 @torch.inference_mode()
 def hidden_states(model, prompt_token_ids):
-    """The last, normalised ones of a transformers model without a head: float32 [num_tokens, hidden_size]."""
+    """Return the last, normalized hidden states of a model without a head: float32 [num_tokens, hidden_size]."""
     return model(torch.tensor([prompt_token_ids])).last_hidden_state[0]
 
 
 def pooled(states, pooling_type, normalize=True, dimensions=None):
-    """What is published for each way of pooling, of `states` [num_tokens, hidden_size]."""
+    """Return the vector of `states` [num_tokens, hidden_size] by the published definition of `pooling_type`."""
     chosen = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling_type][:dimensions]
     return (torch.nn.functional.normalize(chosen, dim=0) if normalize else chosen).numpy()
 
 
 def assert_pooled(output, states, pooling_type, **options):
+    """Raise AssertionError unless `output` is the reference vector."""
     np.testing.assert_allclose(output.outputs.data, pooled(states, pooling_type, **options), atol=TOLERANCE, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""Random models of a few thousand weights, written as llama.cpp's converter would write them."""
+"""Random models with a few thousand weights, written in the format of llama.cpp's converter."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float32]
 
 
 def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> dict[str, Array]:
-    """Write the file and return its weights under the names, and in the order, that transformers gives them."""
+    """Write the file. Return its weights with the names and the order of transformers."""
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
@@ -30,10 +30,10 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> d
 
     weights: dict[str, Array] = {}
 
-    def add(file_name: str, name: str, *shape: int, heads: int = 0, quantised: bool = False) -> None:
+    def add(file_name: str, name: str, *shape: int, heads: int = 0, quantized: bool = False) -> None:
         weight = random.standard_normal(shape, dtype=np.float32)
         stored = _interleaved(weight, heads) if heads else weight
-        if quantised:
+        if quantized:
             blocks = gguf.quantize(stored, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(file_name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
             weight = gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
@@ -47,10 +47,10 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> d
     add("blk.0.attn_norm.weight", layer + "input_layernorm.weight", HIDDEN)
     add("blk.0.attn_q.weight", layer + "self_attn.q_proj.weight", HIDDEN, HIDDEN, heads=HEADS)
     add("blk.0.attn_k.weight", layer + "self_attn.k_proj.weight", KV_HEADS * head, HIDDEN, heads=KV_HEADS)
-    add("blk.0.attn_v.weight", layer + "self_attn.v_proj.weight", KV_HEADS * head, HIDDEN, quantised=True)
-    add("blk.0.attn_output.weight", layer + "self_attn.o_proj.weight", HIDDEN, HIDDEN, quantised=True)
+    add("blk.0.attn_v.weight", layer + "self_attn.v_proj.weight", KV_HEADS * head, HIDDEN, quantized=True)
+    add("blk.0.attn_output.weight", layer + "self_attn.o_proj.weight", HIDDEN, HIDDEN, quantized=True)
     add("blk.0.ffn_norm.weight", layer + "post_attention_layernorm.weight", HIDDEN)
-    add("blk.0.ffn_gate.weight", layer + "mlp.gate_proj.weight", INNER, HIDDEN, quantised=True)
+    add("blk.0.ffn_gate.weight", layer + "mlp.gate_proj.weight", INNER, HIDDEN, quantized=True)
     add("blk.0.ffn_up.weight", layer + "mlp.up_proj.weight", INNER, HIDDEN)
     add("blk.0.ffn_down.weight", layer + "mlp.down_proj.weight", HIDDEN, INNER)
     add("output_norm.weight", "model.norm.weight", HIDDEN)
@@ -61,7 +61,7 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> d
 
 
 def write_random_gguf(path: Path, architecture: str, config: PreTrainedConfig, omitted: str | None = None) -> None:
-    """Write random weights of a transformers model under the names that llama.cpp has for them.
+    """Write random weights of a transformers model with llama.cpp's names.
 
     Tensors whose names contain `omitted` are left out.
     """
@@ -95,7 +95,7 @@ def write_random_gguf(path: Path, architecture: str, config: PreTrainedConfig, o
             continue
         module, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
-            module, kind = name, "weight"  # the experts of a layer, stacked
+            module, kind = name, "weight"  # the stacked experts of a layer
         centre = 1.0 if parameter.dim() == 1 and kind == "weight" else 0.0
         weight = (centre + 0.2 * random.standard_normal(tuple(parameter.shape))).astype(np.float32)
         if module.endswith("experts.gate_up_proj"):
@@ -132,7 +132,7 @@ def _finish(writer: gguf.GGUFWriter) -> None:
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """GGUF keeps the two halves of a rotated pair side by side, transformers half a head apart."""
+    """Return the rows in GGUF's order: the two parts of a rotated pair are adjacent, not half a head apart."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))

@@ -1,4 +1,4 @@
-"""The text that says which faults a core brings about itself, and when they strike."""
+"""The language of the option `fault_injection`, and when injected faults strike."""
 
 from types import SimpleNamespace
 
@@ -10,12 +10,11 @@ from vllm_mp import EngineArgs, SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import ScheduledStep
-from vllm_mp.fault_injection import device_faults
-from vllm_mp.fault_injection.faults import Fault, parse_faults
+from vllm_mp.fault_injection import Fault, device_faults, parse_faults
 from vllm_mp.fault_injection.hooks import FaultHooks
 
 
-def test_conditions_are_read():
+def test_places_and_conditions_are_parsed():
     text = "exit@step=20,incarnation=1; slow@step=*,seconds=0.2;exit@publish,messages=0,once ;exit@load,share=0.5"
     assert parse_faults(text, "cpu") == [
         Fault("exit@step=20,incarnation=1", "exit", step=20, incarnation=1),
@@ -41,13 +40,13 @@ def test_conditions_are_read():
         ("exit@load,publish", "'place' is given twice"),
         ("exit@load,step=3", "step is a condition at step, publish, not at 'load'"),
         ("nan@load", "nan is possible at step, not at 'load'"),
-        ("exit@step=1,seconds=2", "seconds is for slow, clock, not for 'exit'"),
+        ("exit@step=1,seconds=2", "seconds is a condition of slow, clock, not of 'exit'"),
         ("exit@step=1,probability=2", "probability must be a number from 0 to 1"),
         ("slow@step=1,seconds=nan", "seconds must be a number"),
         ("slow@step=1,seconds=-1", "must not be negative"),
     ],
 )
-def test_what_is_not_of_the_grammar_is_refused_when_the_options_are_made(text, match):
+def test_invalid_text_is_refused_when_engine_args_are_made(text, match):
     with pytest.raises(ValueError, match=match) as caught:
         EngineArgs(fault_injection=text)
     assert str(caught.value).startswith("fault_injection: ")
@@ -55,24 +54,24 @@ def test_what_is_not_of_the_grammar_is_refused_when_the_options_are_made(text, m
 
 
 @pytest.mark.parametrize("action", ["device_oom", "illegal_access", "device_assert"])
-def test_a_fault_of_a_device_is_refused_where_there_is_none_as_soon_as_that_is_known(action):
+def test_device_fault_is_refused_without_a_cuda_device_as_soon_as_the_device_is_known(action):
     text = f"slow@step=1; {action}@step=2"
-    for refuse in (lambda: EngineArgs(fault_injection=text, device="cpu"), lambda: Core(text)):
+    for make in (lambda: EngineArgs(fault_injection=text, device="cpu"), lambda: Core(text)):
         with pytest.raises(ValueError, match=rf"^fault_injection: {action} in '{action}@step=2' .*set device='cuda'"):
-            refuse()
-    EngineArgs(fault_injection=text)  # the core finds out which device there is
+            make()
+    EngineArgs(fault_injection=text)  # device="auto": the core finds out which device there is
 
 
 class Core:
-    """What the hooks are installed in: two requests, "alpha" in decode and "beta" at the second half of its prompt."""
+    """A core with installed hooks and two requests: "alpha" decodes, "beta" computes the second half of its prompt."""
 
     def __init__(self, text, incarnation=1, folder=None, device="cpu"):
         self.batch = Batch(4, 16, 4, [])
-        for slot, (name, known, computed) in enumerate((("alpha", [1, 2, 3, 4], 3), ("beta", [5, 6, 7, 8], 2))):
+        for slot, (name, tokens, num_computed) in enumerate((("alpha", [1, 2, 3, 4], 3), ("beta", [5, 6, 7, 8], 2))):
             request = Request(
-                0, slot, name, SamplingParams(), np.array(known, np.int32), 4 - 2 * (slot == 0), 16, (0, slot)
+                0, slot, name, SamplingParams(), np.array(tokens, np.int32), 4 - 2 * (slot == 0), 16, (0, slot)
             )
-            self.batch.add(request, np.array([slot + 1], np.int32), computed)
+            self.batch.add(request, np.array([slot + 1], np.int32), num_computed)
         self.step = ScheduledStep(
             np.array([0, 1]), np.array([1, 2]), 1, np.array([True, True]), np.array([False, False])
         )
@@ -100,19 +99,25 @@ class Core:
     def publish(self, step, result, computed):
         self.sent.append("all")
 
+    def step_outputs(self, step, result, computed):
+        return iter([(0, "first"), (0, "second")])
+
+    def _send_to(self, client, message):
+        self.sent.append(message)
+
     def run(self):
-        """One step; which of its three tokens have hidden states that are numbers."""
+        """Run one step. Return for each of its three tokens whether the hidden states are finite."""
         self.number += 1
         hidden = self.launch(self.step, self.batch, None)
         self.publish(self.number, None, None)
         return torch.isfinite(hidden).all(-1).tolist()
 
-    def steps_until_it_strikes(self, most=10):
+    def num_steps_until_strike(self, most=10):
         for count in range(most):
             try:
                 self.run()
             except RuntimeError as error:
-                assert str(error).startswith("injected fault: ")  # noqa: PT017 - one of many steps raises
+                assert str(error).startswith("injected fault: ")  # noqa: PT017 - any of the steps may raise
                 return count + 1
         return None
 
@@ -139,15 +144,15 @@ class Core:
         ("step=*,probability=0.3,seed=1", 2),
     ],
 )
-def test_a_fault_strikes_at_the_step_that_its_conditions_name(conditions, strikes_at):
-    assert Core(f"raise@{conditions}").steps_until_it_strikes() == strikes_at
+def test_fault_strikes_at_the_first_step_at_which_its_conditions_hold(conditions, strikes_at):
+    assert Core(f"raise@{conditions}").num_steps_until_strike() == strikes_at
 
 
-def test_a_fault_that_strikes_once_spares_the_later_incarnations(tmp_path):
+def test_fault_marked_once_spares_later_incarnations(tmp_path):
     text = "raise@step=2,once;raise@step=4,once"
-    assert Core(text, 1, tmp_path).steps_until_it_strikes() == 2
-    assert Core(text, 2, tmp_path).steps_until_it_strikes() == 4
-    assert Core(text, 3, tmp_path).steps_until_it_strikes() is None
+    assert Core(text, 1, tmp_path).num_steps_until_strike() == 2
+    assert Core(text, 2, tmp_path).num_steps_until_strike() == 4
+    assert Core(text, 3, tmp_path).num_steps_until_strike() is None
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,7 @@ def test_a_fault_that_strikes_once_spares_the_later_incarnations(tmp_path):
         ("device_assert", "fail_an_assertion"),
     ],
 )
-def test_a_fault_of_the_device_comes_before_what_the_step_launches(monkeypatch, action, strike):
+def test_device_fault_strikes_before_the_step_is_launched(monkeypatch, action, strike):
     core = Core(f"{action}@step=2", device="cuda")
     monkeypatch.setattr(device_faults, strike, lambda: done.append(action))
     core._model = lambda *_: done.append("step") or torch.ones(3, 2)
@@ -168,12 +173,12 @@ def test_a_fault_of_the_device_comes_before_what_the_step_launches(monkeypatch, 
     assert done == ["step", action, "step"]
 
 
-def test_nan_reaches_the_tokens_of_the_request_alone():
+def test_nan_reaches_only_the_tokens_of_the_named_request():
     core = Core("nan@request=beta,step=2")
     assert [core.run() for _ in range(3)] == [[True] * 3, [True, False, False], [True] * 3]
 
 
-def test_a_fault_while_loading_waits_for_its_share():
+def test_fault_of_loading_strikes_once_its_share_is_loaded():
     hooks = Core("raise@load,share=0.5").hooks
     hooks.while_loading(0.4)
     with pytest.raises(RuntimeError, match="injected"):
@@ -181,19 +186,15 @@ def test_a_fault_while_loading_waits_for_its_share():
 
 
 @pytest.mark.parametrize(("messages", "sent"), [(0, []), (1, ["first"]), (5, ["first", "second"])])
-def test_a_fault_of_messages_strikes_between_them(monkeypatch, messages, sent):
-    monkeypatch.setattr(
-        "vllm_mp.fault_injection.hooks.step_outputs", lambda *_: iter([(0, "first"), (0, "second")]), raising=True
-    )
+def test_publish_fault_strikes_between_the_messages_of_a_step(messages, sent):
     core = Core(f"raise@publish,step=2,messages={messages}")
-    core._send_to = lambda _, message: core.sent.append(message)
     core.run()
     with pytest.raises(RuntimeError, match="injected"):
         core.run()
     assert core.sent == ["all", *sent]
 
 
-def test_nothing_stands_in_the_way_of_faults_of_other_places():
+def test_steps_are_not_wrapped_for_faults_of_other_places_or_incarnations():
     core = Core("raise@load;raise@step=1,incarnation=7")
     assert "launch" not in vars(core)
     assert "publish" not in vars(core)

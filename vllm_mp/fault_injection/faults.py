@@ -1,10 +1,10 @@
-"""The text of the option `fault_injection`: which faults a core brings about itself, and when.
+"""The language of the option `fault_injection`: which faults a core injects into itself, and when.
 
     faults = fault { ";" fault }
     fault  = action "@" item { "," item }
     item   = place | "once" | condition "=" value
 
-A fault strikes at each visit to its place at which all its conditions hold. docs/faults.md explains every word.
+A fault strikes whenever the core passes its place and all its conditions hold. docs/faults.md explains every word.
 """
 
 import dataclasses
@@ -12,55 +12,56 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 LOAD, STEP, PUBLISH = "load", "step", "publish"
-_EVERYWHERE = (LOAD, STEP, PUBLISH)
+_ALL_PLACES = (LOAD, STEP, PUBLISH)
 
 ACTIONS: dict[str, tuple[str, ...]] = {
-    "exit": _EVERYWHERE,
-    "kill": _EVERYWHERE,
-    "abort": _EVERYWHERE,
-    "segv": _EVERYWHERE,
-    "raise": _EVERYWHERE,
-    "hang": _EVERYWHERE,
-    "spin": _EVERYWHERE,
-    "slow": _EVERYWHERE,
-    "oom": _EVERYWHERE,
-    "fulldisk": _EVERYWHERE,
-    "clock": _EVERYWHERE,
+    "exit": _ALL_PLACES,
+    "kill": _ALL_PLACES,
+    "abort": _ALL_PLACES,
+    "segv": _ALL_PLACES,
+    "raise": _ALL_PLACES,
+    "hang": _ALL_PLACES,
+    "spin": _ALL_PLACES,
+    "slow": _ALL_PLACES,
+    "oom": _ALL_PLACES,
+    "fulldisk": _ALL_PLACES,
+    "clock": _ALL_PLACES,
     "nan": (STEP,),
-    "device_oom": _EVERYWHERE,
-    "illegal_access": _EVERYWHERE,
-    "device_assert": _EVERYWHERE,
+    "device_oom": _ALL_PLACES,
+    "illegal_access": _ALL_PLACES,
+    "device_assert": _ALL_PLACES,
 }
-"""Where each action may strike."""
-_NEED_CUDA = ("device_oom", "illegal_access", "device_assert")
+"""The places at which each action may strike."""
+_CUDA_ACTIONS = ("device_oom", "illegal_access", "device_assert")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault; a condition that is None always holds."""
+    """One fault. A condition that is None always holds."""
 
     text: str
     action: str
     place: str = STEP
     once: bool = False
-    """Strike in one incarnation only, and there at one visit."""
+    """Strike a single time over all incarnations."""
     incarnation: int | None = None
     step: int | None = None
     request: str | None = None
-    """In the step is a request whose id contains this; the three below are about that same request."""
+    """The step contains a request whose id contains this text. The next three conditions apply to the same request."""
     token: int | None = None
-    """The step computes this token of it."""
+    """The step computes this token id of the request."""
     position: int | None = None
-    """The step gives it the token at this position of its answer."""
+    """The step samples the request's output token at this position, counted from 0."""
     computed: int | None = None
-    """This many of its tokens, or more, were computed before."""
+    """At least this many of the request's tokens were computed in earlier steps."""
     probability: float = 1.0
     seed: int = 0
     share: float = 0.0
-    """Of the loading that is done."""
+    """Share of the weights that must be loaded, from 0 to 1."""
     messages: int = 1
-    """Messages of the step that are sent before the fault strikes; where there are fewer, all of them."""
+    """Messages of the step that are sent before the fault strikes; all of them if the step has fewer."""
     seconds: float = 1.0
+    """How long `slow` takes, or how far `clock` moves the time of day."""
 
     @property
     def is_about_a_request(self) -> bool:
@@ -70,7 +71,7 @@ class Fault:
 class _Condition(NamedTuple):
     parse: Callable[[str], Any]
     allowed: str
-    places: tuple[str, ...] = _EVERYWHERE
+    places: tuple[str, ...] = _ALL_PLACES
     actions: tuple[str, ...] = tuple(ACTIONS)
 
 
@@ -125,56 +126,56 @@ _CONDITIONS: dict[str, _Condition] = {
 
 
 def parse_faults(text: str, device: str) -> list[Fault]:
-    """The faults that `text` names, to strike on `device` ("auto", "cpu" or "cuda"); none for the empty text.
+    """Return the faults that `text` describes for `device` ("auto", "cpu" or "cuda"); none if `text` is empty.
 
-    Raises ValueError, naming the option, the part that is wrong and what is allowed there.
+    Raises ValueError that names the option, the invalid part and what is allowed there.
     """
     faults = [_parse_fault(part.strip()) for part in text.split(";") if part.strip()]
     for fault in faults:
-        if fault.action in _NEED_CUDA and device == "cpu":
+        if fault.action in _CUDA_ACTIONS and device == "cpu":
             raise ValueError(
-                f"fault_injection: {fault.action} in {fault.text!r} strikes a CUDA device, and the device is 'cpu'; "
-                "set device='cuda', or leave it out; see docs/faults.md"
+                f"fault_injection: {fault.action} in {fault.text!r} needs a CUDA device, but the device is 'cpu'; "
+                "set device='cuda', or remove the fault; see docs/faults.md"
             )
     return faults
 
 
 def _parse_fault(text: str) -> Fault:
-    def refuse(what: str) -> ValueError:
+    def refusal(what: str) -> ValueError:
         return ValueError(f"fault_injection: {what} in {text!r}; see docs/faults.md")
 
     action, at, rest = text.partition("@")
     if action not in ACTIONS:
-        raise refuse(f"the action must be one of {', '.join(ACTIONS)}, got {action!r}")
+        raise refusal(f"the action must be one of {', '.join(ACTIONS)}, got {action!r}")
     items = [item.strip() for item in rest.split(",")]
     if not at or not all(items):
-        raise refuse("ACTION@ must be followed by places and conditions, parted by commas,")
+        raise refusal("ACTION@ must be followed by places and conditions, separated by commas,")
     values: dict[str, Any] = {}
     for item in items:
         name, equals, value = item.partition("=")
         key = name if equals or name == "once" else "place"
         if key in values:
-            raise refuse(f"{key!r} is given twice")
+            raise refusal(f"{key!r} is given twice")
         if not equals:
-            if item not in (*_EVERYWHERE, "once"):
-                raise refuse(f"a word must be one of {', '.join(_EVERYWHERE)}, once, got {item!r}")
+            if item not in (*_ALL_PLACES, "once"):
+                raise refusal(f"a word must be one of {', '.join(_ALL_PLACES)}, once, got {item!r}")
             values[key] = True if key == "once" else item
         elif name not in _CONDITIONS:
-            raise refuse(f"a condition must be one of {', '.join(_CONDITIONS)}, got {name!r}")
+            raise refusal(f"a condition must be one of {', '.join(_CONDITIONS)}, got {name!r}")
         else:
             try:
                 values[name] = _CONDITIONS[name].parse(value)
             except ValueError as error:
-                raise refuse(f"{name} must be {_CONDITIONS[name].allowed}, got {value!r}") from error
+                raise refusal(f"{name} must be {_CONDITIONS[name].allowed}, got {value!r}") from error
     place = values.get("place", STEP)
     if place not in ACTIONS[action]:
-        raise refuse(f"{action} is possible at {', '.join(ACTIONS[action])}, not at {place!r},")
+        raise refusal(f"{action} is possible at {', '.join(ACTIONS[action])}, not at {place!r},")
     for name in values.keys() & _CONDITIONS.keys():
         condition = _CONDITIONS[name]
         if place not in condition.places:
-            raise refuse(f"{name} is a condition at {', '.join(condition.places)}, not at {place!r},")
+            raise refusal(f"{name} is a condition at {', '.join(condition.places)}, not at {place!r},")
         if action not in condition.actions:
-            raise refuse(f"{name} is for {', '.join(condition.actions)}, not for {action!r},")
+            raise refusal(f"{name} is a condition of {', '.join(condition.actions)}, not of {action!r},")
     if action == "slow" and values.get("seconds", 1.0) < 0:
-        raise refuse(f"seconds must not be negative for slow, got {values['seconds']:g}")
+        raise refusal(f"seconds must not be negative for slow, got {values['seconds']:g}")
     return Fault(text, action, **values)

@@ -1,6 +1,6 @@
-"""Faults that the core brings about itself, so that tests and operators see what becomes of its users.
+"""Hooks in the core at which injected faults strike, so that tests and operators see the effect on users.
 
-Nothing of this is loaded, and nothing stands in the way of a step, unless the option `fault_injection` asks for it.
+This module is loaded, and steps are wrapped, only if the option `fault_injection` is set.
 """
 
 import itertools
@@ -33,43 +33,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXIT_CODE = 70
-_OOM_ROOM = 2**29
-"""Bytes of address space that are left to a core that runs out of memory, whatever the machine has."""
+_OOM_HEADROOM_BYTES = 2**29
+"""Address space that a core may still allocate before it runs out of memory, however much the machine has."""
 
 
 class FaultHooks:
-    """The faults of one incarnation, and the hooks that let them strike."""
+    """The faults of one incarnation, and the hooks at which they strike."""
 
     def __init__(self, launch: CoreLaunch) -> None:
         config = launch.config
         self._all = parse_faults(config.liveness_config.fault_injection, config.device_config.device)
         self._incarnation = launch.incarnation
-        self._chances = {one: random.Random(f"{one.seed} {launch.incarnation}") for one in self._all}
+        self._chances = {fault: random.Random(f"{fault.seed} {launch.incarnation}") for fault in self._all}
         self._folder = None if launch.runtime_dir is None else Path(launch.runtime_dir)
         self._struck: set[Fault] = set()
-        self._latest_of: Callable[[int], int] | None = None
-        """The token that a row was last given, which the host may not have been told yet."""
+        self._latest_token: Callable[[int], int] | None = None
+        """Return the token that was sampled last for a row; the token may still be on the device only."""
         self._step = 0
         logger.warning("faults are injected: %s", config.liveness_config.fault_injection)
 
     def while_loading(self, share: float) -> None:
-        """To be called now and then while the model loads, with the share that is done."""
+        """Let faults of loading strike. The loader calls this repeatedly with the loaded share of the weights."""
         for fault in self._at(LOAD):
             if share >= fault.share and self._is_due(fault):
                 _strike(fault)
 
     def install(self, runner: "ModelRunner", server: "RequestHandler") -> None:
-        """Let the faults of steps and of their messages strike in `runner` and `server`."""
+        """Wrap `runner` and `server`, so that faults of steps and of their messages strike there."""
         launch, publish = runner.launch, server.publish
         in_steps, in_messages = self._at(STEP), self._at(PUBLISH)
-        due: dict[int, list[Fault]] = {}  # by step: another may be launched before one is published
+        due: dict[int, list[Fault]] = {}  # by step number: the next step may be launched before this one is published
         poison = _Poison()
-        self._latest_of = runner.latest_token
+        self._latest_token = runner.latest_token
 
         def faulty_launch(step: "ScheduledStep", batch: "Batch", sampler: "Sampler") -> "PendingOutput":
             self._step += 1
             due[self._step] = [
-                one for one in in_messages if len(self._rows_hit(one, step, batch)) and self._is_due(one)
+                fault for fault in in_messages if len(self._rows_hit(fault, step, batch)) and self._is_due(fault)
             ]
             poison.tokens = np.zeros(int(step.counts.sum()), np.bool_)
             for fault in in_steps:
@@ -94,7 +94,7 @@ class FaultHooks:
                 server._send_to(client, message)
             return None
 
-        if any(one.action == "nan" for one in in_steps):
+        if any(fault.action == "nan" for fault in in_steps):
             runner.wrap_model(lambda model: _PoisonedModel(model, poison))
         if in_steps or in_messages:
             runner.launch = faulty_launch  # type: ignore[method-assign]
@@ -102,10 +102,12 @@ class FaultHooks:
             server.publish = faulty_publish  # type: ignore[method-assign]
 
     def _at(self, place: str) -> list[Fault]:
-        return [one for one in self._all if one.place == place and one.incarnation in (None, self._incarnation)]
+        """Return the faults that strike at `place` in this incarnation."""
+        incarnations = (None, self._incarnation)
+        return [fault for fault in self._all if fault.place == place and fault.incarnation in incarnations]
 
     def _is_due(self, fault: Fault) -> bool:
-        """Whether `fault`, whose other conditions hold, strikes now; to be asked once a visit."""
+        """Return whether `fault` strikes now, given that its other conditions hold. Call this once per visit."""
         if self._chances[fault].random() >= fault.probability:
             return False
         if not fault.once:
@@ -115,7 +117,7 @@ class FaultHooks:
         self._struck.add(fault)
         if self._folder is None:
             return True
-        # A later incarnation must not strike again, and this one may have no time to tell it.
+        # A file tells later incarnations not to strike again, since this one may die before it can send anything.
         mark = self._folder / f"fault-{self._all.index(fault)}"
         if mark.exists():
             return False
@@ -123,7 +125,7 @@ class FaultHooks:
         return True
 
     def _rows_hit(self, fault: Fault, step: "ScheduledStep", batch: "Batch") -> "Rows":
-        """The rows of `step` that `fault` is about; none where it is not about this step."""
+        """Return the rows of `step` to which the conditions of `fault` apply; none if this is not its step."""
         if fault.step not in (None, self._step):
             return step.rows[:0]
         if not fault.is_about_a_request:
@@ -132,40 +134,40 @@ class FaultHooks:
         return step.rows[np.array(hit, np.bool_)]
 
     def _is_hit(self, fault: Fault, step: "ScheduledStep", batch: "Batch", i: int) -> bool:
-        """Whether the request in row `i` of `step` is one that `fault` is about."""
+        """Return whether the request in row `i` of `step` meets the conditions of `fault`."""
         row = int(step.rows[i])
         request = batch.request(row)
-        begin, known = int(batch.num_computed_tokens[row]), int(batch.num_tokens[row])
+        num_computed, num_tokens = int(batch.num_computed_tokens[row]), int(batch.num_tokens[row])
         return (
             (fault.request is None or fault.request in request.request_id)
             and (fault.token is None or fault.token in self._tokens(step, batch, i))
             and (
                 fault.position is None
-                or (bool(step.samples[i]) and known - request.num_prompt_tokens == fault.position)
+                or (bool(step.samples[i]) and num_tokens - request.num_prompt_tokens == fault.position)
             )
-            and (fault.computed is None or begin >= fault.computed)
+            and (fault.computed is None or num_computed >= fault.computed)
         )
 
     def _tokens(self, step: "ScheduledStep", batch: "Batch", i: int) -> list[int]:
-        """What `step` computes of its row `i`."""
+        """Return the token ids that `step` computes for its row `i`."""
         row = int(step.rows[i])
         if i in step.awaits:
-            assert self._latest_of is not None
-            return [self._latest_of(row)]
+            assert self._latest_token is not None
+            return [self._latest_token(row)]
         begin = int(batch.num_computed_tokens[row])
         tokens: list[int] = batch.token_ids[row, begin : begin + int(step.counts[i])].tolist()
         return tokens
 
 
 class _Poison:
-    """Which tokens of the step have hidden states that are not numbers."""
+    """Which tokens of the step get NaN hidden states."""
 
     tokens: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-    """[num_tokens]."""
+    """[num_tokens]"""
 
 
 class _PoisonedModel:
-    """A model some of whose hidden states are not numbers."""
+    """A model that returns NaN as the hidden states of poisoned tokens."""
 
     def __init__(self, model: Any, poison: _Poison) -> None:
         self._model = model
@@ -202,22 +204,22 @@ def _spin(_fault: Fault) -> None:
 
 
 def _run_out_of_memory(fault: Fault) -> None:
-    """Take memory until there is none: of the core's own allowance, so that the machine keeps its own."""
+    """Allocate memory until none is left. The core's own address space is limited first, so the machine is unharmed."""
     with Path("/proc/self/statm").open() as sizes:
         in_use = int(sizes.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + _OOM_ROOM, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    hoard = []
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + _OOM_HEADROOM_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    allocated = []
     while True:
-        hoard.append(bytearray(2**24))
+        allocated.append(bytearray(2**24))
 
 
 def _fill_disk(_fault: Fault) -> None:
-    """Let every write to a file fail from now on, as on a full disk."""
+    """Make every later write to a file fail, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def _set_clock(fault: Fault) -> None:
-    """Let the time of day, as Python code sees it, jump by `fault.seconds`."""
+    """Move the time of day, as Python code sees it, by `fault.seconds`."""
     now = time.time
     time.time = lambda: now() + fault.seconds
 

@@ -1,24 +1,31 @@
-"""What tests of a real engine share."""
+"""Small real engines and standalone cores, and what tests and tools ask of them."""
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
 
-from vllm_mp import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
+from vllm_mp import AsyncEngineArgs, AsyncLLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 2**28,
     "disable_log_requests": True,
     "check_invariants": True,
 }
-"""Float32, so that answers can be compared token by token."""
+"""Options of a small real engine. It computes in float32, so that outputs can be compared token by token."""
+STANDALONE_CORE = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27))
+"""Flags of a standalone core."""
 
 
 @contextlib.contextmanager
-def running_engine(model, **options):
-    """An engine of any model, shut down at the end of the block."""
+def running_engine(model: str | Path, **options: Any) -> Iterator[AsyncLLM]:
+    """Run an engine of `model` with `options` on top of `ENGINE`. Shut it down at the end of the block."""
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **{**ENGINE, **options}))
     try:
         yield engine
@@ -26,42 +33,69 @@ def running_engine(model, **options):
         engine.shutdown()
 
 
-def greedy(max_tokens, **params):
+@contextlib.contextmanager
+def standalone_core(
+    model: str | Path, address: str, *flags: str, before: str = "", stderr: int | IO[bytes] = subprocess.PIPE
+) -> Iterator["subprocess.Popen[str]"]:
+    """Run `vllm-mp engine` at `address` with `flags` on top of `STANDALONE_CORE`. End it by SIGTERM if it still runs.
+
+    `before` is a line of shell that runs first in the core's own process. Raises subprocess.TimeoutExpired if the core
+    has not ended 30 seconds after SIGTERM.
+    """
+    command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", str(model)]
+    command += [*STANDALONE_CORE, *flags]
+    if before:
+        command = ["sh", "-c", f'{before}; exec "$@"', "sh", *command]
+    process = subprocess.Popen(command, stderr=stderr, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def greedy(max_tokens: int | None, **params: Any) -> SamplingParams:
+    """Return parameters of a greedy request that has one output, when it finishes."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY, **params)
 
 
-async def answer(engine, prompt, params, request_id=None):
-    """The last output of a request."""
+async def answer(engine: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
+    """Return the last output of a request; raise what `generate` raises."""
     async for output in engine.generate(prompt, params, request_id):
         last = output
     return last
 
 
-async def eventually(condition, timeout=30.0):
-    """Wait until `await condition()` holds."""
-    deadline = time.monotonic() + timeout
-    while not await condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
-
-
-async def is_empty(engine):
-    """The core holds no request and no block, by its own count."""
-    status = await engine.core_status()
-    return status["num_running"] == status["num_waiting"] == 0 and status["free_blocks"] == status["total_blocks"]
-
-
-async def rest(stream):
-    """The last output of a stream."""
+async def rest(stream: AsyncIterator[RequestOutput]) -> CompletionOutput:
+    """Consume a stream to its end. Return the first completion of its last output."""
     async for output in stream:
         last = output
     return last.outputs[0]
 
 
-def num_waiting_is(engine, count):
-    """A condition for `eventually`."""
+async def eventually(condition: Callable[[], Awaitable[object]], timeout: float = 30.0) -> None:
+    """Return as soon as `await condition()` is true; raise AssertionError after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not await condition():
+        assert time.monotonic() < deadline, f"the condition did not become true within {timeout:g} s"
+        await asyncio.sleep(0.01)
 
-    async def condition():
-        return (await engine.core_status())["num_waiting"] == count
+
+async def is_empty(engine: AsyncLLM) -> bool:
+    """Return whether the core reports no request and only free blocks."""
+    status = await engine.core_status()
+    return bool(status["num_running"] == status["num_waiting"] == 0 and status["free_blocks"] == status["total_blocks"])
+
+
+def num_waiting_is(engine: AsyncLLM, count: int) -> Callable[[], Awaitable[bool]]:
+    """Return a condition for `eventually`: `count` requests wait in the core."""
+
+    async def condition() -> bool:
+        return bool((await engine.core_status())["num_waiting"] == count)
 
     return condition

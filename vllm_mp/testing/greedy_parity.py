@@ -1,52 +1,56 @@
-"""Whether an answer is transformers' own greedy one, checked in one forward pass over prompt and answer.
+"""Check that an engine's output is the greedy one of transformers, by one forward pass over prompt and output.
 
-Each token must be the likeliest after those before it, which is what `generate` takes. A token may differ only in a
-near-tie of two logits.
+Each token must be the most likely one after the tokens before it, which is the token that `generate` takes. Another
+token is accepted only if its logit is within a near-tie of the highest.
 """
 
 import asyncio
 
 import torch
 
+from vllm_mp import AsyncLLM, RequestOutput
 from vllm_mp.testing.engines import answer, greedy
 
 NEAR_TIE = 1e-4
+"""Difference of two logits that rounding may turn around."""
 
 
 class GreedyReference:
-    """Transformers' model, which reads each prompt with its answer once, however often that answer is given."""
+    """A transformers model that runs once per prompt and output, however often the same output is checked."""
 
-    def __init__(self, model):
+    def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._known = {}
+        self._known: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
 
     @torch.inference_mode()
-    def behind(self, prompt, answer_ids):
-        """How far each token of the answer is behind the likeliest after the tokens before it, in logits, [n]."""
-        known, behind = self._known.get(tuple(prompt), ([], None))
-        if known[: len(answer_ids)] != answer_ids:
-            logits = self._model(torch.tensor([prompt + answer_ids])).logits[0, len(prompt) - 1 : -1]
-            behind = logits.max(dim=-1).values - logits.gather(-1, torch.tensor(answer_ids)[:, None])[:, 0]
-            self._known[tuple(prompt)] = answer_ids, behind
-        return behind[: len(answer_ids)]
+    def behind(self, prompt: list[int], output_ids: list[int]) -> torch.Tensor:
+        """Return how far each output token's logit is below the highest one at its position, [num_output_tokens]."""
+        known = self._known.get(tuple(prompt))
+        if known is None or known[0][: len(output_ids)] != output_ids:
+            logits = self._model(torch.tensor([prompt + output_ids])).logits[0, len(prompt) - 1 : -1]
+            behind = logits.max(dim=-1).values - logits.gather(-1, torch.tensor(output_ids)[:, None])[:, 0]
+            known = self._known[tuple(prompt)] = output_ids, behind
+        return known[1][: len(output_ids)]
 
 
-def assert_greedy(reference, output, near_tie=NEAR_TIE):
-    """Each token of `output` is transformers' choice after the tokens before it."""
-    prompt, answer_ids = output.prompt_token_ids, output.outputs[0].token_ids
-    behind = reference.behind(prompt, answer_ids)
+def assert_greedy(reference: GreedyReference, output: RequestOutput, near_tie: float = NEAR_TIE) -> None:
+    """Raise AssertionError unless each token of `output` is transformers' choice after the tokens before it."""
+    prompt, output_ids = output.prompt_token_ids, output.outputs[0].token_ids
+    behind = reference.behind(prompt, output_ids)
     worst = int(behind.argmax())
     assert behind[worst] <= near_tie, (
-        f"token {worst} of the answer to {output.prompt or prompt!r} is {behind[worst]:.2e} behind the likeliest"
+        f"output token {worst} for {output.prompt or prompt!r} is {behind[worst]:.2e} below the highest logit"
     )
 
 
-def generate_all(engine, prompts, num_tokens, concurrent=True):
-    """The final output of each prompt, `num_tokens` long; one after the other unless `concurrent`."""
+def generate_all(
+    engine: AsyncLLM, prompts: list[str] | list[list[int]], num_tokens: int, concurrent: bool = True
+) -> list[RequestOutput]:
+    """Return the final output of each prompt, `num_tokens` long. Run requests one after another unless `concurrent`."""
     params = greedy(num_tokens, ignore_eos=True)
 
-    async def run():
-        await engine.reset_prefix_cache()  # each prompt is read, not found
+    async def run() -> list[RequestOutput]:
+        await engine.reset_prefix_cache()  # so that each prompt is computed rather than found in the prefix cache
         if concurrent:
             return await asyncio.gather(*(answer(engine, prompt, params) for prompt in prompts))
         return [await answer(engine, prompt, params) for prompt in prompts]
@@ -56,18 +60,24 @@ def generate_all(engine, prompts, num_tokens, concurrent=True):
     return outputs
 
 
-def assert_engine_is_greedy(engine, model, prompts, num_tokens, near_tie=NEAR_TIE):
-    """Every answer is transformers' choice, with the prompts batched together and then alone."""
+def assert_engine_is_greedy(
+    engine: AsyncLLM,
+    model: torch.nn.Module,
+    prompts: list[str] | list[list[int]],
+    num_tokens: int,
+    near_tie: float = NEAR_TIE,
+) -> None:
+    """Raise AssertionError unless every output is transformers' choice, for the prompts batched and one at a time."""
     reference = GreedyReference(model)
     for concurrent in (True, False):
         for output in generate_all(engine, prompts, num_tokens, concurrent):
             assert_greedy(reference, output, near_tie)
 
 
-def num_preemptions(engine):
-    """How often the core has preempted, by its own count."""
+def num_preemptions(engine: AsyncLLM) -> int:
+    """Return how often the core has preempted a request, as it reports."""
 
-    async def run():
-        return (await engine.core_status())["num_preemptions"]
+    async def run() -> int:
+        return int((await engine.core_status())["num_preemptions"])
 
     return asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Thirty-two prompts of many kinds and lengths."""
+"""Thirty-two prompts of many kinds, languages and lengths."""
 
 PROMPTS = [
     "The capital of France is",

@@ -1,16 +1,24 @@
-"""Small models of every native architecture with random weights, as transformers makes and saves them."""
+"""Small models of every native architecture with random weights, made and saved by transformers."""
 
 import contextlib
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM as HubModel
-from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 
@@ -33,9 +41,23 @@ GPT2_SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+_DEFAULT_VOCABULARY = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=1024,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+"""A model with the vocabulary of the default model, so that its tokenizer fits."""
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """Return the fields of a configuration that choose a rotary scaling."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **parameters}}
 
 
@@ -69,27 +91,27 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 NATIVE = ("llama", "llama-llama3", "mistral-windowed", "qwen2", "qwen3", "gpt2")
-"""One of each architecture, and the rotary scaling that Llama 3.1 has."""
+"""One configuration of each native architecture, and Llama with the rotary scaling of Llama 3.1."""
 
 WHOLE_PROMPTS: dict[str, Any] = {
     "max_model_len": 128,
     "enable_chunked_prefill": False,
     "enable_prefix_caching": False,
 }
-"""Engine options under which every prompt is read in one step, each time it comes."""
+"""Engine options under which every prompt is computed in one step, each time it is sent."""
 PROMPT_LENGTHS = (40, 5, 33, 12, 1, 20, 27, 9, 100)
-"""More than fit at once into a cache of `scarce_blocks`, even before their answers grow."""
+"""Lengths of prompts that do not fit together into a cache of `scarce_blocks`, even before any output token."""
 
 
 def scarce_blocks(config: PreTrainedConfig, dtype_bytes: int = 4) -> dict[str, Any]:
-    """Engine options under which prompts are read in small chunks and the cache runs out of blocks."""
+    """Return engine options under which prompts are computed in small chunks and the cache runs out of blocks."""
     arch = Architecture.from_hf_config(config.to_dict())
     assert isinstance(arch, NativeArchitecture)
     return few_blocks(arch.kv_bytes_per_token(dtype_bytes))
 
 
 def few_blocks(token_bytes: int) -> dict[str, Any]:
-    """As `scarce_blocks`, for a model that takes so much cache for a token."""
+    """Return the options of `scarce_blocks` for a model whose KV cache takes `token_bytes` bytes per token."""
     block_size, num_blocks = 4, 44
     return {
         "max_model_len": 128,
@@ -103,7 +125,7 @@ def few_blocks(token_bytes: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """A second thread costs models this small more than it brings, most of all on a busy machine."""
+    """Limit torch to one thread in the block. For models this small, further threads cost more time than they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,8 +134,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def save_random_model(config: PreTrainedConfig, folder: Path, **options: Any) -> nn.Module:
-    """A transformers model with every parameter random, norms and biases too, saved under `folder`."""
+def save_random_model(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedModel:
+    """Return a transformers model whose parameters are all random, norms and biases too; save it in `folder`."""
     torch.manual_seed(0)
     model = HubModel.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -124,14 +146,28 @@ def save_random_model(config: PreTrainedConfig, folder: Path, **options: Any) ->
     return model
 
 
+def save_small_model(folder: Path, tokenizer_of: Path) -> PreTrainedModel:
+    """Save a random model with the default model's vocabulary in `folder`, and the tokenizer from `tokenizer_of`.
+
+    The output weights are scaled so that the distribution is as peaked as that of a trained model; the text is wild.
+    """
+    model = save_random_model(_DEFAULT_VOCABULARY, folder)
+    with torch.no_grad():
+        model.lm_head.weight *= 6
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_of / name, folder)
+    return model
+
+
 def save_config(config: PreTrainedConfig, folder: Path) -> Path:
-    """A folder with a configuration and no weights, for load_format="dummy"."""
+    """Return `folder` with a configuration and no weights, for load_format="dummy"."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     return folder
 
 
 def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Token ids for the models above."""
+    """Return a prompt of random token ids for each of `lengths`, for the models above."""
     chance = random.Random(1)
     return [[chance.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in lengths]

@@ -1,4 +1,4 @@
-"""tools/gpu_check.py as a user runs it, on the CPU and with a tiny model."""
+"""tools/gpu_check.py, run as a user runs it, on the CPU with a tiny model."""
 
 import importlib
 import json
@@ -29,11 +29,11 @@ def run_tool(out: Path, *arguments: str) -> tuple[int, dict]:
     found = json.loads(out.read_text())
     for error in found["errors"]:
         assert error["part"] in done.stderr
-        assert error["error"] in done.stdout, "the table tells what failed"
+        assert error["error"] in done.stdout, "the table names what failed"
     return done.returncode, found
 
 
-def test_a_good_run_holds_every_figure_against_the_limits_of_its_device(tmp_path):
+def test_good_run_reports_every_figure_as_a_share_of_the_device_limits(tmp_path):
     test = "tests/gpu/test_core_death.py::test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back"
     code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--tests", test)
     assert found["errors"] == found["skipped"] == []
@@ -49,7 +49,7 @@ def test_a_good_run_holds_every_figure_against_the_limits_of_its_device(tmp_path
     assert [figure["batch"] for figure in record["decode"]] == [1, 4]
     assert [figure["prompt_len"] for figure in record["prefill"]] == [16, 64]
     assert record["loads"]["8 of 8-16/8-16"]["output_tokens_per_s"] > 0
-    assert record["idle"] == {"steps": 50, "idle_share": None}, "on a CPU no event is one of a device"
+    assert record["idle"] == {"steps": 50, "idle_share": None}, "on a CPU there are no events of a device"
     assert record["transformers"]["decode"].keys() == {"1", "4"}
     assert [step["sdpa_seconds"] is None for step in found["attention"]] == [False, False, True]
     for figure in found["attention"]:
@@ -83,7 +83,7 @@ def test_failed_tests_are_named_and_fail_the_run(tmp_path):
     assert len(found["benchmarks"]["tiny"]["decode"]) == 2, "the other parts ran"
 
 
-def test_without_time_nothing_is_measured_and_nothing_counts_as_proved(tmp_path):
+def test_run_without_a_time_budget_measures_nothing_and_fails(tmp_path):
     code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--budget-s", "0")
     assert code == 1
     assert found["skipped"] == ["ceilings", "tests", "attention", "tiny"]
@@ -92,7 +92,7 @@ def test_without_time_nothing_is_measured_and_nothing_counts_as_proved(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_part_that_fails_leaves_the_others_and_the_report_whole(tmp_path):
+def test_failure_of_some_parts_leaves_the_other_parts_and_the_report_complete(tmp_path):
     sample = tmp_path / "test_sample.py"
     sample.write_text("def test_good(): pass\n")
     code, found = run_tool(tmp_path / "results.json", "--tests", str(sample))
@@ -103,7 +103,7 @@ def test_a_part_that_fails_leaves_the_others_and_the_report_whole(tmp_path):
     assert found["benchmarks"]["tiny"]["decode"] == []
 
 
-def test_only_the_parts_that_are_asked_for_are_run(tmp_path):
+def test_only_requested_parts_are_run(tmp_path):
     code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--only", "attention")
     assert code == 0
     assert found["tests"] is None
@@ -117,7 +117,7 @@ def engine_speed(monkeypatch):
     return importlib.import_module("shared.engine_speed")
 
 
-def test_the_rate_is_that_of_the_time_in_which_all_streams_decode(engine_speed):
+def test_steady_rate_counts_the_time_in_which_all_streams_decode(engine_speed):
     early = [(0.0, 1), (1.0, 1), (3.0, 1), (5.0, 1), (7.0, 1)]
     late = [(3.0, 1), (5.0, 1), (7.0, 1), (8.0, 1), (9.0, 1)]
     assert engine_speed.steady_tokens_per_s([early, late]) == pytest.approx(2 * 2 / 4.0)
@@ -125,7 +125,7 @@ def test_the_rate_is_that_of_the_time_in_which_all_streams_decode(engine_speed):
         engine_speed.steady_tokens_per_s([early[:2], late])
 
 
-def test_a_device_is_idle_where_none_of_its_events_lies(engine_speed):
+def test_device_is_idle_between_its_events(engine_speed):
     def event(cat, ts, dur):
         return {"ph": "X", "cat": cat, "ts": ts, "dur": dur}
 
@@ -136,7 +136,7 @@ def test_a_device_is_idle_where_none_of_its_events_lies(engine_speed):
 
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.1-8B"])
-def test_a_decode_step_must_read_every_matrix_once(engine_speed, name):
+def test_decode_step_reads_every_matrix_once(engine_speed, name):
     arch = Architecture.from_hf_config(engine_speed.FULL.models[name].config)
     model = build_model(arch, torch.bfloat16, "meta")
     matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.dim() == 2}

@@ -1,4 +1,4 @@
-"""tools/scheduler_speed.py as a user runs it, in its short form."""
+"""tools/scheduler_speed.py, run as a user runs it, in its short form."""
 
 import json
 import subprocess
@@ -16,9 +16,9 @@ def run_tool(*arguments):
     return done.stdout
 
 
-def test_every_case_has_its_figures_and_its_goal():
+def test_every_case_has_figures_and_a_goal():
     records = json.loads(run_tool("--json"))
-    cases = [(one["step"], one["requests"], one["context"], one["prefix_hits"]) for one in records]
+    cases = [(record["step"], record["requests"], record["context"], record["prefix_hits"]) for record in records]
     assert set(cases) == {
         (step, requests, context, hits)
         for step in ("decode", "admission")
@@ -32,7 +32,7 @@ def test_every_case_has_its_figures_and_its_goal():
         assert record["goal_us"] == 500 + record["requests"]
 
 
-def test_the_table_has_a_line_for_each_case():
+def test_table_has_a_line_for_each_case():
     head, *lines = run_tool().splitlines()
     assert "goal" in head
     assert len(lines) == 16

@@ -1,4 +1,4 @@
-"""tools/tune_kernels.py as a user runs it, in Triton's interpreter, and what the kernels make of its file."""
+"""tools/tune_kernels.py, run in Triton's interpreter, and the effect of its file on the kernels."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from vllm_mp.kernels.triton import launch
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "tune_kernels.py"
 
 
-def test_the_tool_saves_options_for_every_kernel_that_a_model_is_served_with(tmp_path):
+def test_tool_saves_options_of_every_kernel_that_serves_a_model(tmp_path):
     out = tmp_path / "tuned.json"
     command = [sys.executable, str(TOOL), "--device", "cpu", "--quick", "--out", str(out)]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, check=False)
@@ -36,7 +36,7 @@ def hopper(monkeypatch, tmp_path):
     launch._table.cache_clear()
 
 
-def test_measured_options_take_the_place_of_reasoned_ones(hopper):
+def test_measured_options_replace_the_built_in_options(hopper):
     device = torch.device("cuda", 0)
     assert launch.table(device) == launch._HOPPER
     launch._table.cache_clear()
@@ -50,7 +50,7 @@ def test_measured_options_take_the_place_of_reasoned_ones(hopper):
     ("num_programs", "context", "expected"),
     [(8, 100, 1), (8, 1000, 4), (8, 100_000, 33), (8, 2**20, 64), (2048, 1000, 1), (2048, 32_768, 4)],
 )
-def test_a_decode_is_cut_so_that_the_gpu_is_busy_and_none_is_too_long(
+def test_decode_is_split_so_that_the_gpu_is_busy_and_no_split_is_too_long(
     hopper, monkeypatch, num_programs, context, expected
 ):
     monkeypatch.setattr(launch, "_num_processors", lambda *_: 132)

@@ -1,4 +1,4 @@
-"""Requests of every kind to be disturbed: what they are, how they are consumed, and when their outputs came."""
+"""Requests of every kind that faults disturb: what they are, their outcomes, and when their outputs came."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from vllm_mp.testing.prompts import PROMPTS
 
 
 class PoolingCase(NamedTuple):
-    """One vector that is asked for."""
+    """One request for a vector."""
 
     prompt: str
     params: dict[str, Any]
@@ -41,7 +41,7 @@ _KINDS: tuple[tuple[RequestOutputKind, dict[str, Any]], ...] = (
 
 
 def mixed_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
-    """`count` requests of all kinds in turn, whose answers are up to `max_tokens` long, each tenth for a vector."""
+    """Return `count` requests of all kinds in turn, each of `max_tokens` tokens; every tenth is for a vector."""
     cases: list[AnyCase] = []
     prompts = itertools.cycle(PROMPTS)
     for i, prompt in zip(range(count), prompts, strict=False):
@@ -55,21 +55,21 @@ def mixed_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
 
 
 class PauseWatch:
-    """How long consumers get nothing after something was done to the core. Times in seconds."""
+    """Measures how long consumers receive no output after a fault. Times are in seconds."""
 
     def __init__(self) -> None:
         self.strike()
 
     def strike(self) -> None:
-        """Begin anew."""
+        """Start measuring at a fault."""
         self.struck_at = self._last = time.perf_counter()
         self.longest = 0.0
         self.resumed_at: float | None = None
-        """The end of the longest pause: outputs that were on their way at the strike come before it."""
+        """When the longest pause ended. Outputs that were under way at the fault came before that pause."""
         self.num_outputs = 0
 
     def note(self) -> None:
-        """An output has come."""
+        """Record that an output has arrived."""
         now = time.perf_counter()
         self.num_outputs += 1
         if now - self._last > self.longest:
@@ -78,12 +78,12 @@ class PauseWatch:
 
     @property
     def next_token_s(self) -> float | None:
-        """From the strike to the next token after the pause."""
+        """Time from the fault to the first token after the pause."""
         return None if self.resumed_at is None else self.resumed_at - self.struck_at
 
 
-class Watched:
-    """An engine whose outputs are noted as they come."""
+class WatchedEngine:
+    """An engine whose outputs a `PauseWatch` records as they arrive."""
 
     def __init__(self, engine: AsyncLLM, watch: PauseWatch) -> None:
         self._engine = engine
@@ -98,8 +98,8 @@ class Watched:
         return getattr(self._engine, name)
 
 
-async def outcome_of(engine: AsyncLLM | Watched, case: AnyCase) -> AnyOutcome:
-    """What the engine answers; raises AssertionError where outputs of one stream contradict each other."""
+async def outcome_of(engine: AsyncLLM | WatchedEngine, case: AnyCase) -> AnyOutcome:
+    """Return the outcome of a case; raise AssertionError if outputs of its stream contradict each other."""
     if isinstance(case, Case):
         return await consume(engine, case)
     try:
@@ -110,6 +110,6 @@ async def outcome_of(engine: AsyncLLM | Watched, case: AnyCase) -> AnyOutcome:
         return f"{type(error).__name__}: {error}"
 
 
-async def outcomes_of(engine: AsyncLLM | Watched, cases: list[AnyCase]) -> list[AnyOutcome]:
-    """What the engine answers to all cases at once."""
+async def outcomes_of(engine: AsyncLLM | WatchedEngine, cases: list[AnyCase]) -> list[AnyOutcome]:
+    """Return the outcomes of all cases, sent at once."""
     return await asyncio.gather(*(outcome_of(engine, case) for case in cases))

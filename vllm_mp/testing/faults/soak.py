@@ -1,4 +1,4 @@
-"""An engine whose core is killed again and again while streams of every kind begin, go on, end and are aborted."""
+"""Kill an engine's core again and again while streams of every kind begin, go on, end and are aborted."""
 
 import asyncio
 import contextlib
@@ -17,160 +17,168 @@ from typing import Any, NamedTuple
 from vllm_mp import AsyncLLM, RequestOutputKind
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
-from vllm_mp.testing.faults.judge import Comparison, nothing_left_behind, resident_mib, what_is_held
-from vllm_mp.testing.faults.load import PauseWatch, Watched, outcome_of
-from vllm_mp.testing.faults.scenarios import PATIENCE_S, Arena, children, core_address, core_page, there_is_another
+from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, children, core_address, core_page
+from vllm_mp.testing.faults.comparison import Comparison
+from vllm_mp.testing.faults.leaks import held_by_core, nothing_left_behind, resident_mib
+from vllm_mp.testing.faults.load import AnyCase, PauseWatch, WatchedEngine, outcome_of
+from vllm_mp.testing.faults.scenarios import has_new_child
 
 _SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM, signal.SIGTERM, signal.SIGSTOP)
-"""Those that come from outside: of a crash the requests in the step are suspected, and after some they are failed."""
+"""Signals that come from outside. Signals of a crash are left out: after some crashes, suspects are failed."""
 _WARM_UP = 5
-"""Kills after which this process has loaded whatever it ever will."""
+"""Kills after which this process has loaded all that it needs."""
 _GROWTH_MIB = 16.0
 _GROWTH_SHARE = 0.02
-"""What resident memory may have grown by between the first and the last fifth of a soak."""
+"""Growth of resident memory that is allowed from the first to the last fifth of a soak."""
 
 
 class Sample(NamedTuple):
-    """What is held after a recovery."""
+    """Resources that are held after a recovery."""
 
     client_mib: float
     core_mib: float
     descriptors: int
     threads: int
     files: int
-    """In the runtime folder."""
+    """Files in the runtime folder."""
 
 
 @dataclasses.dataclass
-class SoakRecord:
-    """How a soak went. Times in seconds."""
+class SoakResult:
+    """How a soak went. Times are in seconds."""
 
     kills: int = 0
-    """Of cores that served."""
+    """Kills of cores that served."""
     kills_while_loading: int = 0
     restarts: int = 0
     answers: int = 0
+    """Completions and vectors that were compared."""
     aborted: int = 0
+    """Requests that were to be aborted."""
     tokens: int = 0
     excused: int = 0
+    """Requests whose outcome differs by rounding only."""
     next_token_s: list[float] = dataclasses.field(default_factory=list)
-    """From each kill to the first token after it."""
+    """Time from each kill to the first token after it."""
     samples: list[Sample] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
     def percentile(self, share: float) -> float:
+        """Return the time to the next token that `share` of the kills stayed below."""
         ordered = sorted(self.next_token_s)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def note_growth(self) -> None:
-        """Note what has grown from the first fifth of the samples to the last."""
+        """Note the resources that grew from the first fifth of the samples to the last."""
         samples = self.samples[_WARM_UP:]
         fifth = len(samples) // 5
         if not fifth:
             return
-        for name, some in (("MiB of the client", "client_mib"), ("MiB of the core", "core_mib")):
+        for name, field in (("MiB of the client", "client_mib"), ("MiB of the core", "core_mib")):
             first, last = (
-                statistics.median(getattr(one, some) for one in part) for part in (samples[:fifth], samples[-fifth:])
+                statistics.median(getattr(sample, field) for sample in part)
+                for part in (samples[:fifth], samples[-fifth:])
             )
             if last - first > max(_GROWTH_MIB, _GROWTH_SHARE * first):
                 self.broken.append(f"{name} grew from {first:.0f} to {last:.0f}")
-        for some in ("descriptors", "threads", "files"):
-            first, last = (min(getattr(one, some) for one in part) for part in (samples[:fifth], samples[-fifth:]))
+        for field in ("descriptors", "threads", "files"):
+            first, last = (
+                min(getattr(sample, field) for sample in part) for part in (samples[:fifth], samples[-fifth:])
+            )
             if last > first:
-                self.broken.append(f"{some} grew from {first} to {last}")
+                self.broken.append(f"{field} grew from {first} to {last}")
 
 
 class Soak:
     """Keeps streams running on one engine and kills its core."""
 
-    def __init__(self, arena: Arena, engine: AsyncLLM, seed: int, is_random: bool) -> None:
-        self.record = SoakRecord()
-        self._arena = arena
+    def __init__(self, baseline: Baseline, engine: AsyncLLM, seed: int, is_random: bool) -> None:
+        self.result = SoakResult()
+        self._baseline = baseline
         self._engine = engine
         self._watch = PauseWatch()
-        self._watched = Watched(engine, self._watch)
+        self._watched = WatchedEngine(engine, self._watch)
         self._chance = random.Random(seed)
         self._is_random = is_random
         self.comparison = Comparison()
-        self._ends = False
+        self._is_over = False
         self._folder = Path(core_address(engine).removeprefix("ipc://")).parent
 
-    async def run(self, kills: int | None, seconds: float | None, show: Callable[[SoakRecord], None] | None) -> None:
-        """Until there were so many kills, or so many seconds have passed."""
-        workers = [asyncio.create_task(self._stream(number)) for number in range(len(self._arena.cases))]
+    async def run(self, kills: int | None, seconds: float | None, show: Callable[[SoakResult], None] | None) -> None:
+        """Kill the core until the number of `kills` or `seconds` is reached. Call `show` after each recovery."""
+        workers = [asyncio.create_task(self._stream(number)) for number in range(len(self._baseline.cases))]
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
-            while (kills is None or self.record.kills < kills) and (deadline is None or time.monotonic() < deadline):
+            while (kills is None or self.result.kills < kills) and (deadline is None or time.monotonic() < deadline):
                 await self._kill_once()
                 if show is not None:
-                    show(self.record)
-            self._ends = True
-            await asyncio.wait_for(asyncio.gather(*workers), PATIENCE_S)
-            self.record.broken += await what_is_held(self._engine)
-            self.record.restarts = (await self._engine.core_status())["restarts"]
-            # A core that is killed while it loads is no restart, unless it had just begun to serve.
-            if not 0 <= self.record.restarts - self.record.kills <= self.record.kills_while_loading:
-                self.record.broken.append(f"{self.record.restarts} restarts after {self.record.kills} kills")
-        except Exception as error:  # whatever it is, the promise is broken
-            self.record.broken.append(f"{type(error).__name__}: {error}")
+                    show(self.result)
+            self._is_over = True
+            await asyncio.wait_for(asyncio.gather(*workers), WAIT_S)
+            self.result.broken += await held_by_core(self._engine)
+            self.result.restarts = (await self._engine.core_status())["restarts"]
+            # A core that is killed while it loads does not count as restarted, unless it had just begun to serve.
+            if not 0 <= self.result.restarts - self.result.kills <= self.result.kills_while_loading:
+                self.result.broken.append(f"{self.result.restarts} restarts after {self.result.kills} kills")
+        except Exception as error:  # any unexpected error breaks the promise
+            self.result.broken.append(f"{type(error).__name__}: {error}")
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
     async def _stream(self, number: int) -> None:
-        """One request after the other, until the soak ends."""
+        """Send one request after another until the soak ends."""
         chance = random.Random(f"{number} {self._chance.random()}")
         for turn in itertools.count():
-            if self._ends:
+            if self._is_over:
                 return
-            index = (number + turn * 7) % len(self._arena.cases)
-            case = self._arena.cases[index]
+            index = (number + turn * 7) % len(self._baseline.cases)
+            case: AnyCase = self._baseline.cases[index]
             if isinstance(case, Case):
-                case = dataclasses.replace(case)  # the identity of a case makes the id of its request
+                case = dataclasses.replace(case)  # a request id is made of the identity of its case
             if self._is_random:
                 await asyncio.sleep(chance.expovariate(2.0))
-                aborts = isinstance(case, Case) and case.kind != RequestOutputKind.FINAL_ONLY and chance.random() < 0.2
-                if aborts:
+                if isinstance(case, Case) and case.kind != RequestOutputKind.FINAL_ONLY and chance.random() < 0.2:
                     case = dataclasses.replace(case, abort_after=chance.randint(1, 12))
-                    self.record.aborted += 1
-            self.comparison.compare(case, await outcome_of(self._watched, case), self._arena.expected[index])
+                    self.result.aborted += 1
+            self.comparison.compare(case, await outcome_of(self._watched, case), self._baseline.expected[index])
 
     async def _kill_once(self) -> None:
-        """Kill the core at some moment, and wait for the streams to go on."""
-        outputs = self._chance.randint(0, 8 * len(self._arena.cases))
-        await eventually(self._has_come(self._watch.num_outputs + outputs), PATIENCE_S)
+        """Kill the core after a random number of outputs, and wait until the streams go on."""
+        outputs = self._chance.randint(0, 8 * len(self._baseline.cases))
+        await eventually(self._has_outputs(self._watch.num_outputs + outputs), WAIT_S)
         page = core_page(self._engine)
         assert page is not None
         signum = self._chance.choice(_SIGNALS) if self._is_random else signal.SIGKILL
         known = children()
         self._watch.strike()
         os.kill(page.pid, signum)
-        self.record.kills += 1
+        self.result.kills += 1
         if self._is_random and self._chance.random() < 0.1:
-            await self._kill_what_loads(known)
+            await self._kill_loading_core(known)
         incarnation = page.incarnation
 
         async def is_replaced() -> bool:
             page = core_page(self._engine)
             return page is not None and page.incarnation > incarnation
 
-        await eventually(is_replaced, PATIENCE_S)
-        await eventually(self._has_come(self._watch.num_outputs + 1), PATIENCE_S)
+        await eventually(is_replaced, WAIT_S)
+        await eventually(self._has_outputs(self._watch.num_outputs + 1), WAIT_S)
         if self._watch.next_token_s is not None:
-            self.record.next_token_s.append(self._watch.next_token_s)
-        self.record.samples.append(self._sample())
+            self.result.next_token_s.append(self._watch.next_token_s)
+        self.result.samples.append(self._sample())
 
-    async def _kill_what_loads(self, known: set[int]) -> None:
-        """Kill the core that comes next, whose process is not among the `known`, before it serves."""
-        await eventually(there_is_another(known), PATIENCE_S)
+    async def _kill_loading_core(self, known: set[int]) -> None:
+        """Kill the next core, whose process is not among the `known` ones, before it serves."""
+        await eventually(has_new_child(known), WAIT_S)
         for child in children() - known:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-                self.record.kills_while_loading += 1
+                self.result.kills_while_loading += 1
 
-    def _has_come(self, num_outputs: int) -> Callable[[], Awaitable[bool]]:
+    def _has_outputs(self, num_outputs: int) -> Callable[[], Awaitable[bool]]:
         async def condition() -> bool:
             return self._watch.num_outputs >= num_outputs
 
@@ -188,38 +196,36 @@ class Soak:
         )
 
 
-def soak(
-    arena: Arena,
+def run_soak(
+    baseline: Baseline,
     *,
     kills: int | None = None,
     seconds: float | None = None,
     seed: int = 0,
     is_random: bool = False,
-    show: Callable[[SoakRecord], None] | None = None,
+    show: Callable[[SoakResult], None] | None = None,
     **options: Any,
-) -> SoakRecord:
-    """Kill the core of an engine with `options` so many times, or for so many seconds, and report.
+) -> SoakResult:
+    """Kill the core of an engine with `options` `kills` times, or for `seconds`, and return how it went.
 
-    The requests are those of `arena`, each of which begins anew when it has ended. `is_random`: they begin at random
+    The requests are those of `baseline`; each is sent again when it has ended. With `is_random` they start at random
     moments, some are aborted, and the core is also stopped, terminated, and killed while it loads.
     """
     limits = {"max_core_restarts": 10**6, "engine_iteration_timeout_s": 5.0 if is_random else 60.0}
     began = time.monotonic()
     problems: list[str] = []
 
-    def run() -> Soak:
-        with arena.engine(**{**limits, **options}) as engine:
-            one = Soak(arena, engine, seed, is_random)
-            asyncio.run(one.run(kills, seconds, show))
-        return one
+    def run() -> tuple[SoakResult, Comparison]:
+        with baseline.engine(**{**limits, **options}) as engine:
+            soak = Soak(baseline, engine, seed, is_random)
+            asyncio.run(soak.run(kills, seconds, show))
+        return soak.result, soak.comparison
 
     with nothing_left_behind(problems):
-        done = run()
-        record, comparison = done.record, done.comparison
-        del done  # which holds the engine
-    record.broken += comparison.settle(arena.folder, arena.eos_token_ids) + problems
-    record.answers, record.tokens = comparison.num_answers, comparison.num_tokens
-    record.excused = comparison.num_excused
-    record.note_growth()
-    record.seconds = time.monotonic() - began
-    return record
+        result, comparison = run()  # nothing here holds the engine
+    result.broken += comparison.settle(baseline.folder, baseline.eos_token_ids) + problems
+    result.answers, result.tokens = comparison.num_answers, comparison.num_tokens
+    result.excused = comparison.num_excused
+    result.note_growth()
+    result.seconds = time.monotonic() - began
+    return result

@@ -1,4 +1,4 @@
-"""What a campaign has sent and seen."""
+"""The report of a campaign: what was sent, what came back, which promises were broken."""
 
 import dataclasses
 from collections import Counter
@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 
 @dataclasses.dataclass
-class Report:
-    """What was sent, what came back, and what promises were broken."""
+class CampaignReport:
+    """What was sent, what came back, and which promises were broken."""
 
     sent: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Messages by kind."""
     answers: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Reactions of the attacked side by kind."""
     breaches: list[str] = dataclasses.field(default_factory=list)
     before: dict[str, int] = dataclasses.field(default_factory=dict)
-    """What the attacked side held when it had warmed up."""
+    """Resources that the attacked side held after warming up."""
     after: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Resources that the attacked side holds at the end."""
     calm_answers: int = 0
-    """Of the well-behaved."""
+    """Completions of well-behaved requests."""
     seconds: float = 0.0
 
     @property
@@ -24,7 +27,7 @@ class Report:
         return self.sent.total()
 
     def lines(self) -> Iterator[str]:
-        """A table, for people."""
+        """Yield the lines of a readable table."""
         for title, counts in (("sent", self.sent), ("answered", self.answers)):
             for name, count in counts.most_common():
                 yield f"{title:>9}  {name:<44} {count:>14,}"

@@ -1,15 +1,13 @@
-"""A live core under hostile frames, while a well-behaved client streams: what is promised, and what is seen."""
+"""A campaign against a live core: hostile frames arrive while a well-behaved client streams."""
 
 import asyncio
 import contextlib
 import itertools
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +16,49 @@ import zmq
 
 from vllm_mp import AsyncLLM, wire
 from vllm_mp.errors import EngineError
-from vllm_mp.testing.engines import answer, eventually, greedy
-from vllm_mp.testing.fuzzing.frames import ClientFrames, raw_connections
-from vllm_mp.testing.fuzzing.report import Report
+from vllm_mp.testing.engines import answer, eventually, greedy, standalone_core
+from vllm_mp.testing.fuzzing.client_frames import ClientFrames, raw_connections
+from vllm_mp.testing.fuzzing.report import CampaignReport
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
-MAX_MODEL_LEN = 128
-OPTIONS = [
-    *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(2**23)),
-    *("--max-num-seqs", "32", "--num-threads", "1", "--disable-log-stats", "--check-invariants"),
-]
-NUM_STREAMS = 4
-"""Of the well-behaved client, at any time."""
+MEMORY_MARGIN = 48 * 2**20
+"""Growth of the attacked process's memory in bytes that does not count as a leak."""
+_FLAGS = (
+    *("--max-model-len", "128", "--kv-cache-memory-bytes", str(2**23), "--max-num-seqs", "32", "--num-threads", "1"),
+    *("--disable-log-stats", "--check-invariants"),
+)
+_NUM_STREAMS = 4
+"""Streams of the well-behaved client at any time."""
+_NUM_CALM_PROMPTS = 12
 _MARGIN = 1e-3
-"""In log-probability: how far the best token of a calm answer is above the second, so that rounding changes none."""
+"""Log-probability by which each calm token is ahead of the next best, so that rounding changes none."""
 _BURST = 400
 _ANSWER_TIMEOUT_S = 60.0
-MEMORY_MARGIN = 48 * 2**20
-_CALM_ANSWERS = 12
 
 
 @contextlib.contextmanager
-def tormented_core(folder: Path, *options: str, model: str | None = None, before: str = ":") -> Iterator[str]:
-    """The address of a stand-alone core, of a small model of random weights unless one is named.
+def core_under_attack(folder: Path, *flags: str, model: str | None = None, before: str = "") -> Iterator[str]:
+    """Run a standalone core of `model`, by default a small one with random weights. Yield its address.
 
-    `before` is a line of shell that is run first, in the core's own process.
+    `before` is a line of shell that runs first in the core's own process. The core's log is written in `folder`.
     """
     if model is None:
         model = str(folder / "model")
         save_random_model(CONFIGS["llama"], folder / "model")
-        options = ("--skip-tokenizer-init", *options)
+        flags = ("--skip-tokenizer-init", *flags)
     address = f"ipc://{folder}/core.sock"
-    command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", model]
-    # A file, because a core whose log nobody reads from a pipe would stand still.
-    with (folder / "core.log").open("wb") as log:
-        process = subprocess.Popen(["sh", "-c", f'{before}; exec "$@"', "sh", *command, *OPTIONS, *options], stderr=log)
-    try:
+    # The log goes to a file, because a pipe that is not read would block the core.
+    with (
+        (folder / "core.log").open("wb") as log,
+        standalone_core(model, address, *_FLAGS, *flags, before=before, stderr=log),
+    ):
         yield address
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 class Attacker:
-    """Hostile sockets on one core, in a thread of their own."""
+    """Sends hostile messages to one core from several sockets. Runs in a thread of its own."""
 
-    def __init__(self, address: str, seed: int, incarnation: int, vocab_size: int, report: Report) -> None:
+    def __init__(self, address: str, seed: int, incarnation: int, vocab_size: int, report: CampaignReport) -> None:
         self._address = address
         self._chance = random.Random(seed)
         self._context = zmq.Context()
@@ -90,7 +81,7 @@ class Attacker:
         )
 
     def run(self, num_messages: int) -> None:
-        """Send until `num_messages` more have been sent, some of them by episodes of a special kind."""
+        """Send `num_messages` more messages. After every eighth burst comes an episode of a special kind."""
         target, bursts = self._report.num_sent + num_messages, 0
         while self._report.num_sent < target:
             self._burst(min(_BURST, target - self._report.num_sent))
@@ -99,8 +90,8 @@ class Attacker:
                 next(self._episodes)()
 
     def close(self) -> None:
-        for one in (*self._sockets, self._stranger):
-            one.close(linger=0)
+        for dealer in (*self._sockets, self._stranger):
+            dealer.close(linger=0)
         self._context.term()
 
     def _dealer(self, identity: bytes | None = None) -> "zmq.Socket[bytes]":
@@ -113,7 +104,7 @@ class Attacker:
         return dealer
 
     def _burst(self, count: int) -> None:
-        """Frames of every kind on every socket; returns when the core has got through them."""
+        """Send frames of every kind on every socket. Return when the core has processed them."""
         for dealer in self._sockets:
             self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
         for _ in range(count):
@@ -135,16 +126,16 @@ class Attacker:
         self._report.sent[kind] += 1
 
     def _await_core(self, dealer: "zmq.Socket[bytes]") -> None:
-        """Return when everything that was sent on `dealer` is done: a refused hello is answered behind all the rest."""
+        """Return when the core has processed everything sent on `dealer`: a refused hello is answered last."""
         self._send("other version", dealer, wire.Hello(2**32))
         while True:
-            if not dealer.poll(_ANSWER_TIMEOUT_S * 1000):
-                raise TimeoutError(f"the core has answered nothing for {_ANSWER_TIMEOUT_S:g} s")
+            if not dealer.poll(int(_ANSWER_TIMEOUT_S * 1000)):
+                raise TimeoutError(f"the core has not answered for {_ANSWER_TIMEOUT_S:g} s")
             if (message := self._count(dealer.recv_multipart())) is not None and "4294967296" in message.reason:
                 return
 
     def _count(self, frames: list[bytes]) -> wire.Refused | None:
-        """Note an answer; returns it if it is a refusal of the client."""
+        """Count an answer. Return it if it refuses the client."""
         message = wire.decode_core_message(frames[0])
         answers = self._report.answers
         if isinstance(message, wire.StepOutput):
@@ -157,7 +148,7 @@ class Attacker:
         return message if isinstance(message, wire.Refused) else None
 
     def _raw_bytes(self) -> None:
-        """Connections that do not speak the transport protocol, or break it off."""
+        """Open connections that do not speak the transport protocol, or stop in the middle of it."""
         path = self._address.removeprefix("ipc://")
         connections = []
         for data in itertools.islice(self._raw, 60):
@@ -172,7 +163,7 @@ class Attacker:
             connection.close()
 
     def _fresh_identities(self) -> None:
-        """Clients that come, ask for something, and leave without a word or with one, again and again."""
+        """Let clients connect, send a request, and leave with or without a goodbye, again and again."""
         own = (None, b"x", b"\xff" * 255, b"same", b"same", b"\x00")
         dealers = []
         for i in range(120):
@@ -188,7 +179,7 @@ class Attacker:
             dealer.close(linger=100)
 
     def _pause_flood(self) -> None:
-        """Pauses that take effect and are undone at once, and ones that do not."""
+        """Send pauses that are undone at once, and pauses with invalid arguments."""
         dealer, incarnation = self._sockets[0], self._incarnation
         self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
         bad: tuple[list[Any], ...] = ([], ["x", True], [None, None], ["keep", 1], ["keep"] * 9, [2**64 - 1, 0.5])
@@ -199,7 +190,7 @@ class Attacker:
         self._await_core(dealer)
 
     def _sleep_flood(self) -> None:
-        """Sleeps that end at once, of either level and in either order, and calls that bring about none."""
+        """Send sleeps of either level that end at once, and calls with invalid arguments. Wake up in either order."""
         dealer, incarnation = self._sockets[0], self._incarnation
         self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
         bad: tuple[list[Any], ...] = ([], [0], [True], [1.0, "keep"], [1, "wait"], ["weights"], [2**64 - 1], [1] * 9)
@@ -212,7 +203,7 @@ class Attacker:
         self._await_core(dealer)
 
     def _too_large(self) -> None:
-        """One message above the limit of the transport, and some below it that decode into as much as they can."""
+        """Send a message above the size limit, and messages below it that decode into as much memory as possible."""
         dealer, call = self._sockets[1], b"\x95\x04\x00\x00\xa4ping"
         empty_lists = b"\xdd" + (2**20).to_bytes(4, "big") + b"\x90" * 2**20
         head = b"\x96\x02\xcf" + self._incarnation.to_bytes(8, "big") + b"\x00\xa2id\xc4\x04\x01\x00\x00\x00"
@@ -235,7 +226,7 @@ class Attacker:
         huge.close(linger=1000)
 
     def _never_reads(self) -> None:
-        """A client that asks and asks, and takes none of the answers."""
+        """Be a client that sends calls and never reads an answer."""
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.RCVHWM, 1)
             dealer.setsockopt(zmq.SNDHWM, 0)
@@ -246,7 +237,7 @@ class Attacker:
                 self._send("never reads", dealer, wire.Call(self._incarnation, i, "status"))
 
     def _flood(self) -> None:
-        """Many requests at once, of many priorities, all of them suspects or none; then none is wanted any more."""
+        """Send many requests at once, all of them isolated or none, and abort all of them."""
         dealer = self._sockets[2]
         self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
         isolate_until = self._chance.choice((0, 1, 2**40))
@@ -264,7 +255,7 @@ class Attacker:
 
 
 async def holdings(engine: AsyncLLM) -> dict[str, int]:
-    """What the core of `engine` holds."""
+    """Return the resources that the core of `engine` holds."""
     status = await engine.core_status()
     process = psutil.Process(status["pid"])
     return {
@@ -278,28 +269,31 @@ async def holdings(engine: AsyncLLM) -> dict[str, int]:
     }
 
 
-async def calm_answers(
-    engine: AsyncLLM, vocab_size: int, count: int = _CALM_ANSWERS
+async def calm_outputs(
+    engine: AsyncLLM, vocab_size: int, count: int = _NUM_CALM_PROMPTS
 ) -> dict[tuple[int, ...], list[int]]:
-    """Prompts and their greedy answers, undisturbed, of which every token is well ahead of the next best."""
-    chance, found = random.Random(0), {}
+    """Return random prompts and their undisturbed greedy tokens, each well ahead of the next best."""
+    chance = random.Random(0)
+    found: dict[tuple[int, ...], list[int]] = {}
     while len(found) < count:
         prompt = [chance.randrange(vocab_size) for _ in range(chance.randint(1, 24))]
-        output = (await answer(engine, {"prompt_token_ids": prompt}, greedy(40, logprobs=2, ignore_eos=True))).outputs[
-            0
-        ]
-        values = [sorted((one.logprob for one in entry.values()), reverse=True) for entry in output.logprobs]
+        output = await answer(engine, {"prompt_token_ids": prompt}, greedy(40, logprobs=2, ignore_eos=True))
+        [completion] = output.outputs
+        assert completion.logprobs is not None
+        values = [sorted((value.logprob for value in entry.values()), reverse=True) for entry in completion.logprobs]
         if all(best - second > _MARGIN for best, second in values):
-            found[tuple(prompt)] = output.token_ids
+            found[tuple(prompt)] = completion.token_ids
     return found
 
 
-async def attack_core(address: str, num_messages: int, seed: int, say: Any = lambda line: None) -> Report:
-    """Fire `num_messages` at the core that listens at `address`; `say` hears of progress."""
-    report = Report()
+async def attack_core(
+    address: str, num_messages: int, seed: int, say: Callable[[str], None] = lambda line: None
+) -> CampaignReport:
+    """Send `num_messages` hostile messages to the core at `address`. Call `say` with lines about the progress."""
+    report = CampaignReport()
     engine = AsyncLLM.connect(address)
     incarnation, vocab_size = (await engine.core_status())["incarnation"], engine.model_config.get_vocab_size()
-    expected = await calm_answers(engine, vocab_size)
+    expected = await calm_outputs(engine, vocab_size)
     attacker = Attacker(address, seed, incarnation, vocab_size, report)
     is_over = threading.Event()
 
@@ -317,7 +311,7 @@ async def attack_core(address: str, num_messages: int, seed: int, say: Any = lam
                 continue
             report.calm_answers += 1
             if output.outputs[0].token_ids != token_ids:
-                report.breaches.append(f"a calm answer changed: {output.outputs[0]} where {token_ids} was expected")
+                report.breaches.append(f"a calm answer changed: {output.outputs[0]}; expected {token_ids}")
 
     async def attack(count: int) -> bool:
         try:
@@ -327,8 +321,8 @@ async def attack_core(address: str, num_messages: int, seed: int, say: Any = lam
             return False
         return True
 
-    calm = [asyncio.create_task(stream(i)) for i in range(NUM_STREAMS)]
-    # What a core grows to once, its caches and its allocator, is no leak.
+    calm = [asyncio.create_task(stream(i)) for i in range(_NUM_STREAMS)]
+    # The first messages fill caches and the allocator, which is not a leak.
     warm = await attack(num_messages // 10)
     report.before = await holdings(engine) if warm else {}
     began, sent = time.monotonic(), report.num_sent
@@ -340,17 +334,17 @@ async def attack_core(address: str, num_messages: int, seed: int, say: Any = lam
     is_over.set()
     await asyncio.gather(*calm)
     attacker.close()
-    await _hold_to_account(engine, address, report)
+    await _check_resources(engine, address, report)
     engine.shutdown()
     return report
 
 
-async def _hold_to_account(engine: AsyncLLM, address: str, report: Report) -> None:
-    """Compare what the core holds with what it held, once everybody else has left."""
+async def _check_resources(engine: AsyncLLM, address: str, report: CampaignReport) -> None:
+    """Compare the resources of the core with those before the campaign, once all other clients have left."""
     before = report.before
 
     async def is_released() -> bool:
-        # A hello makes the core look who is still there.
+        # A hello makes the core check which clients are still connected.
         AsyncLLM.connect(address).shutdown()
         report.after = now = await holdings(engine)
         return (
@@ -363,6 +357,6 @@ async def _hold_to_account(engine: AsyncLLM, address: str, report: Report) -> No
     try:
         await eventually(is_released, _ANSWER_TIMEOUT_S)
     except (AssertionError, EngineError) as error:
-        report.breaches.append(f"the core holds on to {report.after}: {error!r}")
+        report.breaches.append(f"the core has not released its resources: {report.after}: {error!r}")
     if report.after.get("bytes of memory", 0) > before.get("bytes of memory", 0) + MEMORY_MARGIN:
         report.breaches.append("the core grew")

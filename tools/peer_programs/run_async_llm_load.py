@@ -1,8 +1,8 @@
-"""Send loads through the `AsyncLLMEngine` of a package, vllm or vllm_mp, and write down when every token came.
+"""Send loads through the `AsyncLLMEngine` of a package, vllm or vllm_mp, and record when every token arrived.
 
-Runs in the environment of the package with this repository on its path. Standard input has the package's name, the
-arguments of its engine and the loads, each of which begins when the one before it has ended; the timelines of their
-requests are written as JSON into the file that is named on the command line.
+`tools/bench` runs this program in the environment of the package, with this repository on its path. Standard input
+holds JSON with the package's name, the arguments of its engine and the loads. Each load begins when the one before it
+has ended. The timelines of all requests are written as JSON to the file named on the command line.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from typing import Any
 from vllm_mp.cli.load_generator import LoadRequest, Timeline, run_load
 
 
-async def drive(package: str, engine_args: dict[str, Any], loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
+async def run_loads(package: str, engine_args: dict[str, Any], loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
+    """Return the timelines of the requests of each load."""
     engines, api = importlib.import_module(package), importlib.import_module(f"{package}.sampling_params")
     llm = engines.AsyncLLMEngine.from_engine_args(engines.AsyncEngineArgs(**engine_args))
     try:
@@ -30,9 +31,9 @@ def main() -> None:
     task = json.load(sys.stdin)
     task["loads"] = [[LoadRequest(*request) for request in load] for load in task["loads"]]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        timelines = runner.run(drive(**task))
+        timelines = runner.run(run_loads(**task))
     Path(sys.argv[1]).write_text(json.dumps(timelines))
 
 
-if __name__ == "__main__":  # vLLM starts processes that import this file again
+if __name__ == "__main__":  # vLLM starts processes that import this file
     main()

@@ -1,4 +1,4 @@
-"""A core that has gone mad, and a client whose good streams must not notice."""
+"""A campaign against a client: its core sends hostile frames, which its well-behaved streams must not notice."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,18 @@ import zmq
 from vllm_mp import AsyncEngineArgs, AsyncLLM, PoolingParams, RequestOutputKind, SamplingParams, wire
 from vllm_mp.errors import EngineError
 from vllm_mp.testing.engines import ENGINE
-from vllm_mp.testing.fuzzing.core_campaign import MEMORY_MARGIN
-from vllm_mp.testing.fuzzing.frames import CoreFrames
-from vllm_mp.testing.fuzzing.report import Report
+from vllm_mp.testing.fuzzing.attack_on_core import MEMORY_MARGIN
+from vllm_mp.testing.fuzzing.core_frames import CoreFrames
+from vllm_mp.testing.fuzzing.report import CampaignReport
 
 _INCARNATION = 7
 _NUM_CALM, _NUM_VICTIMS = 8, 24
 _BURST = 250
-"""Hostile messages for each good one."""
-_BURSTS_A_PHASE = 40
+"""Hostile messages for each valid one."""
+_BURSTS_PER_PHASE = 40
 _TIMEOUT_S = 60.0
 _CALM, _VICTIM = "calm ", "victim "
-_VICTIMS: tuple[Any, ...] = (
+_VICTIM_PARAMS: tuple[Any, ...] = (
     SamplingParams(max_tokens=None),
     SamplingParams(max_tokens=None, output_kind=RequestOutputKind.DELTA, stop=["\n\n", "xyz"]),
     SamplingParams(max_tokens=None, logprobs=1, prompt_logprobs=1),
@@ -40,19 +41,19 @@ _VICTIMS: tuple[Any, ...] = (
 
 
 def calm_token(request_id: str, position: int) -> int:
-    """What a calm request is answered at `position`."""
+    """Return the token of a calm request at `position`."""
     return (int(request_id.removeprefix(_CALM)) * 1009 + position * 31 + 5) % 49152
 
 
 class HostileCore:
-    """Answers calm requests as it should, and sends garbage about all others; in a thread of its own.
+    """Serves calm requests correctly and sends hostile messages about all others. Runs in a thread of its own.
 
-    Whenever it is pinged it sends a burst before it answers, so the client is never far behind.
+    It sends a burst of messages before it answers a ping, so the client is never far behind.
     """
 
-    def __init__(self, address: str, config: bytes, seed: int, vocab_size: int, report: Report) -> None:
+    def __init__(self, address: str, config: bytes, seed: int, vocab_size: int, report: CampaignReport) -> None:
         self.is_ending = False
-        """Whether pings bring everything to its proper end, instead of bursts."""
+        """Pings finish all requests properly instead of triggering bursts."""
         self._config = config
         self._report = report
         self._frames = CoreFrames(seed, _INCARNATION, vocab_size)
@@ -110,7 +111,7 @@ class HostileCore:
         self._answer_calm([])
 
     def _answer_calm(self, finished: list[wire.Finished]) -> None:
-        """One token, and its log-probability, for every calm request."""
+        """Send one token with its log-probability for every calm request."""
         if not self._calm:
             return
         rows = [(slot, calm_token(request_id, at), at) for slot, (request_id, at) in self._calm.items()]
@@ -133,9 +134,9 @@ class HostileCore:
 
 
 class _Watch(logging.Handler):
-    """Notes what the client logs: a message that is not dropped must be refused by a ValueError, and nothing else."""
+    """Watches the client's log: a refused message may raise ValueError, and nothing else."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: CampaignReport) -> None:
         super().__init__()
         self._report = report
 
@@ -143,12 +144,14 @@ class _Watch(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         self._report.answers["logged"] += 1
         if error is not None and not isinstance(error, ValueError):
-            self._report.breaches.append(f"a message was refused by {error!r}: {logging.Formatter().format(record)}")
+            self._report.breaches.append(f"a message was refused with {error!r}: {logging.Formatter().format(record)}")
 
 
-async def attack_client(folder: Path, num_messages: int, seed: int, say: Any = lambda line: None) -> Report:
-    """Send `num_messages` hostile messages to a client whose good streams go on; `say` hears of progress."""
-    report, address = Report(), f"ipc://{folder}/mad.sock"
+async def attack_client(
+    folder: Path, num_messages: int, seed: int, say: Callable[[str], None] = lambda line: None
+) -> CampaignReport:
+    """Send `num_messages` hostile messages to a client while its calm streams go on. Call `say` about the progress."""
+    report, address = CampaignReport(), f"ipc://{folder}/hostile.sock"
     config = AsyncEngineArgs(**{**ENGINE, "max_model_len": 8192}).create_engine_config()
     vocab_size = config.model_config.get_vocab_size()
     core = HostileCore(address, msgspec.json.encode(config), seed, vocab_size, report)
@@ -180,7 +183,7 @@ async def attack_client(folder: Path, num_messages: int, seed: int, say: Any = l
     if report.after["bytes of memory"] > report.before["bytes of memory"] + MEMORY_MARGIN:
         report.breaches.append("the client grew")
     if report.after["slots"]:
-        report.breaches.append(f"{report.after['slots']} slots were not given back")
+        report.breaches.append(f"{report.after['slots']} slots were not released")
     return report
 
 
@@ -194,8 +197,8 @@ def _holdings(engine: AsyncLLM) -> dict[str, int]:
     }
 
 
-async def _phase(engine: AsyncLLM, core: HostileCore, phase: int, report: Report) -> None:
-    """Some calm streams from their beginnings to their ends, among victims."""
+async def _phase(engine: AsyncLLM, core: HostileCore, phase: int, report: CampaignReport) -> None:
+    """Run calm streams from start to end, beside victims."""
     core.is_ending = False
     kinds = list(RequestOutputKind)
     calm = []
@@ -205,7 +208,7 @@ async def _phase(engine: AsyncLLM, core: HostileCore, phase: int, report: Report
         stream = await engine.add_request(request_id, {"prompt_token_ids": [1, 2, 3]}, params)
         calm.append(asyncio.create_task(_read_calm(stream, request_id, report)))
     victims = [asyncio.create_task(_be_a_victim(engine, core, i, report)) for i in range(_NUM_VICTIMS)]
-    for _ in range(_BURSTS_A_PHASE):
+    for _ in range(_BURSTS_PER_PHASE):
         await _ping(engine)
     core.is_ending = True
     async with asyncio.timeout(_TIMEOUT_S):
@@ -220,7 +223,7 @@ async def _ping(engine: AsyncLLM) -> None:
     await asyncio.sleep(0)
 
 
-async def _read_calm(stream: Any, request_id: str, report: Report) -> None:
+async def _read_calm(stream: Any, request_id: str, report: CampaignReport) -> None:
     token_ids: list[int] = []
     num_logprobs = 0
     try:
@@ -234,17 +237,17 @@ async def _read_calm(stream: Any, request_id: str, report: Report) -> None:
         report.breaches.append(f"{request_id} failed: {error!r}")
         return
     expected = [calm_token(request_id, position) for position in range(len(token_ids))]
-    if (token_ids, num_logprobs, reason) != (expected, _BURSTS_A_PHASE + 1, "length"):
+    if (token_ids, num_logprobs, reason) != (expected, _BURSTS_PER_PHASE + 1, "length"):
         report.breaches.append(f"{request_id} has {token_ids}, {num_logprobs} log-probabilities, {reason}")
     report.calm_answers += 1
 
 
-async def _be_a_victim(engine: AsyncLLM, core: HostileCore, index: int, report: Report) -> None:
-    """Ask for one thing after the other; what comes of it is either an output or an EngineError."""
+async def _be_a_victim(engine: AsyncLLM, core: HostileCore, index: int, report: CampaignReport) -> None:
+    """Send one request after another. Each must end with outputs or with an EngineError."""
     for count in itertools.count():
         if core.is_ending:
             return
-        request_id, params = f"{_VICTIM}{index} {count}", _VICTIMS[(index + count) % len(_VICTIMS)]
+        request_id, params = f"{_VICTIM}{index} {count}", _VICTIM_PARAMS[(index + count) % len(_VICTIM_PARAMS)]
         try:
             async for _ in await engine.add_request(request_id, {"prompt_token_ids": [1, 2, 3]}, params):
                 pass

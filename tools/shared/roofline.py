@@ -1,4 +1,4 @@
-"""The least time in which a device can do what a language model needs: bytes read, and operations computed."""
+"""The least time that a device needs for a step of a language model, from the bytes to read and the operations."""
 
 import json
 import subprocess
@@ -10,32 +10,32 @@ _CEILINGS = Path(__file__).resolve().parents[1] / "device_ceilings.py"
 
 
 class Ceilings(NamedTuple):
-    """What the device does at best, per second."""
+    """The best that a device reaches, per second."""
 
     bytes: float
     flops: float
 
 
 def measure_ceilings() -> Ceilings:
-    """Of this machine's processors, with products in bfloat16."""
+    """Measure the ceilings of this machine's processors, for matrix products in bfloat16."""
     command = [sys.executable, str(_CEILINGS), "--device", "cpu", "--copy-bytes", str(2**29), "--matrix-size", "2048"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return Ceilings(found["read_bytes_per_s"], found["matmul_flops_per_s"])
 
 
 class Work(NamedTuple):
-    """What must be read and computed, in bytes and operations."""
+    """Bytes to read and operations to compute."""
 
     bytes: float
     flops: float
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """At least; reading and computing overlap."""
+        """Return the least time in seconds; reading and computing overlap."""
         return max(self.bytes / ceilings.bytes, self.flops / ceilings.flops)
 
 
 class ModelSize(NamedTuple):
-    """A decoder of the Llama family with its weights in `weight_bytes` each and its KV cache in 2."""
+    """Dimensions of a decoder of the Llama family, with `weight_bytes` bytes per weight and 2 per cached value."""
 
     layers: int
     hidden: int
@@ -48,7 +48,7 @@ class ModelSize(NamedTuple):
 
     @staticmethod
     def of(config: dict[str, Any], weight_bytes: float = 2) -> "ModelSize":
-        """`config` is the config.json of the model."""
+        """Return the size of the model whose config.json is `config`."""
         heads = config["num_attention_heads"]
         return ModelSize(
             config["num_hidden_layers"],
@@ -63,16 +63,17 @@ class ModelSize(NamedTuple):
 
     @property
     def layer_weights(self) -> int:
-        """Of all layers."""
+        """Number of weights in all layers."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
     @property
     def head_weights(self) -> int:
+        """Number of weights in the output projection."""
         return self.vocab * self.hidden
 
     def decode_step(self, batch: int, context: float) -> Work:
-        """A token for each of `batch` streams that have `context` tokens."""
+        """Return the work of one token for each of `batch` streams with `context` tokens each."""
         weights = self.layer_weights + self.head_weights
         kv_bytes = 2 * 2 * self.layers * self.kv_heads * self.head_dim
         attention = 4 * self.layers * self.heads * self.head_dim
@@ -82,7 +83,7 @@ class ModelSize(NamedTuple):
         )
 
     def prefill(self, length: int) -> Work:
-        """A prompt, up to the scores of its next token; each query attends to half of the keys on average."""
+        """Return the work of a prompt up to its next token's logits. On average a query attends to half the keys."""
         attention = 4 * self.layers * self.heads * self.head_dim * length * (length + 1) / 2
         return Work(
             (self.layer_weights + self.head_weights) * self.weight_bytes,

@@ -1,0 +1,67 @@
+"""Find what an engine has not released: requests and blocks in the core; processes, folders and descriptors here."""
+
+import contextlib
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from vllm_mp import AsyncLLM
+from vllm_mp.testing.engines import eventually, is_empty
+
+_EMPTY_WITHIN_S = 10.0
+
+
+async def held_by_core(engine: AsyncLLM) -> list[str]:
+    """Return what the core of an engine without requests still holds; an empty list if all is well."""
+    try:
+        await eventually(lambda: is_empty(engine), _EMPTY_WITHIN_S)
+    except AssertionError:
+        status = await engine.core_status()
+        return [f"the core is not empty after {_EMPTY_WITHIN_S:g} s: {status}"]
+    num_unfinished = await engine.get_num_unfinished_requests()
+    return [f"{num_unfinished} requests have not ended"] if num_unfinished else []
+
+
+class Holdings(NamedTuple):
+    """System resources that this process holds."""
+
+    descriptors: int
+    children: set[int]
+    folders: set[str]
+    """Runtime folders of engines."""
+
+    @classmethod
+    def now(cls) -> "Holdings":
+        gc.collect()  # exceptions that were raised hold the frames, and so the resources, of that time
+        return cls(
+            len(os.listdir("/proc/self/fd")),
+            {child.pid for child in psutil.Process().children(recursive=True)},
+            {str(path) for path in Path(tempfile.gettempdir()).glob("vllm_mp-*")},
+        )
+
+
+@contextlib.contextmanager
+def nothing_left_behind(problems: list[str]) -> Iterator[None]:
+    """Add to `problems` what the block leaves behind: descriptors, processes, runtime folders.
+
+    No other process may use the folder for temporary files in the meantime.
+    """
+    before = Holdings.now()
+    yield
+    after = Holdings.now()
+    if after.descriptors > before.descriptors:
+        problems.append(f"{after.descriptors - before.descriptors} file descriptors are left open")
+    if children := after.children - before.children:
+        problems.append(f"processes {sorted(children)} are left")
+    if folders := after.folders - before.folders:
+        problems.append(f"folders {sorted(folders)} are left")
+
+
+def resident_mib(pid: int | None = None) -> float:
+    """Return the resident memory in MiB of a process, by default of this one."""
+    return float(psutil.Process(pid).memory_info().rss) / 2**20
