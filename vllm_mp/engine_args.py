@@ -25,7 +25,7 @@ from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
-from vllm_mp.model_config.quantization import FP8_ARCHITECTURES
+from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_store.package import PACKAGED_MODELS
 from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
 
@@ -231,7 +231,7 @@ class EngineArgs:
         hf_config = read_json(folder / "config.json", dict)
         if hf_config is None:
             raise ValueError(f"{folder} has no config.json; fetch or save the model again")
-        architecture = Architecture.from_hf_config(hf_config)
+        architecture = read_architecture(hf_config)
         is_encoder = architecture.is_encoder
         if is_encoder:
             self._check_encoder_options()

@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.cpu.attention import c_step
 from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, Library
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
-from vllm_mp.kernels.reference import AttentionMetadata
 
 WORK_A_CALL = 2e9
 """Products of a weight and a value in a call of more than a layer: some milliseconds."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_mp.kernels import reference
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.triton.float8 import from_float8
 from vllm_mp.kernels.triton.interpreter import product_dtype
 from vllm_mp.kernels.triton.launch import MAX_HEAD_DIM, attention_options, num_splits, options, padded
@@ -34,12 +34,12 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """What `reference.paged_attention` defines; decodes of no context, which pad a batch, get zeros.
+    """See `ops.paged_attention`; decodes without a context, which pad a batch, get zeros.
 
-    Queries are kept from later tokens that are not finite whatever `metadata.isolates` says. Very long heads are left
-    to the definition.
+    Queries never meet later tokens that are not finite, with or without `metadata.isolates`. Heads that are too long
+    for the kernels are computed by `reference`.
     """
-    if not isolates(k_cache, v_cache):
+    if not takes_heads(k_cache.shape[3], v_cache.shape[3]):
         return reference.paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -51,9 +51,9 @@ def paged_attention(
     return out
 
 
-def isolates(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """See `ops.isolates`."""
-    return max(k_cache.shape[3], v_cache.shape[3]) <= MAX_HEAD_DIM
+def takes_heads(key_dim: int, value_dim: int) -> bool:
+    """Tell whether the kernels take heads of these sizes."""
+    return max(key_dim, value_dim) <= MAX_HEAD_DIM
 
 
 def _decode(

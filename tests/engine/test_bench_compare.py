@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from vllm_mp.cli.load import LoadRequest, Timeline, uniform_load
 from vllm_mp.core.models import build_model
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.random_models import SIZES
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -28,7 +28,7 @@ def bench():
 
 def test_the_weights_that_a_step_reads_are_those_of_the_model(bench):
     size = bench.ModelSize.of(CONFIG)
-    model = build_model(Architecture.from_hf_config(CONFIG), torch.float32, "cpu")
+    model = build_model(read_architecture(CONFIG), torch.float32, "cpu")
     matrices = sum(one.numel() for name, one in model.named_parameters() if one.dim() == 2 and "embed" not in name)
     assert size.layer_weights + size.head_weights == matrices
 

@@ -10,11 +10,11 @@ from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, P
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from vllm_mp.core.models import build_model
-from vllm_mp.core.weights.loader import fill_with_dummy_weights
+from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.cpu.library import VARIABLE, library, load, runnable_builds
 from vllm_mp.kernels.cpu.packed import PackedLinear
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 LONG = [(1, 1500), (1, 513), (1, 512), (300, 1200), (5, 600)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -211,7 +211,7 @@ CONFIGS = {
 def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, quantization, name, monkeypatch):
     config = CONFIGS[name]
     architecture = type(config).__name__.replace("Config", "ForCausalLM")
-    arch = Architecture.from_hf_config({**config.to_dict(), "architectures": [architecture]})
+    arch = read_architecture({**config.to_dict(), "architectures": [architecture]})
     modules, packed = (build_model(arch, dtype, "cpu") for _ in range(2))
     fill_with_dummy_weights(modules, 0)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels import reference
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 
 
 def _attend(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels import reference
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 
 # (query tokens, context) of each row, single-token rows first.
 DECODES_EVEN = [(1, 9), (1, 9), (1, 9)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 
 BLOCK_SIZE = 16
 

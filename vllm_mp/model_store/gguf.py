@@ -15,10 +15,10 @@ from vllm_mp.model_store.cache import build_once
 from vllm_mp.model_store.progress import Progress
 
 DISK_FULL_EXIT = 3
-"""Exit status of `vllm_mp.core.weights.gguf_converter` when the converted model does not fit on the disk."""
+"""Exit status of `vllm_mp.core.weights.gguf_to_safetensors` when the converted model does not fit on the disk."""
 
 _CONVERSION = 2
-"""Version of what `vllm_mp.core.weights.gguf_converter` writes; raise it with every change, so that no older conversion
+"""Version of what `gguf_to_safetensors` writes; raise it with every change, so that no older conversion
 is used."""
 
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
@@ -57,7 +57,7 @@ def run_conversion(source: Path, workspace: Path, lock: int, progress: Progress)
     `lock` is handed on to that process. Raises as `convert_gguf` does.
     """
     target = workspace / "model"
-    command = [sys.executable, "-P", "-m", "vllm_mp.core.weights.gguf_converter", str(source), str(target)]
+    command = [sys.executable, "-P", "-m", "vllm_mp.core.weights.gguf_to_safetensors", str(source), str(target)]
     with progress.task(f"converting {source.name} to safetensors (once)") as show:
 
         def follow(child: subprocess.Popen[str]) -> None:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from vllm_mp.core.models import build_model
 from vllm_mp.core.weights.loader import load_weights
 from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 HIDDEN, INNER, VOCAB = 16, 32, 50
 
 
 def make_arch(tied: bool = True) -> Architecture:
-    return Architecture.from_hf_config(
+    return read_architecture(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": VOCAB,
@@ -215,7 +216,7 @@ def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_fill_parameters_larger_than_their_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mp.core.weights.loader.DUMMY_PERIOD", 101)
+    monkeypatch.setattr("vllm_mp.core.weights.dummy.DUMMY_PERIOD", 101)
     model = make_model()
     for parameter in model.parameters():
         parameter.fill_(float("nan"))

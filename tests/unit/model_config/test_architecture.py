@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_mp.model_config.architecture import SUPPORTED, Architecture, NativeArchitecture, architecture_name
+from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+from vllm_mp.model_config.registry import NATIVE_ARCHITECTURES, architecture_name, read_architecture
 from vllm_mp.model_config.rope import Rope
 
 LLAMA = {
@@ -22,7 +23,7 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "
 
 
 def read(base: dict[str, Any] = LLAMA, /, **changes: Any) -> Any:
-    return Architecture.from_hf_config({**base, **changes})
+    return read_architecture({**base, **changes})
 
 
 def as_class(name: str, **changes: Any) -> Any:
@@ -179,7 +180,7 @@ def test_what_cannot_run_is_refused_with_the_name_of_the_architecture(changes: d
     sizes = {**OTHER, "vocab_size": 100, "hidden_size": 64, "max_position_embeddings": 100}
     with pytest.raises(ValueError, match=f"'OtherForCausalLM' cannot run here: .*{message}") as caught:
         read(sizes, **changes)
-    assert all(name in str(caught.value) for name in SUPPORTED)
+    assert all(name in str(caught.value) for name in NATIVE_ARCHITECTURES)
 
 
 def test_quantized_checkpoint_is_refused_by_name() -> None:
@@ -192,7 +193,7 @@ def test_quantized_checkpoint_is_refused_by_name() -> None:
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
 def test_missing_size_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=f"'{field}' is missing"):
-        Architecture.from_hf_config({key: value for key, value in LLAMA.items() if key != field})
+        read_architecture({key: value for key, value in LLAMA.items() if key != field})
 
 
 @pytest.mark.parametrize(
@@ -235,5 +236,5 @@ def test_windowed_layers_without_a_window_contradict() -> None:
 
 
 def test_reading_a_model_shape_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, vllm_mp.model_config.architecture; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, vllm_mp.model_config.registry; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

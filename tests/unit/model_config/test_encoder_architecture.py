@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 BERT = {
     "architectures": ["BertModel"],
@@ -19,7 +20,7 @@ DISTILBERT = {"model_type": "distilbert", "vocab_size": 100, "dim": 32, "n_layer
 
 
 def read(base: dict[str, Any] = BERT, /, **changes: Any) -> Architecture:
-    return Architecture.from_hf_config({**base, **changes})
+    return read_architecture({**base, **changes})
 
 
 def test_fields_left_out_take_the_class_default() -> None:

@@ -9,7 +9,7 @@ import torch
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.worker.device import check_float8
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,7 +26,7 @@ BLOCK = {**FP8, "weight_block_size": [128, 128]}
 
 
 def read(quantization: Any, base: dict[str, Any] = LLAMA) -> Any:
-    return Architecture.from_hf_config({**base, "quantization_config": quantization})
+    return read_architecture({**base, "quantization_config": quantization})
 
 
 @pytest.mark.parametrize(

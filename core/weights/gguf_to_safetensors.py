@@ -1,4 +1,4 @@
-"""Turns a GGUF file into a model folder: `python -m vllm_mp.core.weights.gguf_converter SOURCE.gguf FOLDER`.
+"""Turns a GGUF file into a model folder: `python -m vllm_mp.core.weights.gguf_to_safetensors SOURCE.gguf FOLDER`.
 
 The weights are written in float32, the exact values of the quantised ones. Lines `progress FRACTION` on
 stdout tell how far it has come. A file that cannot be converted ends it with exit status 1, a disk without
