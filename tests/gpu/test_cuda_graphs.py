@@ -8,8 +8,8 @@ from support.local_engine import LocalEngine
 from vllm_mp.core.worker import model_runner
 from vllm_mp.core.worker.cuda_graphs import cuda_capture
 from vllm_mp.core.worker.device import free_cuda_memory
-from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
+from vllm_mp.kernels.triton import available as triton
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
 from vllm_mp.testing.random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, one_thread, random_prompts, save_random_model
@@ -17,12 +17,12 @@ from vllm_mp.testing.random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, one_th
 pytestmark = [
     *ON_DEVICE,
     pytest.mark.skipif(
-        DEVICE == "cuda" and torch.cuda.is_available() and not ops.can_capture(torch.device("cuda")),
-        reason="the kernels that can be captured are not there",
+        DEVICE == "cuda" and torch.cuda.is_available() and triton.operations("cuda") is None,
+        reason="Triton, whose kernels can be captured, is not installed",
     ),
     pytest.mark.skipif(
         DEVICE == "cpu" and library() is None,
-        reason="torch's attention, which serves without the C++ kernels, reads lengths on the host",
+        reason="torch's attention, which is used without the C++ kernels, reads lengths on the host",
     ),
 ]
 
