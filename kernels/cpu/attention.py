@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
-from vllm_mp.kernels.cpu.library import DTYPES, CHeads, CStep, Library
+from vllm_mp.kernels.cpu.library import DTYPES, CHeads, CAttentionMetadata, Library
 
 
 def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -41,7 +41,7 @@ def attend(
     heads = CHeads(
         q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], sliding_window or 0, scale, soft_cap or 0.0
     )
-    step = c_step(metadata, k_cache.shape[1])
+    step = c_metadata(metadata, k_cache.shape[1])
     library.function("attention", q.dtype)(
         ctypes.byref(step),
         ctypes.byref(heads),
@@ -55,9 +55,9 @@ def attend(
     return out
 
 
-def c_step(metadata: AttentionMetadata, block_size: int) -> CStep:
+def c_metadata(metadata: AttentionMetadata, block_size: int) -> CAttentionMetadata:
     """Convert `metadata` for the kernels; valid as long as its tensors live."""
-    return CStep(
+    return CAttentionMetadata(
         metadata.cell_mapping.shape[0],
         metadata.seq_lens.shape[0],
         metadata.query_start.data_ptr(),

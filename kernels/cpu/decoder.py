@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
-from vllm_mp.kernels.cpu.attention import c_step
+from vllm_mp.kernels.cpu.attention import c_metadata
 from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, Library
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 
@@ -94,7 +94,7 @@ class FusedDecoder(nn.Module):
     ) -> Tensor:
         """Embeddings `x`, which are overwritten, to normed hidden states, both [num_tokens, hidden_size]."""
         out = torch.empty_like(x)
-        step = c_step(metadata, kv_caches[0][0].shape[1])
+        step = c_metadata(metadata, kv_caches[0][0].shape[1])
         num_layers = len(self.layers)
         arguments = (
             ctypes.byref(step),

@@ -38,8 +38,8 @@ class CLinear(ctypes.Structure):
     )
 
 
-class CStep(ctypes.Structure):
-    """csrc/attention.h, ScheduledStep."""
+class CAttentionMetadata(ctypes.Structure):
+    """csrc/attention.h, AttentionMetadata."""
 
     _fields_ = (
         ("num_tokens", c_int64),
@@ -102,7 +102,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "attention": (
-        POINTER(CStep),
+        POINTER(CAttentionMetadata),
         POINTER(CHeads),
         c_void_p,
         c_int64,
@@ -115,7 +115,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
         POINTER(CDecoder),
         c_int64,
         c_int64,
-        POINTER(CStep),
+        POINTER(CAttentionMetadata),
         c_void_p,
         c_void_p,
         c_void_p,
