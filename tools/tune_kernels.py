@@ -118,8 +118,8 @@ def _rotation(count: int, device: torch.device) -> Run:
     q, k, v = _random((count, 48, 128), device).split((32, 8, 8), 1)
     table = _random((4096, 128), device)
     caches = torch.empty(2, -(-count // BLOCK_SIZE), BLOCK_SIZE, 8, 128, dtype=torch.bfloat16, device=device).unbind()
-    slots = torch.arange(count, device=device)
-    return lambda: operations.rotary_write_kv(q, k, v, slots, table, *caches, slots)
+    cells = torch.arange(count, device=device)
+    return lambda: operations.rotary_write_kv(q, k, v, cells, table, *caches, cells)
 
 
 def _draw(logits: Tensor) -> Run:

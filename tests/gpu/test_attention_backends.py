@@ -1,4 +1,4 @@
-"""FlashAttention itself, where it is installed, and every backend that serves, in an engine."""
+"""Every attention backend that can be used here, FlashAttention included if it is installed, alone and in an engine."""
 
 import asyncio
 
