@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
-from vllm_mp.kernels.cpu.library import DTYPES, CHeads, CAttentionMetadata, Library
+from vllm_mp.kernels.cpu.library import DTYPES, CAttentionMetadata, CHeads, Library
 
 
 def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:

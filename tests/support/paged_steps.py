@@ -14,7 +14,7 @@ from vllm_mp.kernels.ops import AttentionMetadata
 def paged_metadata(
     rows: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], block_size: int, device: torch.device | str
 ) -> AttentionMetadata:
-    """Return a step's metadata from (query tokens, context) and the block table of each row; single-token rows first."""
+    """Return metadata of a step from (query tokens, context) and block table of each row, single-token rows first."""
     width = max(map(len, tables))
     cells = [
         table[position // block_size] * block_size + position % block_size

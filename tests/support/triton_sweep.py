@@ -96,7 +96,7 @@ def test_attention_agrees_with_the_reference(
 @DTYPES
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
 @pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (128, 20, 3.0)])
-def test_attention_is_as_accurate_as_its_dtype(dtype: torch.dtype, rows: Any, head_dim: int, window: Any, soft_cap: Any):
+def test_attention_is_accurate_to_its_dtype(dtype: torch.dtype, rows: Any, head_dim: int, window: Any, soft_cap: Any):
     batch = PagedBatch(rows, 6, 2, head_dim, 16)
     batch.round_to(dtype)
     got = attend(batch, dtype, 0.125, window, soft_cap)
@@ -367,7 +367,7 @@ def fp8_weights(outputs: int, inputs: int, block_rows: int) -> tuple[Tensor, Ten
     ("rows", "outputs", "inputs", "block_rows"),
     [(1, 40, 128, 0), (3, 33, 70, 0), (17, 64, 300, 0), (1, 256, 384, 128), (5, 96, 300, 32), (19, 7, 130, 1)],
 )
-def test_products_with_8_bit_weights_agree_with_the_reference(rows: int, outputs: int, inputs: int, block_rows: int) -> None:
+def test_8_bit_products_agree_with_the_reference(rows: int, outputs: int, inputs: int, block_rows: int) -> None:
     x, bias = torch.randn(rows, inputs).to(SWEPT), torch.randn(outputs).to(SWEPT)
     weight, scale = fp8_weights(outputs, inputs, block_rows)
     for with_bias in (None, bias):
