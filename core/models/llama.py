@@ -70,7 +70,7 @@ class Attention(AttentionLayer):
             scale = float(tensor)
             if not 0.0 < scale < math.inf:
                 raise CheckpointMismatchError(
-                    f"the scale of keys or values of a layer is {scale}; it must be finite and above 0"
+                    f"a layer's scale of keys or values is {scale}; it must be finite and above 0"
                 )
             self.kv_scales[part] = scale
 
