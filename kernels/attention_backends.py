@@ -1,4 +1,4 @@
-"""What may compute paged attention, and which of these does it for a model on a device."""
+"""The backends of paged attention, and the choice among them for a model on a device."""
 
 import functools
 import logging
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from vllm_mp.kernels import flash, ops, reference
-from vllm_mp.kernels.cpu.library import DTYPES, VARIABLE, library
+from vllm_mp.kernels import flash, reference
+from vllm_mp.kernels.attention_metadata import PagedAttention
+from vllm_mp.kernels.cpu import attention as cpu_attention
+from vllm_mp.kernels.cpu.library import DTYPES, VARIABLE, Library, library
 from vllm_mp.kernels.triton import available as triton
 
 logger = logging.getLogger(__name__)
@@ -17,39 +18,39 @@ logger = logging.getLogger(__name__)
 AUTO, TRITON, FLASH, TORCH, CPU = "auto", "triton", "flash_attn", "torch", "cpu"
 
 KVShapes = Sequence[tuple[tuple[int, int], tuple[int, int]]]
-"""Of each layer: heads of keys and their size, heads of values and their size."""
+"""For each layer: the number and size of the heads of keys, and of values."""
 
 
-class Backend(NamedTuple):
-    """One way to compute attention."""
+class AttentionBackend(NamedTuple):
+    """One way to compute paged attention."""
 
     name: str
-    attend: Callable[..., Tensor] | None = None
-    """For `AttentionMetadata.attend`; None: what `ops.paged_attention` does of itself."""
-    captures: bool = True
-    """Decodes can be captured in a graph as far as this is concerned."""
+    attend: PagedAttention
+    """Computes `ops.paged_attention`; `core.models.attention.bind_attention` gives it to the layers of a model."""
+    captures: bool = False
+    """True: a step of decodes can be captured in a CUDA graph, because attention reads no length on the host."""
+    isolates: bool = False
+    """True: a prefill's queries never meet later tokens that are not finite.
 
-    def isolates(self, k_cache: Tensor, v_cache: Tensor) -> bool:
-        """See `ops.isolates`."""
-        return self.attend is None and ops.isolates(k_cache, v_cache)
+    Otherwise `AttentionMetadata.isolates` asks for it, at the cost of time."""
 
 
 class Case(NamedTuple):
-    """What attention is to be computed of."""
+    """The conditions under which attention is computed."""
 
     device: torch.device
     dtype: torch.dtype
     cache_dtype: str
-    """"auto" for that of the model, or "fp8"."""
+    """"auto" for the model's dtype, or "fp8"."""
     block_size: int
     kv_shapes: KVShapes
     """Empty for an encoder, which has no cache."""
 
 
-def choose(wanted: str, case: Case) -> Backend:
-    """The backend called `wanted`, or, where that is "auto", the first that serves.
+def choose(wanted: str, case: Case) -> AttentionBackend:
+    """Return the backend called `wanted` or, for "auto", the first that supports `case`.
 
-    Raises ValueError, naming the option, its value, the reason and the remedy, where the one that is wanted does not.
+    Raises ValueError, naming the option, its value, the reason and the remedy, if `wanted` does not support `case`.
     """
     if wanted != AUTO:
         try:
@@ -61,66 +62,82 @@ def choose(wanted: str, case: Case) -> Backend:
             return make(case)
         except LookupError as error:
             if name == FLASH and case.device.type == "cuda" and flash.is_installed():
-                logger.warning("FlashAttention is installed and does not serve: %s", error.args[0])
-    raise AssertionError("torch serves everything")
+                logger.warning("FlashAttention is installed but cannot be used: %s", error.args[0])
+    raise AssertionError("torch supports every case")
 
 
-def _flash(case: Case) -> Backend:
-    """For 16 bits; Triton or torch computes the decodes."""
+def _flash(case: Case) -> AttentionBackend:
+    """Prefills in 16 bits; Triton or torch computes the decodes."""
     if case.device.type != "cuda":
         raise LookupError("it needs a CUDA device, and the device is 'cpu'; set device='cuda'")
     if case.dtype not in (torch.float16, torch.bfloat16):
         raise LookupError(f"it takes float16 and bfloat16, and the model has {_name(case.dtype)}; set dtype='bfloat16'")
     if case.cache_dtype not in (AUTO, _name(case.dtype)):
-        raise LookupError(f"it is not for kv_cache_dtype={case.cache_dtype!r}; set that to 'auto'")
+        raise LookupError(f"it does not support kv_cache_dtype={case.cache_dtype!r}; set that to 'auto'")
     if not case.kv_shapes:
         raise LookupError("the model is an encoder, which has no paged cache")
     for (_, key_dim), (_, value_dim) in case.kv_shapes:
         if key_dim != value_dim or key_dim > flash.MAX_HEAD_DIM or key_dim % 8:
             raise LookupError(
-                f"it takes heads of a multiple of 8 elements up to {flash.MAX_HEAD_DIM}, the same of keys and values, "
-                f"and the model has {key_dim} of keys and {value_dim} of values; set 'triton'"
+                f"it takes heads of a multiple of 8 elements up to {flash.MAX_HEAD_DIM}, the same for keys and values, "
+                f"and the model has {key_dim} for keys and {value_dim} for values; set 'triton'"
             )
-    attend = flash.load(torch.cuda.get_device_capability(case.device), case.block_size)
-    return Backend(FLASH, functools.partial(flash.paged_attention, attend, ops.paged_attention))
+    prefill = flash.load(torch.cuda.get_device_capability(case.device), case.block_size)
+    kernels = triton.operations(case.device.type)
+    usual: PagedAttention = reference.paged_attention if kernels is None else kernels.paged_attention
+    attend = functools.partial(flash.paged_attention, prefill, usual)
+    return AttentionBackend(FLASH, attend, captures=kernels is not None)
 
 
-def _triton(case: Case) -> Backend:
+def _triton(case: Case) -> AttentionBackend:
     if not case.kv_shapes:
         raise LookupError("the model is an encoder, which has no paged cache")
-    if triton.operations(case.device.type) is None:
+    kernels = triton.operations(case.device.type)
+    if kernels is None:
         where = "install vllm-mp[cuda]" if case.device.type == "cuda" else "it is for CUDA devices; set device='cuda'"
-        raise LookupError(f"Triton does not serve on {case.device.type!r}: {where}")
-    return Backend(TRITON)
+        raise LookupError(f"Triton cannot be used on {case.device.type!r}: {where}")
+    from vllm_mp.kernels.triton.attention import takes_heads
+
+    isolates = all(takes_heads(key_dim, value_dim) for (_, key_dim), (_, value_dim) in case.kv_shapes)
+    return AttentionBackend(TRITON, kernels.paged_attention, captures=case.device.type == "cuda", isolates=isolates)
 
 
-def _cpu(case: Case) -> Backend:
-    if not _has_cpp(case):
+def _cpu(case: Case) -> AttentionBackend:
+    kernels = _cpp_kernels(case)
+    if kernels is None:
         raise LookupError(
-            "the C++ kernels are for CPUs, where they have been built, with float32 or bfloat16 in the cache too"
+            "the C++ kernels must have been built; they are for CPUs, with float32 or bfloat16 in the cache too, and "
+            "heads of an even size"
         )
-    return Backend(CPU)
+    return AttentionBackend(CPU, functools.partial(cpu_attention.attend, kernels))
 
 
-def _torch(case: Case) -> Backend:
-    if case.kv_shapes and _has_cpp(case):
+def _torch(case: Case) -> AttentionBackend:
+    if _cpp_kernels(case) is not None:
         raise LookupError(f"on this CPU C++ kernels compute whole layers; set {VARIABLE}=none in the environment")
-    return Backend(TORCH, reference.paged_attention, captures=False)
+    return AttentionBackend(TORCH, reference.paged_attention, isolates=not case.kv_shapes)
 
 
-def _has_cpp(case: Case) -> bool:
-    has_types = case.dtype in DTYPES and case.cache_dtype == AUTO
-    return case.device.type == "cpu" and has_types and bool(case.kv_shapes) and library() is not None
+def _cpp_kernels(case: Case) -> Library | None:
+    """Return the C++ kernels if they compute attention in this case."""
+    takes = (
+        case.device.type == "cpu"
+        and case.dtype in DTYPES
+        and case.cache_dtype == AUTO
+        and bool(case.kv_shapes)
+        and all(key_dim % 2 == 0 for (_, key_dim), _ in case.kv_shapes)
+    )
+    return library() if takes else None
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_BACKENDS: dict[str, Callable[[Case], Backend]] = {
+_BACKENDS: dict[str, Callable[[Case], AttentionBackend]] = {
     FLASH: _flash,
     TRITON: _triton,
     CPU: _cpu,
     TORCH: _torch,
 }
-"""The preferred ones first; each raises LookupError where it does not serve."""
+"""The backends in order of preference; each function raises LookupError if it does not support the case."""

@@ -1,7 +1,7 @@
-"""Attention of prefills by FlashAttention, where it is installed (Dao et al. 2022, Dao 2023, Shah et al. 2024).
+"""Attention of prefills by FlashAttention, if it is installed (Dao et al. 2022, Dao 2023, Shah et al. 2024).
 
-Version 3, the module `flash_attn_interface`, serves compute capability 9.0; version 2, the package `flash_attn`, serves
-8.0 and later. Decodes are left to what computes them otherwise, which can be captured in a graph whatever is installed.
+Version 3, the module `flash_attn_interface`, runs on compute capability 9.0; version 2, the package `flash_attn`, on
+8.0 and later. Decodes stay with the usual kernel, which can be captured in a graph whatever version is installed.
 """
 
 import functools
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata, PagedAttention
 
 MAX_HEAD_DIM = 256
 
@@ -25,7 +25,7 @@ class _Version(NamedTuple):
     module: str
     function: str
     takes: frozenset[str]
-    """The arguments without which it is too old."""
+    """The arguments that its function must take; without them it is too old."""
     block_multiple: int
     """The size of a block of the cache must be a multiple of this."""
 
@@ -47,7 +47,7 @@ _TWO = _Version(
 
 
 class Prefills(NamedTuple):
-    """What attention is to be computed of: the prefills of a step."""
+    """The prefills of a step, as FlashAttention takes them."""
 
     q: Tensor  # [num_tokens, num_heads, head_dim]
     k_cache: Tensor
@@ -59,19 +59,19 @@ class Prefills(NamedTuple):
     max_seq_len: int
     scale: float
     window: tuple[int, int]
-    """The keys before and after its own that a query sees; -1: all."""
+    """How many keys before and after its own position a query sees; -1: all."""
     soft_cap: float
-    """0: none."""
+    """0: no soft cap."""
 
 
-Attend = Callable[[Prefills], Tensor]
-"""Gives [num_tokens, num_heads, head_dim]."""
+ComputePrefills = Callable[[Prefills], Tensor]
+"""Returns [num_tokens, num_heads, head_dim]."""
 
 
-def load(capability: tuple[int, int], block_size: int) -> Attend:
-    """FlashAttention for a GPU of that compute capability and blocks of that size.
+def load(capability: tuple[int, int], block_size: int) -> ComputePrefills:
+    """Return FlashAttention for a GPU of that compute capability and blocks of `block_size` tokens.
 
-    Raises LookupError with the reason, and what can be done about it, where there is none.
+    Raises LookupError with the reason and the remedy if there is none.
     """
     if capability < (8, 0):
         raise LookupError(f"it needs compute capability 8.0, and the device has {capability[0]}.{capability[1]}")
@@ -87,13 +87,13 @@ def load(capability: tuple[int, int], block_size: int) -> Attend:
 
 
 def is_installed() -> bool:
-    """Whether any version is there, of use or not; imports nothing."""
+    """Tell whether any version is installed, usable or not; imports nothing."""
     return any(importlib.util.find_spec(version.module) for version in (_THREE, _TWO))
 
 
 def paged_attention(
-    attend: Attend,
-    usual: Callable[..., Tensor],
+    prefill: ComputePrefills,
+    usual: PagedAttention,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -102,15 +102,15 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """What `reference.paged_attention` defines, its prefills by `attend`, its decodes by `usual`.
+    """Compute `ops.paged_attention`: the prefills by `prefill`, the decodes by `usual`.
 
-    A step that has to isolate (`metadata.isolates`) is left to `usual`, as FlashAttention does not.
+    `usual` computes the whole step if it must isolate (`metadata.isolates`), which FlashAttention cannot.
     """
     count = metadata.num_decodes
     usual_options = (scale, sliding_window, soft_cap)
     if metadata.isolates or count == metadata.seq_lens.shape[0]:
-        return usual(q, k_cache, v_cache, metadata._replace(attend=None), *usual_options)
-    prefilled = attend(
+        return usual(q, k_cache, v_cache, metadata, *usual_options)
+    prefilled = prefill(
         Prefills(
             q[count:],
             k_cache,
@@ -135,7 +135,6 @@ def paged_attention(
         query_lens=metadata.query_lens[:count],
         host_seq_lens=metadata.host_seq_lens[:count],
         max_seq_len=max(metadata.host_seq_lens[:count]),
-        attend=None,
     )
     return torch.cat((usual(q[:count], k_cache, v_cache, decodes, *usual_options), prefilled))
 
@@ -150,12 +149,12 @@ def _import(version: _Version, block_size: int) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(version.module), version.function)
         missing = version.takes - inspect.signature(function).parameters.keys()
-    except Exception as error:  # built for another torch, of which it finds out in many ways
-        raise LookupError(
-            f"cannot be imported: {error!r}; install one that is built for torch {torch.__version__}"
-        ) from error
+    except Exception as error:  # a build for another torch fails in many ways
+        raise LookupError(f"cannot be imported: {error!r}; install a build for torch {torch.__version__}") from error
     if missing:
-        raise LookupError(f"is too old: its {version.function} lacks {', '.join(sorted(missing))}; install a later one")
+        raise LookupError(
+            f"is too old: its {version.function} lacks {', '.join(sorted(missing))}; install a later version"
+        )
     return function
 
 
@@ -182,7 +181,7 @@ def _attend_two(function: Callable[..., Any], prefills: Prefills) -> Tensor:
         prefills.k_cache,
         prefills.v_cache,
         cu_seqlens_q=prefills.query_start,
-        # Of these it takes the differences, which are the lengths.
+        # It takes cumulative lengths.
         cu_seqlens_k=F.pad(prefills.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen_q=prefills.max_query_len,
         max_seqlen_k=prefills.max_seq_len,

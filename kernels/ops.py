@@ -1,24 +1,28 @@
-"""The hot operations as models call them: each computes what kernels/reference.py defines.
+"""The hot operations as models call them, and their contracts.
 
-Which implementation does it is decided here, by the device and the types of what is given, and nowhere else. On a GPU
-that is Triton, where it is installed. The C++ kernels for processors give a row the same result in any company; the
-torch definitions serve what neither takes.
+This module alone chooses the implementation, by the device and the dtypes of the tensors: Triton on a GPU if it is
+installed, C++ kernels on a CPU where they exist, and otherwise plain torch (kernels/reference.py), which defines every
+result. Paged attention is also chosen by configuration: `attention_backends.choose` selects a backend once, and
+`core.models.attention.bind_attention` binds it to a model's layers in place of `paged_attention` here.
+
+The C++ kernels are batch-invariant. All tensors of a call are on one device. Unless a contract says otherwise, results
+are new tensors and inputs are left alone.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.kernels import reference
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.cpu import attention as cpu_attention
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
-from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, NO_PLACE, AttentionMetadata, encoder_attention
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, NO_PLACE
 from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
@@ -31,13 +35,11 @@ __all__ = [
     "PackedLinear",
     "add_rms_norm",
     "argmax",
-    "can_capture",
     "encoder_attention",
     "fp8_linear",
     "fuse_decoder",
     "gelu",
     "gelu_tanh",
-    "isolates",
     "layer_norm",
     "pack_linear",
     "paged_attention",
@@ -52,31 +54,46 @@ __all__ = [
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`."""
+    """Root-mean-square normalisation over the last dimension (Zhang & Sennrich 2019).
+
+    `x` [..., dim], `weight` [dim] of the same dtype. The statistics are float32; the normalised value is
+    rounded to `x.dtype` before the weight multiplies it, as transformers does.
+    """
     normed: Tensor = _operations(x).rms_norm(x, weight, eps)
     return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `reference.add_rms_norm`."""
+    """Return `(rms_norm(x + residual), x + residual)`, the sum rounded to `x.dtype`. Both inputs [..., dim]."""
     normed: tuple[Tensor, Tensor] = _operations(x).add_rms_norm(x, residual, weight, eps)
     return normed
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """See `reference.layer_norm`."""
+    """Layer normalisation over the last dimension (Ba et al. 2016): `x` [..., dim], `weight` and `bias` [dim]."""
     normed: Tensor = _operations(x).layer_norm(x, weight, bias, eps)
     return normed
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.rotary`."""
+    """Rotary position embedding in the half-split (NeoX) layout (Su et al. 2021): return the rotated `(q, k)`.
+
+    `q` [num_tokens, num_heads, head_dim], `k` [num_tokens, num_kv_heads, head_dim], `positions` int64
+    [num_tokens], `cos_sin_cache` [max_position, head_dim] in the dtype of `q`: the cosines of the head_dim / 2
+    frequencies, then the sines. An implementation may rotate in place: use the result, not the inputs.
+    """
     rotated: tuple[Tensor, Tensor] = _operations(q).rotary(q, k, positions, cos_sin_cache)
     return rotated
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cell_mapping: Tensor) -> None:
-    """See `reference.write_kv`."""
+    """Store the keys and values of the new tokens in their cells of the caches, in place.
+
+    `k` [num_tokens, num_kv_heads, head_dim], `v` [num_tokens, num_kv_heads, value_dim]; caches [num_blocks,
+    block_size, num_kv_heads, head_dim or value_dim], contiguous, of the same dtype, or `FLOAT8` (rounded by
+    `reference.to_float8`). `cell_mapping` int64 [num_tokens], distinct and in range; on a GPU a negative cell, as
+    padding has, is not written.
+    """
     _operations(k).write_kv(k, v, k_cache, v_cache, cell_mapping)
 
 
@@ -90,7 +107,7 @@ def rotary_write_kv(
     v_cache: Tensor,
     cell_mapping: Tensor,
 ) -> Tensor:
-    """See `reference.rotary_write_kv`."""
+    """Compute `rotary`, store the rotated keys and the values as `write_kv` does, and return the rotated queries."""
     rotated: Tensor = _operations(q).rotary_write_kv(q, k, v, positions, cos_sin_cache, k_cache, v_cache, cell_mapping)
     return rotated
 
@@ -104,38 +121,48 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """See `reference.paged_attention`."""
-    if metadata.attend is not None:
-        return metadata.attend(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
+    """Causal attention of each row's query tokens over its whole context (PagedAttention, Kwon et al. 2023).
+
+    `q` [num_tokens, num_heads, head_dim]; caches as in `write_kv`, with `FLOAT8` converted to the dtype of `q` when
+    read. The new tokens of all rows must be in the caches already, as a row may read cells that another row of the
+    step wrote. Query head h reads KV head h // (num_heads / num_kv_heads). The query at position p sees the keys in
+    (p - sliding_window, p]. With `soft_cap` the scaled scores become soft_cap * tanh(score / soft_cap) before
+    the softmax (Gemma 2). Returns [num_tokens, num_heads, value_dim]; value_dim may differ from head_dim (DeepSeek's
+    latent attention).
+
+    A row reads only the cells of its context, so values that another request left in the cache (a NaN included)
+    never reach it. Within a row, a mask does not stop a NaN, as a weight of zero times NaN is NaN. With
+    `metadata.isolates`, a query does not meet a later token that is not finite.
+    """
     if cpu_attention.can_attend(q, k_cache, v_cache) and (kernels := library()):
         return cpu_attention.attend(kernels, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     attended: Tensor = _operations(q).paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     return attended
 
 
-def isolates(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether a prefill's queries are kept from later tokens that are not finite in these caches without being asked.
+def encoder_attention(q: Tensor, k: Tensor, v: Tensor, row_lens: Sequence[int], scale: float) -> Tensor:
+    """Attention in both directions, of each token over all tokens of its row (Vaswani et al. 2017).
 
-    Where they are not, `metadata.isolates` asks `paged_attention` for it, at the cost of time.
+    `q`, `k`, `v` [num_tokens, num_heads, head_dim]; the rows are laid out consecutively, row i with `row_lens[i]`
+    tokens. Returns [num_tokens, num_heads, head_dim]. A row reads no other row's tokens, so a NaN stays in its row.
     """
-    kernels = triton.operations(k_cache.device.type)
-    return kernels is not None and bool(kernels.isolates(k_cache, v_cache))
+    return reference.encoder_attention(q, k, v, row_lens, scale)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """See `reference.silu_and_mul`."""
+    """Return SwiGLU's product (Shazeer 2020), `silu(x[..., :dim]) * x[..., dim:]`, for `x` [..., 2 * dim]."""
     product: Tensor = _operations(x).silu_and_mul(x)
     return product
 
 
 def gelu(x: Tensor) -> Tensor:
-    """See `reference.gelu`."""
+    """Gaussian error linear unit with the exact error function (Hendrycks & Gimpel 2016), elementwise."""
     activated: Tensor = _operations(x).gelu(x)
     return activated
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """See `reference.gelu_tanh`."""
+    """The tanh approximation of GELU (with which GPT-2 was trained), elementwise."""
     activated: Tensor = _operations(x).gelu_tanh(x)
     return activated
 
@@ -164,27 +191,37 @@ def sample(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, to
 
 
 def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """See `reference.quantize_rows`."""
+    """Quantize the rows of `x` [n, inputs]: return `FLOAT8` [n, inputs], and the factors that restore them.
+
+    The scales are float32 [n, num_groups]: one for each row or, for num_groups = ceil(inputs / 128), one for each
+    group of 128 of its elements. They bring the highest magnitude of the group to 448. A row that is not finite gets a
+    NaN.
+    """
     quantized: tuple[Tensor, Tensor] = _operations(x).quantize_rows(x, num_groups)
     return quantized
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `reference.fp8_linear`."""
+    """Return `x @ (weight * scale).T + bias`, with `x` quantized by `quantize_rows`; sums are float32.
+
+    `x` [..., inputs]; `weight` `FLOAT8` [outputs, inputs], contiguous; `bias` [outputs] or None; the result is
+    [..., outputs] in the dtype of `x`. `scale` float32 [outputs / r, groups] has a row for each r outputs, and a column
+    for all inputs or, with groups = ceil(inputs / 128), for each 128; `x` gets as many scales per row.
+    """
     product: Tensor = _operations(x).fp8_linear(x, weight, scale, bias)
     return product
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear | None:
-    """`x @ weight.T + bias` with a copy of the weights as the product reads them; None where torch serves.
+    """Copy `weight` [outputs, inputs] and `bias` into the form that the C++ product reads; None if torch computes it.
 
-    With `quantization` "int8" the weights are of 8 bits and the rows of `x` are made so, where their size allows.
-    Raises ValueError where nothing computes that.
+    With `quantization="int8"` the weights become 8-bit integers, and so do the rows of `x`, if their size allows.
+    Raises ValueError if no kernel computes that.
     """
     kernels = library() if can_pack(weight) else None
     if kernels is None and quantization is not None:
         raise ValueError(
-            f"quantization={quantization!r} is computed by the C++ kernels on CPUs, which are not there or do not take "
+            f"quantization={quantization!r} needs the C++ kernels for CPUs, which are not built or do not take "
             f"a matrix {list(weight.shape)} of {weight.dtype} on {weight.device}; leave it out"
         )
     return None if kernels is None else PackedLinear(kernels, weight, bias, quantization)
@@ -193,9 +230,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = 
 def fuse_decoder(
     layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None = None
 ) -> nn.Module | None:
-    """A decoder in one piece, with a copy of the weights; None where its operations are called one by one.
+    """Return a decoder that is computed by one call, with a copy of the weights; None if no kernel does that.
 
-    Each of the `layers`, which are alike, is asked for when the one before has been copied.
+    The `layers` have the same shapes. Each is taken from the iterator after the layer before it was copied.
     """
     iterator = iter(layers)
     first = next(iterator)
@@ -205,11 +242,6 @@ def fuse_decoder(
     return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization)
 
 
-def can_capture(device: torch.device) -> bool:
-    """Whether decodes on `device` can be captured in a graph: Triton's attention can, torch's reads on the host."""
-    return device.type == "cuda" and triton.operations(device.type) is not None
-
-
 def _operations(x: Tensor) -> Any:
-    """The module whose functions compute what `x` is given to."""
+    """Return the module whose functions compute operations on tensors like `x`."""
     return triton.operations(x.device.type) or reference

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure paged attention, over scattered blocks, beside torch's own over keys and values that lie in one piece.
+"""Measure paged attention over scattered blocks, and torch's own attention over contiguous keys and values.
 
-Prints one JSON object, `{"steps": [...]}`: for each step the seconds of both, and the bytes and operations that it
-needs at least. The heads are those of Llama-3.1-8B. On a GPU captured graphs are timed, which leaves launching out.
+Prints one JSON object, `{"steps": [...]}`: for each step the seconds of both, and the least number of bytes and
+operations that it needs. The heads are those of Llama-3.1-8B. On a GPU, captured graphs are timed, without launches.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from vllm_mp.kernels import ops
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 _ROUNDS = 5
-"""On a CPU, after one to warm up."""
+"""The rounds on a CPU, after one to warm up."""
 
 
 class Case(NamedTuple):
-    """Equal rows; lengths in tokens."""
+    """A step of equal rows; lengths in tokens."""
 
     num_rows: int
     queries: int
@@ -37,7 +37,7 @@ class Case(NamedTuple):
         return f"{kind} {self.num_rows} x {self.queries} of {self.context}"
 
     def least(self, itemsize: int) -> dict[str, int]:
-        """What must be moved, each key and value once, and what must be computed."""
+        """Return the bytes that must be moved, with each key and value read once, and the operations."""
         elements = 2 * KV_HEADS * self.context + 2 * HEADS * self.queries
         seen = self.queries * self.context - self.queries * (self.queries - 1) // 2
         return {
@@ -54,7 +54,7 @@ QUICK = [Case(2, 1, 40), Case(2, 20, 20), Case(1, 8, 40)]
 
 
 def paged(case: Case, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Ours."""
+    """Return a call of our attention."""
     metadata, num_blocks = scattered_step([(case.queries, case.context)] * case.num_rows, device)
     q = torch.randn(case.num_rows * case.queries, HEADS, HEAD_DIM, dtype=dtype, device=device)
     caches = torch.randn(2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, device=device).unbind()
@@ -62,7 +62,7 @@ def paged(case: Case, dtype: torch.dtype, device: torch.device) -> Callable[[], 
 
 
 def contiguous(case: Case, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor] | None:
-    """Torch's; None for queries that follow others, whose mask would not let it choose its best kernel."""
+    """Return a call of torch's attention; None for chunks after others, whose mask rules out its best kernel."""
     if 1 < case.queries < case.context:
         return None
     q = torch.randn(case.num_rows, HEADS, case.queries, HEAD_DIM, dtype=dtype, device=device)
@@ -71,11 +71,11 @@ def contiguous(case: Case, dtype: torch.dtype, device: torch.device) -> Callable
 
 
 def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
-    """Of one run, the median of many."""
+    """Return the seconds of one run, the median of many."""
     if device.type == "cuda":
         from triton.testing import do_bench_cudagraph
 
-        run()  # what is compiled must not be captured
+        run()  # compiles, which a capture does not allow
         return float(do_bench_cudagraph(run, rep=100, return_mode="median")) / 1e3
     spent = []
     for _ in range(1 + _ROUNDS):

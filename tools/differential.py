@@ -33,7 +33,7 @@ def main() -> int:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_mp.model_config.architecture import Architecture
+    from vllm_mp.model_config.registry import read_architecture
     from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
     from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases
     from vllm_mp.testing.engines import running_engine
@@ -51,7 +51,7 @@ def main() -> int:
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        bytes_per_token = Architecture.from_hf_config(model.config.to_dict()).kv_bytes_per_token(4)
+        bytes_per_token = read_architecture(model.config.to_dict()).kv_bytes_per_token(4)
         shared = stack.enter_context(running_engine(folder, **company(bytes_per_token)))
         private = stack.enter_context(running_engine(folder, **ALONE))
         for seed in range(options.seed, options.seed + options.rounds):

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Search, on the GPU that is here, for the options that the Triton kernels run best with, and save them.
+"""Find the fastest launch options of the Triton kernels on this GPU, and save them.
 
-The file, beside kernels/triton/launch.py and named after the compute capability, is read by the kernels from then on.
-Of each entry of the launch table every candidate is timed over the shapes of some models, and the one with the least
-geometric mean is kept. What does not fit into the GPU's memory is passed over. Float32, which nobody serves in, keeps
-the options that it has. Most of the time goes into compiling; `--only` does it in parts, which all add to the file.
+The file lies beside kernels/triton/launch.py, is named after the compute capability, and is read by the kernels from
+then on. For each entry of the launch table, every candidate is timed over the shapes of some models, and the candidate
+with the least geometric mean is kept. Candidates that do not fit into the GPU's memory are skipped. Float32, which is
+rarely used on a GPU, keeps its options. Most of the time is compilation; `--only` tunes some kernels and adds to the
+file.
 """
 
 import argparse
@@ -41,11 +42,11 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "argmax": {"ELEMENTS": [1024, 2048, 4096, 8192], "num_warps": [4, 8, 16]},
     "sample": {"ELEMENTS": [2048, 4096, 8192], "num_warps": [8, 16, 32]},
 }
-"""Of each kind of kernel, by the first word of its entries' names."""
+"""The values to try for each kind of kernel, which is the first word of its entries' names."""
 
 
 def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
-    """What an entry of the launch table is timed by."""
+    """Yield the calls by which an entry of the launch table is timed."""
     kind, *details = key.split("/")
     tokens = [4] if quick else [1, 64, 2048]
     if kind in ("prefill", "decode"):
@@ -53,7 +54,7 @@ def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
             cache_dtype = FLOAT8 if details[0] == "8" else torch.bfloat16
             yield _attention(rows, 8, 2, int(details[1]), device, cache_dtype)
     elif kind.startswith("fp8"):
-        # For more rows than torch takes over, weights have scales for blocks.
+        # torch takes over large products unless weights have block scales.
         most = int(details[0]) if details else 64
         for count in [4] if quick else [most // 2, most] if most < 128 else [128, 2048]:
             for outputs, inputs in [(64, 256)] if quick else [(6144, 4096), (4096, 14_336), (28_672, 4096)]:
@@ -80,7 +81,7 @@ def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
 
 
 def _attention_rows(kind: str, quick: bool) -> list[list[tuple[int, int]]]:
-    """(query tokens, context) of each row of some steps."""
+    """Return some steps: (query tokens, context) of each row."""
     if quick:
         return [[(1, 20), (1, 5)]] if kind == "decode" else [[(20, 30)]]
     if kind == "decode":
@@ -118,8 +119,8 @@ def _rotation(count: int, device: torch.device) -> Run:
     q, k, v = _random((count, 48, 128), device).split((32, 8, 8), 1)
     table = _random((4096, 128), device)
     caches = torch.empty(2, -(-count // BLOCK_SIZE), BLOCK_SIZE, 8, 128, dtype=torch.bfloat16, device=device).unbind()
-    slots = torch.arange(count, device=device)
-    return lambda: operations.rotary_write_kv(q, k, v, slots, table, *caches, slots)
+    cells = torch.arange(count, device=device)
+    return lambda: operations.rotary_write_kv(q, k, v, cells, table, *caches, cells)
 
 
 def _draw(logits: Tensor) -> Run:
@@ -131,7 +132,7 @@ def _draw(logits: Tensor) -> Run:
 
 
 def seconds(run: Run, device: torch.device) -> float:
-    """Of one run; on a GPU the median of many."""
+    """Return the seconds of one run; on a GPU, the median of many."""
     if device.type == "cuda":
         return triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median") / 1e3
     started = time.perf_counter()
@@ -140,14 +141,14 @@ def seconds(run: Run, device: torch.device) -> float:
 
 
 def best(key: str, device: torch.device, quick: bool) -> tuple[launch.Options, float]:
-    """The options of an entry that took least, and their time as a share of that of the options there were."""
+    """Return the fastest options of an entry, and their time as a share of the time with the options before."""
     table = launch.table(device)
     before = table[key]
     runs = list(cases(key, device, quick))
     values = CANDIDATES[key.split("/")[0]]
     candidates = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
-    # An entry keeps the names that it has, of which the interpreter's have fewer.
-    candidates = [{name: value for name, value in one.items() if name in before} for one in candidates]
+    # An entry keeps its own option names; entries of the interpreter have fewer.
+    candidates = [{name: value for name, value in candidate.items() if name in before} for candidate in candidates]
     times: list[tuple[float, launch.Options]] = []
     for options in [before, *(candidates[:2] if quick else candidates)]:
         table[key] = options
@@ -159,7 +160,7 @@ def best(key: str, device: torch.device, quick: bool) -> tuple[launch.Options, f
     if not times:
         table[key] = before
         raise RuntimeError(f"no options of {key} fit this GPU")
-    least, options = min(times, key=lambda one: one[0])
+    least, options = min(times, key=lambda timed: timed[0])
     table[key] = options
     return options, least / times[0][0]
 

@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.pooling import PoolingConfig
+from vllm_mp.model_config.registry import read_architecture
 
 
 class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
@@ -50,7 +51,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     @cached_property
     def architecture(self) -> Architecture:
         """The architecture that `hf_config` describes, with weights as `quantization` says."""
-        architecture = Architecture.from_hf_config(self.hf_config)
+        architecture = read_architecture(self.hf_config)
         if self.quantization == "fp8" and isinstance(architecture, NativeArchitecture) and architecture.fp8 is None:
             return msgspec.structs.replace(architecture, fp8="channel")
         return architecture

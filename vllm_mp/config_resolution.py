@@ -24,7 +24,7 @@ from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
-from vllm_mp.model_config.quantization import FP8_ARCHITECTURES
+from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_store import resolve_model
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
     hf_config = read_json(folder / "config.json", dict)
     if hf_config is None:
         raise ValueError(f"{folder} has no config.json; fetch or save the model again")
-    architecture = Architecture.from_hf_config(hf_config)
+    architecture = read_architecture(hf_config)
     is_encoder = architecture.is_encoder
     if is_encoder:
         _check_encoder_options(args)

@@ -1,16 +1,15 @@
-"""The models, and what the engine asks of one."""
+"""The interface between the engine and a model, and the construction of native models."""
 
+import importlib
 from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.core.models.bert import BertModel
-from vllm_mp.core.models.gpt2 import GPT2LMHeadModel
-from vllm_mp.core.models.llama import LlamaForCausalLM
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.registry import NATIVE_MODELS
 
 __all__ = ["CausalLM", "NativeModel", "build_model"]
 
@@ -18,11 +17,11 @@ __all__ = ["CausalLM", "NativeModel", "build_model"]
 class CausalLM(Protocol):
     """A decoder over the paged KV cache. Every model is an `nn.Module` of this form.
 
-    An encoder has no cache and no `compute_logits`; its tokens see their whole row, which is a whole prompt.
+    An encoder has no cache, no `compute_logits` and no `argmax`; its tokens see their whole row, a whole prompt.
     """
 
     kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
-    """What one token leaves in each layer's cache: (heads, dim) of its keys, and of its values."""
+    """Shapes of one cell of each layer's cache: (heads, dim) of the keys, and of the values."""
 
     def forward(
         self,
@@ -31,7 +30,7 @@ class CausalLM(Protocol):
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Final hidden states, normalised: [num_tokens, hidden_size].
+        """Return the final hidden states, normalised: [num_tokens, hidden_size].
 
         `input_ids` and `positions` int64 [num_tokens]; `kv_caches` holds each layer's pair of
         [num_blocks, block_size, heads, dim] (see `kv_shapes`), into which the new tokens are written.
@@ -39,11 +38,11 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary: [n, hidden_size] to [n, vocab_size], in the model's dtype or float32."""
+        """Return logits [n, vocab_size], in the model's dtype or float32, for `hidden` [n, hidden_size]."""
         ...
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """What `ops.argmax` finds in the scores of `hidden` [n, hidden_size]."""
+        """Return `ops.argmax` of the logits of `hidden` [n, hidden_size]."""
         ...
 
 
@@ -58,35 +57,20 @@ class NativeModel(CausalLM, Protocol):
         ...
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
-        """Put the weights, which are there, into the form in which the device computes best, and keep no other.
+        """Convert the loaded weights to the form in which the device computes fastest, and keep no other copy.
 
-        `quantization` "int8" makes them of 8 bits, and raises ValueError where the device has no kernels for that.
-        The caches that the model will be given are of `cache_dtype`.
+        `quantization="int8"` makes them 8-bit integers; raises ValueError if the device has no kernels for that.
+        `cache_dtype` is the dtype of the KV caches that the model will be given.
         """
         ...
 
 
-_MODELS = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,
-    "Qwen2ForCausalLM": LlamaForCausalLM,
-    "Qwen3ForCausalLM": LlamaForCausalLM,
-    "GPT2LMHeadModel": GPT2LMHeadModel,
-    "BertModel": BertModel,
-    "BertForMaskedLM": BertModel,
-    "BertForPreTraining": BertModel,
-    "RobertaModel": BertModel,
-    "RobertaForMaskedLM": BertModel,
-    "XLMRobertaModel": BertModel,
-    "XLMRobertaForMaskedLM": BertModel,
-    "DistilBertModel": BertModel,
-    "DistilBertForMaskedLM": BertModel,
-}
-
-
 def build_model(arch: NativeArchitecture, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
-    """A native model on `device` with its parameters allocated but not initialised.
+    """Return the native model of `arch` on `device`, with its parameters allocated but not initialised.
 
     `vllm_mp.core.weights.loader.load_weights` gives them values.
     """
-    return _MODELS[arch.name](arch, dtype, torch.device(device)).requires_grad_(False)
+    module, _, name = NATIVE_MODELS[arch.name].model.partition(":")
+    model_class = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    model: nn.Module = model_class(arch, dtype, torch.device(device))
+    return model.requires_grad_(False)

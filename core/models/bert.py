@@ -1,19 +1,19 @@
 """BERT (Devlin et al. 2019) and the encoders that differ from it in names and tables: RoBERTa, XLM-R, DistilBERT.
 
-Learned positions, attention in both directions, layer norms after the residual sums. Whatever a checkpoint has on
-top (a pooler, the head that guesses masked words) is not needed for hidden states and is left alone.
+Learned positions, attention in both directions, layer norms after the residual sums. The heads of a checkpoint (a
+pooler, the masked-word head) are not needed for hidden states and are skipped.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_mp.core.models.checkpoint import load_checkpoint
 from vllm_mp.core.models.gpt2 import LayerNorm
 from vllm_mp.core.models.linear import Linear, pack_projections
-from vllm_mp.core.models.loading import fill
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -68,6 +68,11 @@ class EncoderLayer(nn.Module):
 class BertModel(nn.Module):
     """The embeddings and the layers; `vllm_mp.core.models.NativeModel` is the contract."""
 
+    prefix: ClassVar = "bert."
+    """Begins the names of a checkpoint's tensors, except in checkpoints without heads."""
+    layers_name: ClassVar = "encoder.layer"
+    layer_names: ClassVar = BERT_LAYER
+
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.arch = arch
@@ -98,12 +103,11 @@ class BertModel(nn.Module):
         return x
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        family = next(name for name in ("distilbert", "roberta", "bert") if name in self.arch.name.lower())
-        fill(
-            self._destinations(family),
-            ((_today(name), tensor) for name, tensor in tensors),
-            prefix=f"{family}.",
-            # Old files carry the positions' numbers as a buffer.
+        load_checkpoint(
+            self._destinations(),
+            ((_current_name(name), tensor) for name, tensor in tensors),
+            prefix=self.prefix,
+            # Old files contain the position ids, which were a buffer.
             ignored=lambda name: name.startswith(HEADS) or name.endswith(".position_ids"),
             tied=None,
         )
@@ -111,11 +115,8 @@ class BertModel(nn.Module):
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         pack_projections(self, quantization)
 
-    def _destinations(self, family: str) -> dict[str, Tensor]:
-        """Checkpoint names (without the family's prefix) and the parameters, or rows of fused ones, that they fill."""
-        layers, names = ("encoder.layer", BERT_LAYER)
-        if family == "distilbert":
-            layers, names = ("transformer.layer", DISTILBERT_LAYER)
+    def _destinations(self) -> dict[str, Tensor]:
+        """Map checkpoint names (without `prefix`) to the parameters, or rows of fused ones, that they fill."""
         places: dict[str, Tensor] = {
             "embeddings.word_embeddings.weight": self.word_embeddings,
             "embeddings.position_embeddings.weight": self.position_embeddings,
@@ -128,13 +129,27 @@ class BertModel(nn.Module):
             assert isinstance(layer, EncoderLayer)
             for kind, tensor in layer.qkv_proj.named_parameters():
                 for part, rows in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                    places[f"{layers}.{i}.{names[part]}.{kind}"] = rows
+                    places[f"{self.layers_name}.{i}.{self.layer_names[part]}.{kind}"] = rows
             for part in ("o_proj", "attention_norm", "up_proj", "down_proj", "output_norm"):
                 for kind, tensor in getattr(layer, part).named_parameters():
-                    places[f"{layers}.{i}.{names[part]}.{kind}"] = tensor
+                    places[f"{self.layers_name}.{i}.{self.layer_names[part]}.{kind}"] = tensor
         return places
 
 
-def _today(name: str) -> str:
-    """What a tensor is called today; the first checkpoints, bert-base-uncased among them, come from TensorFlow."""
+class RobertaModel(BertModel):
+    """RoBERTa and XLM-R."""
+
+    prefix: ClassVar = "roberta."
+
+
+class DistilBertModel(BertModel):
+    """DistilBERT."""
+
+    prefix: ClassVar = "distilbert."
+    layers_name: ClassVar = "transformer.layer"
+    layer_names: ClassVar = DISTILBERT_LAYER
+
+
+def _current_name(name: str) -> str:
+    """Return the present name of a tensor; old checkpoints (bert-base-uncased) use TensorFlow's names."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

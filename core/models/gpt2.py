@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_mp.core.models.attention import AttentionLayer
+from vllm_mp.core.models.checkpoint import load_checkpoint
 from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
-from vllm_mp.core.models.loading import fill
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -27,7 +28,7 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class Block(nn.Module):
+class Block(AttentionLayer):
     """Attention and MLP, each after a layer norm and added to the residual stream."""
 
     def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -47,7 +48,7 @@ class Block(nn.Module):
         tokens, hidden = x.shape
         q, k, v = self.qkv_proj(self.ln_1(x)).view(tokens, 3, self.num_heads, -1).unbind(1)
         ops.write_kv(k, v, *kv_cache, metadata.cell_mapping)
-        attended = ops.paged_attention(q, *kv_cache, metadata, self.scale)
+        attended = self.attend(q, *kv_cache, metadata, self.scale)
         x = x + self.o_proj(attended.reshape(tokens, hidden))
         mlp: Tensor = self.down_proj(self.activation(self.up_proj(self.ln_2(x))))
         return x + mlp
@@ -94,17 +95,17 @@ class GPT2LMHeadModel(nn.Module):
         pack_projections(self, quantization)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        fill(
+        load_checkpoint(
             self._destinations(),
             tensors,
             prefix="transformer.",
-            # Causal masks, which old files carry as buffers.
+            # Old files contain the causal masks, which were buffers.
             ignored=lambda name: name.endswith((".attn.bias", ".attn.masked_bias")),
             tied=("lm_head.weight", "wte.weight") if self.arch.tie_word_embeddings else None,
         )
 
     def _destinations(self) -> dict[str, Tensor]:
-        """Checkpoint names (without `transformer.`) and the parameters that they fill."""
+        """Map checkpoint names (without `transformer.`) to the parameters that they fill."""
         places: dict[str, Tensor] = {"wte.weight": self.wte, "wpe.weight": self.wpe}
         if not self.arch.tie_word_embeddings:
             places["lm_head.weight"] = self.lm_head.weight

@@ -1,4 +1,4 @@
-"""The projections that every model here is made of."""
+"""The projections of the native models."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.core.models.loading import FLOAT_DTYPES, Destination
+from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, Destination
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import PackedLinear, pack_linear
 from vllm_mp.model_config.quantization import Fp8Scales
@@ -16,8 +16,8 @@ from vllm_mp.model_config.quantization import Fp8Scales
 class Linear(nn.Module):
     """`x @ weight.T + bias`, allocated without the initialisation that `nn.Linear` spends start-up time on.
 
-    `weight` [out_size, in_size]; `bias` [out_size] or None. With `fp8` the weights are `ops.FLOAT8` from the start, and
-    `weight_scale` is as `ops.fp8_linear` takes it; None otherwise.
+    `weight` [out_size, in_size]; `bias` [out_size] or None. With `fp8` the weights are allocated as `ops.FLOAT8`, and
+    `weight_scale` has the form that `ops.fp8_linear` takes; without `fp8` it is None.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Linear(nn.Module):
         device: torch.device,
         fp8: Fp8Scales | None = None,
     ) -> None:
-        """`out_sizes`: the number of outputs, or of those of each of the projections that are computed together."""
+        """Allocate; `out_sizes` is the number of outputs, or one number for each projection that is fused here."""
         super().__init__()
         self._out_sizes = [out_sizes] if isinstance(out_sizes, int) else list(out_sizes)
         self._fp8 = fp8
@@ -39,7 +39,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype, device=device)) if bias else None
         self.weight_scale: nn.Parameter | None = None
         if fp8:
-            # Blocks begin anew in each part: one that ends within a block leaves scales for fewer rows than these.
+            # Each fused projection starts a block of its own, so a scale covers only as many rows as divide all sizes.
             self._rows = math.gcd(ops.FLOAT8_GROUP, *self._out_sizes) if fp8 == "block" else 1
             groups = -(-in_size // ops.FLOAT8_GROUP) if fp8 == "block" else 1
             scale = torch.empty(out_size // self._rows, groups, dtype=torch.float32, device=device)
@@ -47,7 +47,7 @@ class Linear(nn.Module):
         self._packed: PackedLinear | None = None
 
     def destinations(self, names: Sequence[str]) -> dict[str, Tensor | Destination]:
-        """What the tensors of a checkpoint fill whose projections, of the `out_sizes`, have these names."""
+        """Map the checkpoint names of the fused projections, which are called `names`, to the rows that they fill."""
         places: dict[str, Tensor | Destination] = {}
         for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
@@ -62,7 +62,7 @@ class Linear(nn.Module):
         return places
 
     def _fp8_destinations(self, name: str, weight: Tensor, scale: Tensor) -> dict[str, Tensor | Destination]:
-        """Of one projection with its rows of weights and of scales."""
+        """Map the checkpoint names of one projection to its rows `weight` and `scale`."""
         if self._fp8 == "channel":
 
             def quantize(tensor: Tensor) -> None:
@@ -86,7 +86,7 @@ class Linear(nn.Module):
         return places
 
     def pack(self, quantization: str | None) -> None:
-        """Keep the weights, which are there, only as the device's product reads them; see `NativeModel.pack`."""
+        """Keep the loaded weights only in the form that the device's product reads; see `NativeModel.pack`."""
         if self._fp8:
             return
         self._packed = pack_linear(self.weight, self.bias, quantization)
@@ -107,7 +107,7 @@ class Linear(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """Scores over the vocabulary; `weight` [vocab_size, hidden_size] may be that of the embedding."""
+    """The projection to logits; `weight` [vocab_size, hidden_size] may be the weight of the embedding."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -115,17 +115,17 @@ class VocabularyHead(nn.Module):
         self._packed: PackedLinear | None = None
 
     def pack(self, quantization: str | None) -> None:
-        """As `Linear.pack`; an embedding keeps its weights."""
+        """Pack as `Linear.pack` does; an embedding that shares the weight keeps it."""
         self._packed = pack_linear(self.weight, None, quantization)
         if self._packed is not None:
             del self.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] to [n, vocab_size], in the model's dtype or, where that costs nothing, in float32."""
+        """Return logits [n, vocab_size] for `hidden` [n, hidden_size]: float32 if packed, else the model's dtype."""
         return F.linear(hidden, self.weight) if self._packed is None else self._packed(hidden, torch.float32)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """What `ops.argmax` finds in the scores of `hidden` [n, hidden_size], without writing these down if it can."""
+        """Return `ops.argmax` of the logits of `hidden` [n, hidden_size]; packed weights fuse the two."""
         return ops.argmax(self(hidden)) if self._packed is None else self._packed.argmax(hidden)
 
 

@@ -1,6 +1,6 @@
 """The Llama family: Llama, SmolLM, Mistral, Qwen2 and Qwen3 (Touvron et al. 2023 and descendants).
 
-One decoder, whose members differ by what `Architecture` says: biases, query/key norms, windows, scaling.
+One decoder for all; its members differ by fields of `NativeArchitecture`: biases, query/key norms, windows, scaling.
 """
 
 import math
@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_mp.core.models.attention import AttentionLayer
+from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
 from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
-from vllm_mp.core.models.loading import FLOAT_DTYPES, CheckpointMismatchError, Destination, fill
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 
-class Attention(nn.Module):
+class Attention(AttentionLayer):
     """Grouped-query self-attention over the paged cache, with q, k and v in one projection."""
 
     def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,7 +32,7 @@ class Attention(nn.Module):
         self.scale = arch.attention_scale[layer]
         self.window = arch.sliding_window[layer]
         self.kv_scales = [1.0, 1.0]
-        """What the keys and values of a cache in 8-bit floats are to be multiplied with."""
+        """The factors of the keys and of the values that are read from a cache of 8-bit floats."""
         sizes = [heads * arch.head_dim for heads in self.heads]
         self.qkv_proj = Linear(arch.hidden_size, sizes, arch.attention_bias, dtype, device, arch.fp8)
         self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, dtype, device, arch.fp8)
@@ -53,22 +54,24 @@ class Attention(nn.Module):
             q = ops.rms_norm(q, self.q_norm, self.eps)
             k = ops.rms_norm(k, self.k_norm, self.eps)
         k_scale, v_scale = self.kv_scales if kv_cache[0].dtype == ops.FLOAT8 else (1.0, 1.0)
-        # Turning keys commutes with scaling them.
+        # Rotating keys commutes with scaling them.
         k, v = (k if k_scale == 1.0 else k / k_scale), (v if v_scale == 1.0 else v / v_scale)
         q = ops.rotary_write_kv(q, k, v, positions, cos_sin, *kv_cache, metadata.cell_mapping)
-        attended = ops.paged_attention(q, *kv_cache, metadata, self.scale * k_scale, self.window)
+        attended = self.attend(q, *kv_cache, metadata, self.scale * k_scale, self.window)
         if v_scale != 1.0:
             attended = attended * v_scale
         out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1))
         return out
 
     def kv_scale(self, part: int) -> Destination:
-        """What a checkpoint's scale of keys (0) or values (1) fills, if it has one."""
+        """Return the destination of a checkpoint's optional scale of keys (`part` 0) or values (1)."""
 
         def keep(tensor: Tensor) -> None:
             scale = float(tensor)
             if not 0.0 < scale < math.inf:
-                raise CheckpointMismatchError(f"the scale of keys or values of a layer is {scale}, not above 0")
+                raise CheckpointMismatchError(
+                    f"a layer's scale of keys or values is {scale}; it must be finite and above 0"
+                )
             self.kv_scales[part] = scale
 
         return Destination([[], [1]], FLOAT_DTYPES, keep, is_required=False)
@@ -115,7 +118,7 @@ class DecoderLayer(nn.Module):
         kv_cache: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """`x` is what the layer before has yet to add to `residual`; returns the same pair."""
+        """Return the next `(x, residual)`; `x` is the output of the layer before, not yet added to `residual`."""
         if residual is None:
             x, residual = ops.rms_norm(x, self.input_norm, self.eps), x
         else:
@@ -125,6 +128,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
     def weights(self) -> ops.LayerWeights:
+        """Return the weights and shapes of this layer, for `ops.fuse_decoder`."""
         attention, mlp = self.attention, self.mlp
         return ops.LayerWeights(
             input_norm=self.input_norm,
@@ -160,7 +164,7 @@ class Decoder(nn.Module):
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Embeddings to normed hidden states, both [num_tokens, hidden_size]."""
+        """Return the normed hidden states of the embeddings `x`, both [num_tokens, hidden_size]."""
         residual: Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, positions, cos_sin, kv_cache, metadata)
@@ -168,7 +172,7 @@ class Decoder(nn.Module):
         return ops.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
-        """This decoder as the device computes it best, once the weights are there; see `NativeModel.pack`."""
+        """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
         if first.mlp.activation is None and cache_dtype == self.norm.dtype:
@@ -179,7 +183,7 @@ class Decoder(nn.Module):
         return self
 
     def _weights(self) -> Iterator[ops.LayerWeights]:
-        """Of each layer, which is let go of when the next one is asked for."""
+        """Yield the weights of each layer; a layer is freed when the next is asked for."""
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             yield layer.weights()
@@ -230,7 +234,7 @@ class LlamaForCausalLM(nn.Module):
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
-        fill(
+        load_checkpoint(
             self._destinations(),
             ((self._name(name), tensor) for name, tensor in tensors),
             prefix="model.",
@@ -239,18 +243,18 @@ class LlamaForCausalLM(nn.Module):
         )
 
     def _name(self, name: str) -> str:
-        """What a tensor is commonly called."""
+        """Return the usual name of a tensor for which checkpoints use several."""
         if self.arch.fp8 == "tensor":
             name = re.sub(r"\.weight_scale_inv$", ".weight_scale", name)
         return re.sub(r"\.[kv]_proj\.([kv]_scale)$", r".\1", name)
 
     def _ignores(self, name: str) -> bool:
-        """Whether a tensor is of no use: frequencies, which are computed, and fixed scales of activations."""
+        """Tell whether a tensor is not needed: rotary frequencies, which are computed, or static activation scales."""
         is_input_scale = name.endswith((".input_scale", ".activation_scale"))
         return name.endswith("rotary_emb.inv_freq") or (self.arch.fp8 is not None and is_input_scale)
 
     def _destinations(self) -> dict[str, Tensor | Destination]:
-        """Checkpoint names (without `model.`) and the parameters, or rows of fused ones, that they fill."""
+        """Map checkpoint names (without `model.`) to the parameters, or rows of fused ones, that they fill."""
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
         places: dict[str, Tensor | Destination] = {

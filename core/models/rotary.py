@@ -1,6 +1,6 @@
 """Cosines and sines of rotary position embeddings, with the context extensions that checkpoints use.
 
-The arithmetic is float32 in the order in which transformers does it, so that the tables agree bit for bit.
+The arithmetic is float32, in the order of transformers, so that the tables agree to the bit.
 """
 
 import math
@@ -12,7 +12,7 @@ from vllm_mp.model_config.rope import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per token of each rotated pair: float32 [head_dim / 2], on the CPU."""
+    """Return the radians per token of each rotated pair: float32 [head_dim / 2], on the CPU."""
     base = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.type == "linear":
         return base / rope.factor
@@ -24,7 +24,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def cos_sin_cache(rope: Rope, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The table `ops.rotary` reads: [max_position, head_dim], cosines of each frequency, then sines."""
+    """Return the table for `ops.rotary`: [max_position, head_dim], cosines of each frequency, then sines."""
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim).to(device))
     table = torch.empty(max_position, head_dim, dtype=dtype, device=device)
@@ -56,7 +56,7 @@ def _yarn(rope: Rope, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # the ramp's slope stays finite
+        high += 0.001  # keeps the slope of the ramp finite
     periods = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp

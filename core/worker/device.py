@@ -88,7 +88,7 @@ def choose_overlap(config: VllmConfig, device: torch.device) -> None:
 
 def choose_attention(
     config: VllmConfig, device: torch.device, dtype: torch.dtype, kv_shapes: attention_backends.KVShapes
-) -> attention_backends.Backend:
+) -> attention_backends.AttentionBackend:
     """What computes attention over caches of these shapes, its name written to `attention_config`.
 
     Raises ValueError where what was asked for does not serve.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.models.attention import bind_attention
 from vllm_mp.core.scheduler.batch import Batch, Vector
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import ModelOutput, ScheduledStep
@@ -86,7 +87,6 @@ class ModelRunner:
         self._beat = beat
         self._wrap: Callable[[Any], Any] = lambda model: model
         self._model: Any = self._load()
-        self._attention = choose_attention(config, device, dtype, self._model.kv_shapes)
         self._offloaded: OffloadedWeights | None = None
         self._latest: Tensor | None = None
         """Int64 [max_num_seqs] on the device, the token that was last sampled for each row, if the next step reads it.
@@ -103,7 +103,7 @@ class ModelRunner:
             graph_bytes = self._profile()
         config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
         self._kv_caches = self._allocate(config.cache_config.num_blocks)
-        self._may_spoil = not all(self._attention.isolates(*cache) for cache in self._kv_caches)
+        self._may_spoil = not self._attention.isolates
         self._graphs = self._make_graphs(batch_sizes(config.scheduler_config.max_num_seqs))
 
     @torch.inference_mode()
@@ -166,10 +166,13 @@ class ModelRunner:
         self._graphs = self._captured(batch_sizes(self._config.scheduler_config.max_num_seqs))
 
     def _load(self) -> Any:
-        """The model with its weights, which beats at each layer."""
+        """The model with its weights, its attention bound to the chosen backend, which beats at each layer."""
         model_config = self._config.model_config
         model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype)
-        for layer in _layers(cast("nn.Module", model)):
+        module = cast("nn.Module", model)
+        self._attention = choose_attention(self._config, self._device, self._dtype, model.kv_shapes)
+        bind_attention(module, self._attention.attend)
+        for layer in _layers(module):
             layer.register_forward_pre_hook(lambda *_: self._beat())
         return self._wrap(model)
 
@@ -189,7 +192,7 @@ class ModelRunner:
         model = self._config.model_config
         if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
             return None
-        if not (self._attention.captures and ops.can_capture(self._device)):
+        if not self._attention.captures:
             logger.info("decode steps are launched anew each, as torch's attention reads lengths on the host")
             return None
         return cuda_capture
@@ -260,7 +263,7 @@ class ModelRunner:
         if self._latest is not None and len(step.awaits):
             sampled = self._latest.index_select(0, self._to_device(step.rows[step.awaits]))
             input_ids.index_copy_(0, self._to_device(step.awaits), sampled)
-        return input_ids, positions, metadata._replace(attend=self._attention.attend)
+        return input_ids, positions, metadata
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
         return to_device(array, self._device)

@@ -1,1 +1,1 @@
-"""The C++ kernels for processors."""
+"""The C++ kernels for CPUs."""

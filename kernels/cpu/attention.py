@@ -5,12 +5,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from vllm_mp.kernels.cpu.library import DTYPES, CHeads, CStep, Library
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
+from vllm_mp.kernels.cpu.library import DTYPES, CAttentionMetadata, CHeads, Library
 
 
 def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether the kernels take these: on the CPU, of one of their types, and with an even size of a head."""
+    """Tell whether the kernels take these tensors: on the CPU, of a supported dtype, with heads of an even size."""
     return (
         q.device.type == "cpu"
         and q.dtype in DTYPES
@@ -28,12 +28,12 @@ def attend(
     v_cache: Tensor,
     metadata: AttentionMetadata,
     scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """What `reference.paged_attention` defines, of what `can_attend` allows.
+    """See `ops.paged_attention`; for tensors that `can_attend` allows.
 
-    The sums of a query run over the keys in the same order whatever the chunk or the batch that it is in.
+    Results are batch-invariant: the sums of a query run over the keys in the same order in any chunk or batch.
     """
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
@@ -41,7 +41,7 @@ def attend(
     heads = CHeads(
         q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], sliding_window or 0, scale, soft_cap or 0.0
     )
-    step = c_step(metadata, k_cache.shape[1])
+    step = c_metadata(metadata, k_cache.shape[1])
     library.function("attention", q.dtype)(
         ctypes.byref(step),
         ctypes.byref(heads),
@@ -55,9 +55,9 @@ def attend(
     return out
 
 
-def c_step(metadata: AttentionMetadata, block_size: int) -> CStep:
-    """`metadata` for the kernels; valid as long as its tensors are."""
-    return CStep(
+def c_metadata(metadata: AttentionMetadata, block_size: int) -> CAttentionMetadata:
+    """Convert `metadata` for the kernels; valid as long as its tensors live."""
+    return CAttentionMetadata(
         metadata.cell_mapping.shape[0],
         metadata.seq_lens.shape[0],
         metadata.query_start.data_ptr(),

@@ -8,19 +8,19 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.kernels.cpu.attention import c_step
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
+from vllm_mp.kernels.cpu.attention import c_metadata
 from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, Library
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
-from vllm_mp.kernels.reference import AttentionMetadata
 
 WORK_A_CALL = 2e9
-"""Products of a weight and a value in a call of more than a layer: some milliseconds."""
+"""The bound on products of a weight and a value in a call of several layers; some milliseconds of work."""
 _LEAST_ROWS: Final = 16
-"""What fewer rows cost, as reading the weights takes longer than multiplying them."""
+"""Fewer rows take as long as this many, because reading the weights takes longer than multiplying them."""
 
 
 class LayerWeights(NamedTuple):
-    """What a decoder layer is made of. A projection is (weight [out, in], bias [out] or None)."""
+    """The weights and shapes of a decoder layer. A projection is (weight [out, in], bias [out] or None)."""
 
     input_norm: Tensor
     post_attention_norm: Tensor
@@ -38,15 +38,15 @@ class LayerWeights(NamedTuple):
 
 
 class FusedDecoder(nn.Module):
-    """Computes what the modules do of which the weights are; the interface is that of `llama.Decoder`."""
+    """Computes the same as the modules that the weights come from; has the interface of `llama.Decoder`."""
 
     def __init__(
         self, library: Library, layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None
     ) -> None:
-        """Each of the `layers` is asked for when the one before has been copied."""
+        """Copy the weights; each layer is taken from `layers` after the layer before it was copied."""
         super().__init__()
         self._kept: list[Any] = []
-        """The memory that the interface points to."""
+        """Owners of the memory that `_interfaces` points to."""
         arena = Arena()
         interfaces = [self._packed(library, layer, quantization, arena) for layer in layers]
         self._layer_weights = max(map(_num_weights, interfaces))
@@ -92,9 +92,9 @@ class FusedDecoder(nn.Module):
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Embeddings `x`, which are overwritten, to normed hidden states, both [num_tokens, hidden_size]."""
+        """Overwrite the embeddings `x` and return the normed hidden states, both [num_tokens, hidden_size]."""
         out = torch.empty_like(x)
-        step = c_step(metadata, kv_caches[0][0].shape[1])
+        step = c_metadata(metadata, kv_caches[0][0].shape[1])
         num_layers = len(self.layers)
         arguments = (
             ctypes.byref(step),
@@ -106,7 +106,7 @@ class FusedDecoder(nn.Module):
             out.data_ptr(),
             torch.get_num_threads(),
         )
-        # For each call the threads are gathered anew, in the number that is best then.
+        # Each call chooses its number of threads again, so a long step is cut into several calls.
         stretch = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
         for first in range(0, num_layers, stretch):
             self.layers[first](min(num_layers, first + stretch), *arguments)
@@ -118,7 +118,7 @@ def _num_weights(layer: CDecoderLayer) -> int:
 
 
 class _LayersFrom(nn.Module):
-    """Layer `first` of a decoder and those after it; a module, so that whoever watches the layers sees them begin."""
+    """Layer `first` of a decoder and the layers after it; a module, so that forward hooks see the layers begin."""
 
     def __init__(self, run: Any, decoder: Any, first: int) -> None:
         super().__init__()
@@ -131,6 +131,6 @@ class _LayersFrom(nn.Module):
 
 
 def can_fuse(weights: LayerWeights) -> bool:
-    """Whether the kernels take such a layer."""
+    """Tell whether the kernels take such a layer."""
     projections = (weights.qkv_proj, weights.o_proj, weights.gate_up_proj, weights.down_proj)
     return weights.head_dim % 2 == 0 and all(can_pack(weight) for weight, _ in projections)

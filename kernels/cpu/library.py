@@ -1,4 +1,4 @@
-"""The C++ kernels, in the build that suits this processor, behind their plain C interface (csrc/kernels.cpp)."""
+"""Loads the build of the C++ kernels that suits this processor, and declares its C interface (csrc/kernels.cpp)."""
 
 import ctypes
 import functools
@@ -14,14 +14,14 @@ import torch
 logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "VLLM_MP_CPU_KERNELS"
-"""Chooses a build by name, `none` for the torch definitions, or `triton` for those kernels in Triton's interpreter."""
+"""Environment variable: the name of a build, `none` for torch, or `triton` for Triton's kernels in its interpreter."""
 TRITON: Final = "triton"
 _NEEDS: Final = {
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }
-"""The builds, the fastest first, and what each asks of the processor."""
+"""The builds, the fastest first, and the processor flags that each needs."""
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -38,8 +38,8 @@ class CLinear(ctypes.Structure):
     )
 
 
-class CStep(ctypes.Structure):
-    """csrc/attention.h, ScheduledStep."""
+class CAttentionMetadata(ctypes.Structure):
+    """csrc/attention.h, AttentionMetadata."""
 
     _fields_ = (
         ("num_tokens", c_int64),
@@ -102,7 +102,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "attention": (
-        POINTER(CStep),
+        POINTER(CAttentionMetadata),
         POINTER(CHeads),
         c_void_p,
         c_int64,
@@ -115,7 +115,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
         POINTER(CDecoder),
         c_int64,
         c_int64,
-        POINTER(CStep),
+        POINTER(CAttentionMetadata),
         c_void_p,
         c_void_p,
         c_void_p,
@@ -134,11 +134,11 @@ class Library:
         self._functions = ctypes.CDLL(str(path))
         self._functions.vmp_panel_columns.restype = c_int64
         self.panel_columns: int = self._functions.vmp_panel_columns()
-        """Columns of a panel of packed weights; the panels of a pair of matrices have half as many of each."""
+        """The columns of a panel of packed weights; a panel of a pair of matrices has half as many columns of each."""
 
-    @functools.cache  # noqa: B019, as there is one library a process
+    @functools.cache  # noqa: B019, because a process has one library
     def function(self, name: str, dtype: torch.dtype) -> Any:
-        """The C function of that name for tensors of `dtype`."""
+        """Return the C function of that name for tensors of `dtype`."""
         found = self._functions[f"vmp_{name}_{DTYPES[dtype]}"]
         found.argtypes = _SIGNATURES[name]
         found.restype = None
@@ -147,7 +147,10 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The fastest build that this processor runs, or the one that the environment chooses; None for torch's own."""
+    """Return the fastest build that this processor runs, or the build that `VARIABLE` names; None for torch.
+
+    Raises ValueError if `VARIABLE` names a build that is unknown, cannot run here, or was not built.
+    """
     chosen = os.environ.get(VARIABLE)
     if chosen == "none":
         return None
@@ -157,21 +160,21 @@ def library() -> Library | None:
     if chosen is None:
         found = next((build for name in runnable_builds() if (build := load(name)) is not None), None)
         if found is None:
-            logger.warning("the C++ kernels are not there, so torch serves, several times slower; %s", _REMEDY)
+            logger.warning("the C++ kernels are not built, so torch computes, several times slower; %s", _REMEDY)
         return found
     if chosen not in _NEEDS:
         raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(_NEEDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
         raise ValueError(f"{VARIABLE}={chosen!r}: this processor runs {', '.join(runnable_builds())}")
     if (build := load(chosen)) is None:
-        raise ValueError(f"{VARIABLE}={chosen!r}: that build of the kernels is not there; {_REMEDY}")
+        raise ValueError(f"{VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
     return build
 
 
 def check_interpreter() -> None:
-    """Raise ValueError where Triton's kernels cannot run on CPU tensors."""
+    """Raise ValueError if Triton's kernels cannot run on CPU tensors."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError(f"{VARIABLE}={TRITON}: triton is not there; install vllm-mp[cuda]")
+        raise ValueError(f"{VARIABLE}={TRITON}: triton is not installed; install vllm-mp[cuda]")
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"{VARIABLE}={TRITON}: Triton runs on a CPU in its interpreter only; set TRITON_INTERPRET=1 too"
@@ -179,18 +182,18 @@ def check_interpreter() -> None:
 
 
 def load(name: str) -> Library | None:
-    """The build of that name; None where it was not made."""
+    """Return the build of that name; None if it was not built."""
     spec = importlib.util.find_spec(f"{__package__}._{name}")
     return None if spec is None or spec.origin is None else Library(Path(spec.origin))
 
 
 def runnable_builds() -> list[str]:
-    """The names of the builds that this processor runs, the fastest first."""
+    """Return the names of the builds that this processor runs, the fastest first."""
     flags = _processor_flags()
     return [name for name, needs in _NEEDS.items() if needs <= flags]
 
 
-_REMEDY: Final = "install a C++ compiler, and then this package again"
+_REMEDY: Final = "install a C++ compiler, then reinstall this package"
 
 
 def _processor_flags() -> set[str]:

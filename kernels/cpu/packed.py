@@ -9,15 +9,15 @@ from torch import Tensor
 from vllm_mp.kernels.cpu.library import DTYPES, CLinear, Library
 
 MAX_INT8_INPUTS: Final = 65_536
-"""Above which a sum of products of 8 bits may not fit 32."""
+"""With more inputs, a sum of 8-bit products may overflow 32 bits."""
 _STRETCH_BYTES: Final = 64 * 2**20
 _ALIGNMENT: Final = 64
 
 
 class Arena:
-    """Memory for many tensors that live equally long, in stretches so long that most of it is in huge pages.
+    """Memory for many tensors with the same lifetime, in stretches so long that most of it lies in huge pages.
 
-    The system gives them where torch asks for them, as it does in a core (`vllm_mp.config.core_environment`).
+    The system provides huge pages if torch asks for them; the environment of a core makes torch ask.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Arena:
         self._used = 0
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """[size], not initialized."""
+        """Return an uninitialised tensor [size]."""
         num_bytes = size * dtype.itemsize
         if self._used + num_bytes > len(self._stretch):
             self._stretch = torch.empty(max(num_bytes, _STRETCH_BYTES), dtype=torch.uint8)
@@ -36,10 +36,10 @@ class Arena:
 
 
 class PackedLinear:
-    """`x @ weight.T + bias`; the weights are kept in the order in which a product reads them.
+    """`x @ weight.T + bias`, with the weights stored in the order in which a product reads them.
 
-    A row's result does not depend on the other rows. Weights of 8 bits have a scale for each output, and the rows that
-    they are multiplied with are brought to 8 bits with a scale for each row.
+    Results are batch-invariant. 8-bit weights have a scale for each output; the rows that they are multiplied with are
+    quantized with a scale for each row.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class PackedLinear:
         is_pair: bool = False,
         arena: Arena | None = None,
     ) -> None:
-        """`weight` [outputs, inputs] and `bias` [outputs] or None, as `can_pack` allows; both are copied.
+        """Copy `weight` [outputs, inputs], which `can_pack` must allow, and `bias` [outputs] or None.
 
-        `quantization` "int8" is for a number of inputs that four divides; other weights stay as they are. `is_pair`:
-        two matrices of the same size, one after the other, of which the kernels take the same columns together; only
-        `interface` is of use then. The packed weights lie in `arena`, if one is given.
+        `quantization="int8"` needs a number of inputs that four divides; other weights keep their dtype. With
+        `is_pair`, `weight` holds two matrices of the same size, one after the other, whose columns the kernels take
+        in pairs; only `interface` can be used then. The packed weights lie in `arena` if it is given.
         """
         outputs, inputs = weight.shape
         parts = 2 if is_pair else 1
@@ -98,7 +98,7 @@ class PackedLinear:
         self._pointer = ctypes.byref(self.interface)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[..., inputs] to [..., outputs], in the dtype of the weights or in float32."""
+        """Return [..., outputs] for `x` [..., inputs], in the dtype of the original weights or in `dtype` float32."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         out = torch.empty((flat.shape[0], self._outputs), dtype=dtype or self._dtype)
         name = "linear" if out.dtype == self._dtype else "logits"
@@ -108,7 +108,7 @@ class PackedLinear:
         return out.view(*x.shape[:-1], self._outputs)
 
     def argmax(self, x: Tensor) -> Tensor:
-        """What `reference.argmax` finds in the outputs for `x` [rows, inputs], in float32."""
+        """Return `ops.argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
         x = x.contiguous()
         places = torch.empty(x.shape[0], dtype=torch.int64)
         self._library.function("argmax", self._dtype)(
@@ -118,7 +118,7 @@ class PackedLinear:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether the kernels take a matrix [outputs, inputs]: on the CPU, of their types, and with an even row."""
+    """Tell whether the kernels take a matrix [outputs, inputs]: on the CPU, of a supported dtype, with even rows."""
     return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % 2 == 0
 
 

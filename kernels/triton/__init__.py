@@ -1,1 +1,1 @@
-"""The operations of kernels/reference.py in Triton, for GPUs; `operations` has them all."""
+"""The operations of kernels/ops.py in Triton, for GPUs; `operations` lists them all."""

@@ -13,22 +13,22 @@ _TWICE_SQRT_2_OVER_PI = tl.constexpr(2.0 * 0.7978845608028654)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """See `reference.silu_and_mul`."""
+    """See `ops.silu_and_mul`."""
     return _launch(x, x.shape[-1] // 2, "silu_and_mul")
 
 
 def gelu(x: Tensor) -> Tensor:
-    """See `reference.gelu`."""
+    """See `ops.gelu`."""
     return _launch(x, x.shape[-1], "gelu")
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """See `reference.gelu_tanh`."""
+    """See `ops.gelu_tanh`."""
     return _launch(x, x.shape[-1], "gelu_tanh")
 
 
 def _launch(x: Tensor, dim: int, function: str) -> Tensor:
-    """`function` of every row of `x`: [..., dim]."""
+    """Apply `function` to every row of `x`; returns [..., dim]."""
     rows = rows_of(x)
     out = torch.empty((*x.shape[:-1], dim), dtype=x.dtype, device=x.device)
     if rows.num_rows and dim:
@@ -57,7 +57,7 @@ def _activation_kernel(
     FUNCTION: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """ELEMENTS of one row of `out`, which is contiguous [rows, DIM]."""
+    """Compute ELEMENTS elements of one row of `out`, contiguous [rows, DIM]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = column < DIM

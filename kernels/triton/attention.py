@@ -1,8 +1,8 @@
 """Paged attention: decodes with their context split over programs, prefills in tiles of queries.
 
 The softmax runs along the context (Milakov & Gimelshein 2018, FlashAttention, Dao et al. 2022). The query heads that
-share a KV head are rows of one tile, so that keys and values are read once for all of them. Nothing of a launch
-depends on numbers that only the device has, so that it can be captured in a CUDA graph and replayed over other rows.
+share a KV head are rows of one tile, so that keys and values are read once for all of them. No launch depends on
+numbers that only the device knows, so it can be captured in a CUDA graph and replayed for other rows.
 """
 
 import math
@@ -13,16 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_mp.kernels import reference
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.triton.float8 import from_float8
 from vllm_mp.kernels.triton.interpreter import product_dtype
 from vllm_mp.kernels.triton.launch import MAX_HEAD_DIM, attention_options, num_splits, options, padded
 
 _MAX_DECODE_HEADS = 64
-"""Query heads of one tile of a decode; of more, several programs read the same keys."""
+"""The most query heads in one tile of a decode; with more, several programs read the same keys."""
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LOWEST = tl.constexpr(-3.4e38)
-"""Stands for minus infinity where that would be subtracted from itself."""
+"""Stands for minus infinity where minus infinity would be subtracted from itself."""
 
 
 def paged_attention(
@@ -34,12 +34,12 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """What `reference.paged_attention` defines; decodes of no context, which pad a batch, get zeros.
+    """See `ops.paged_attention`; decodes without a context, which pad a batch, get zeros.
 
-    Queries are kept from later tokens that are not finite whatever `metadata.isolates` says. Very long heads are left
-    to the definition.
+    Queries never meet later tokens that are not finite, with or without `metadata.isolates`. Heads that are too long
+    for the kernels are computed by `reference`.
     """
-    if not isolates(k_cache, v_cache):
+    if not takes_heads(k_cache.shape[3], v_cache.shape[3]):
         return reference.paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -51,9 +51,9 @@ def paged_attention(
     return out
 
 
-def isolates(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """See `ops.isolates`."""
-    return max(k_cache.shape[3], v_cache.shape[3]) <= MAX_HEAD_DIM
+def takes_heads(key_dim: int, value_dim: int) -> bool:
+    """Tell whether the kernels take heads of these sizes."""
+    return max(key_dim, value_dim) <= MAX_HEAD_DIM
 
 
 def _decode(
@@ -108,7 +108,8 @@ def _decode(
         PARTIAL=splits > 1,
         MIN_SPLIT=options("splits", device)["TOKENS"],
         PRODUCT=product_dtype(q.dtype),
-        # Decodes wait for the cache; the registers that float32 takes allow no more of one in 8 bits.
+        # Decodes wait for the cache, so its dtype decides; but float32 queries take too many registers for the
+        # larger tiles of an 8-bit cache.
         **attention_options(
             "decode", q.dtype if q.dtype == torch.float32 else k_cache.dtype, max(key_dim, value_dim), device
         ),
@@ -140,7 +141,7 @@ def _prefill(
     """Fill `out` [num_tokens, num_heads, value_dim] for the prefills.
 
     A tile holds the same number of tokens in every row of the step, and each row begins a tile of its own. Row i,
-    whose first token is s, has the tiles from s // tokens + i on: as many as it needs, whatever the others have.
+    whose first token is s, has the tiles from s // tokens + i on: as many as it needs, independent of other rows.
     """
     num_heads, key_dim = q.shape[1:]
     block_size, num_kv_heads, value_dim = v_cache.shape[1:]
@@ -207,7 +208,7 @@ def _add_keys(
     CAPPED: tl.constexpr,
     PRODUCT: tl.constexpr,
     ENDS: tl.constexpr,  # whether the last tile of keys may reach past `stop`
-    CAUSAL: tl.constexpr,  # whether some queries are not to see some of the keys
+    CAUSAL: tl.constexpr,  # whether some queries must not see some of the keys
 ):
     """Attend to the keys at positions [begin, stop) of the row whose blocks are at `blocks`."""
     key_dims = tl.arange(0, KEY_TILE)
@@ -215,7 +216,7 @@ def _add_keys(
     for at in tl.range(begin, stop, KEYS):
         key_at = at + tl.arange(0, KEYS)
         if ENDS:
-            # What lies beyond belongs to others, or to nobody: it is not read, as zero times NaN would be NaN.
+            # Cells beyond `stop` belong to other requests or are unwritten, and are not read: zero times NaN is NaN.
             inside = key_at < stop
             block = tl.load(blocks + key_at // BLOCK_SIZE, mask=inside, other=0)
             k_mask = inside[None, :] & (key_dims < KEY_DIM)[:, None]
@@ -224,11 +225,11 @@ def _add_keys(
             block = tl.load(blocks + key_at // BLOCK_SIZE)
             k_mask = (key_dims < KEY_DIM)[:, None]
             v_mask = (value_dims < VALUE_DIM)[None, :]
-        slot = block.to(tl.int64) * BLOCK_SIZE + key_at % BLOCK_SIZE
-        k = tl.load(k_head + slot[None, :] * (KV_HEADS * KEY_DIM) + key_dims[:, None], mask=k_mask, other=0.0)
+        cell = block.to(tl.int64) * BLOCK_SIZE + key_at % BLOCK_SIZE
+        k = tl.load(k_head + cell[None, :] * (KV_HEADS * KEY_DIM) + key_dims[:, None], mask=k_mask, other=0.0)
         scores = tl.dot(q, from_float8(k, PRODUCT), input_precision="ieee")
         if CAPPED:
-            # The hyperbolic tangent, of a magnitude first so that nothing overflows.
+            # The hyperbolic tangent, computed from the magnitude so that nothing overflows.
             ratio = scores * (scale / soft_cap)
             decay = tl.exp2(tl.abs(ratio) * (-2.0 * _LOG2_E))
             tangent = (1.0 - decay) / (1.0 + decay)
@@ -248,10 +249,11 @@ def _add_keys(
         weights = tl.exp2(scores - base[:, None])
         faded = tl.exp2(highest - base)
         total = total * faded + tl.sum(weights, 1)
-        v = tl.load(v_head + slot[:, None] * (KV_HEADS * VALUE_DIM) + value_dims[None, :], mask=v_mask, other=0.0)
+        v = tl.load(v_head + cell[:, None] * (KV_HEADS * VALUE_DIM) + value_dims[None, :], mask=v_mask, other=0.0)
         v = from_float8(v, PRODUCT)
         if CAUSAL:
-            # Zero times NaN is NaN: what is not finite reaches those who see it by their weights, and no others.
+            # Zero times NaN is NaN, so a value that is not finite is replaced by zero, and the weights of the queries
+            # that see it become NaN.
             spoils = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), 1) > 0
             weights = tl.where(seen & spoils[None, :], float("nan"), weights)
             v = tl.where(spoils[:, None], 0.0, v)
@@ -291,7 +293,7 @@ def _decode_kernel(
     PRODUCT: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One part of the context of one row, for HEADS of the query heads that share a KV head."""
+    """Attend to one part of the context of one row, for HEADS of the query heads that share a KV head."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) % KV_HEADS
     first_head = tl.program_id(1) // KV_HEADS * HEADS
@@ -348,7 +350,7 @@ def _decode_kernel(
         ENDS=True,
         CAUSAL=False,
     )
-    # A row of no context divides zero by one.
+    # A row without a context divides zero by one.
     attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         parts + place[:, None] * VALUE_DIM + value_dims[None, :],
@@ -370,7 +372,7 @@ def _merge_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
-    """The parts of one row and head, each weighted by its share of the sum of exponentials."""
+    """Merge the parts of one row and head, each weighted by its share of the sum of exponentials."""
     at = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split = tl.arange(0, SPLIT_TILE)
     value_dims = tl.arange(0, VALUE_TILE)
@@ -419,8 +421,8 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """TOKENS consecutive queries of one row, for HEADS of the query heads that share a KV head."""
-    # The last tiles of a prompt have the longest way to go, and so begin first.
+    """Compute TOKENS consecutive queries of one row, for HEADS of the query heads that share a KV head."""
+    # The last tiles of a prompt take longest, so they begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1) % KV_HEADS
     first_head = tl.program_id(1) // KV_HEADS * HEADS

@@ -1,4 +1,4 @@
-"""Whether Triton serves, which is known without importing it."""
+"""Finds out whether Triton can be used, without importing it."""
 
 import functools
 import importlib.util
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def operations(device_type: str) -> ModuleType | None:
-    """kernels/triton/operations.py for tensors on that type of device; None where other implementations serve.
+    """Return kernels/triton/operations.py for tensors on that type of device; None if Triton is not used there.
 
-    Raises ValueError where the environment asks for Triton on the CPU without its interpreter.
+    Raises ValueError if the environment asks for Triton on the CPU without its interpreter.
     """
     if device_type == "cpu":
         if os.environ.get(VARIABLE) != TRITON:
@@ -24,7 +24,7 @@ def operations(device_type: str) -> ModuleType | None:
     elif device_type != "cuda":
         return None
     elif importlib.util.find_spec("triton") is None:
-        logger.warning("triton is not there, so torch serves, several times slower; install vllm-mp[cuda]")
+        logger.warning("triton is not installed, so torch computes, several times slower; install vllm-mp[cuda]")
         return None
     from vllm_mp.kernels.triton import operations as computed
 

@@ -1,4 +1,4 @@
-"""Products with weights in 8-bit floats, and how values get into that type and out of it."""
+"""Products with weights in 8-bit floats, and conversions to and from that type."""
 
 import torch
 import triton
@@ -10,16 +10,16 @@ from vllm_mp.kernels.triton.interpreter import interpreted
 from vllm_mp.kernels.triton.launch import norm_options, num_parts, options
 
 _INTERPRETED = tl.constexpr(interpreted())
-"""Triton's interpreter neither rounds to 8-bit floats, nor knows that some are NaN."""
+"""Triton's interpreter neither rounds to 8-bit floats nor knows their NaN, so the kernels do both themselves."""
 _MAX = tl.constexpr(FLOAT8_MAX)
 _LEAST_HIGHEST = tl.constexpr(LEAST_HIGHEST)
 _ROW_TILES = (16, 64, 128)
 _LIBRARY_UNIT = 16
-"""What torch's product wants to divide the inputs and the outputs."""
+"""torch's product needs numbers of inputs and outputs that this divides."""
 
 
 def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """See `reference.quantize_rows`."""
+    """See `ops.quantize_rows`."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, inputs = x.shape
@@ -41,7 +41,7 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What `reference.fp8_linear` defines; of many rows, and a scale for each output, by torch's product."""
+    """See `ops.fp8_linear`; torch computes the product of many rows if each output has a scale."""
     outputs, inputs = weight.shape
     quantized, x_scale = quantize_rows(x.reshape(-1, inputs), scale.shape[1])
     rows = len(quantized)
@@ -57,7 +57,7 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
 
 
 def _library_multiplies(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
-    """Whether `torch._scaled_mm` takes these: on CUDA, bfloat16, and with a scale for each output."""
+    """Tell whether `torch._scaled_mm` takes these: on CUDA, bfloat16, and with a scale for each output."""
     outputs, inputs = weight.shape
     return (
         x.device.type == "cuda"
@@ -68,8 +68,11 @@ def _library_multiplies(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
 
 
 def _multiply(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Fill `out` [rows, outputs]. Of few rows each weight is read once; so many programs do it that all of the device
-    is busy, if need be several along the inputs, whose sums another kernel adds."""
+    """Fill `out` [rows, outputs]; with few rows, each weight is read once.
+
+    If the tiles of the outputs are too few programs for the device, the inputs are cut into parts too, and a second
+    kernel adds their sums.
+    """
     (rows, inputs), outputs = x.shape, len(weight)
     size = next((size for size in _ROW_TILES if rows <= size), _ROW_TILES[-1])
     launch = options(f"fp8/{size}", x.device)
@@ -115,11 +118,11 @@ def _multiply(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: T
 def to_float8(x):
     """See `reference.to_float8`."""
     x = x.to(tl.float32)
-    # Comparisons with a NaN are false, so that it stays.
+    # Comparisons with a NaN are false, so a NaN stays.
     x = tl.where(x > _MAX, _MAX, tl.where(x < -_MAX, -_MAX, x))
     if _INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
-        # Below 2**-6 the steps are of 2**-9; above, the exponent and three bits are kept of a number.
+        # Below 2**-6 the steps are 2**-9; above, a number keeps its exponent and three bits.
         is_small = tl.abs(x) < 2.0**-6
         steps = (tl.where(is_small, tl.abs(x), 0.0) * 512.0 + 12582912.0) - 12582912.0
         rounded = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
@@ -132,12 +135,12 @@ def to_float8(x):
 
 @triton.jit
 def from_float8(x, DTYPE: tl.constexpr):
-    """`x`, of any type, in DTYPE."""
+    """Return `x`, of any type, in DTYPE."""
     if _INTERPRETED and x.dtype == tl.float8e4nv:
         byte = x.to(tl.uint8, bitcast=True)
         return tl.where((byte & 0x7F) == 0x7F, float("nan"), x.to(tl.float32)).to(DTYPE)
     elif x.dtype == tl.float8e4nv:
-        # Triton 3.6 brings these to bfloat16 by an instruction that compute capability 8.9 has not.
+        # Triton 3.6 converts directly to bfloat16 by an instruction that compute capability 8.9 lacks.
         return x.to(tl.float16).to(DTYPE)
     else:
         return x.to(DTYPE)
@@ -145,7 +148,7 @@ def from_float8(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def stored(x, pointer):
-    """`x` as it is stored at `pointer`, which may be to 8-bit floats."""
+    """Return `x` converted for a store at `pointer`, which may point to 8-bit floats."""
     if pointer.dtype.element_ty == tl.float8e4nv:
         return to_float8(x)
     else:
@@ -163,7 +166,7 @@ def _quantize_kernel(
     GROUP_TILE: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
-    """One row."""
+    """Quantize one row."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUP_TILE)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -184,7 +187,7 @@ def _quantize_kernel(
 
 @triton.jit
 def _product(rows, weights, total):
-    """`total` plus the product of two tiles of 8-bit floats."""
+    """Return `total` plus the product of two tiles of 8-bit floats."""
     if _INTERPRETED:
         return tl.dot(from_float8(rows, tl.float32), from_float8(weights, tl.float32), total, input_precision="ieee")
     else:
@@ -198,7 +201,7 @@ def _product_kernel(
     weight,  # [OUTPUTS, INPUTS]
     scale,  # float32 [OUTPUTS / OUTPUTS_A_SCALE, groups]
     bias,  # [OUTPUTS] if BIASED
-    out,  # [num_rows, OUTPUTS], or float32 of each part
+    out,  # [num_rows, OUTPUTS], or float32 [parts, num_rows, OUTPUTS]
     num_rows,
     row_tiles,
     tiles_a_part,
@@ -211,8 +214,8 @@ def _product_kernel(
     ROWS: tl.constexpr,
     OUTPUT_TILE: tl.constexpr,
 ):
-    """ROWS x OUTPUT_TILE of the result, of one part of the inputs."""
-    # Neighbours share weights, of which there are more than of rows.
+    """Compute a tile ROWS x OUTPUT_TILE of the result, over one part of the inputs."""
+    # Neighbouring programs share weights, which are larger than the rows.
     row = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     output = (tl.program_id(0) // row_tiles * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)).to(tl.int64)
     in_rows, in_outputs = row < num_rows, output < OUTPUTS
@@ -257,7 +260,7 @@ def _add_kernel(
     BIASED: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """ELEMENTS of one row, of all parts in order."""
+    """Add all parts, in order, for ELEMENTS elements of one row."""
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = output < OUTPUTS

@@ -1,9 +1,9 @@
-"""How the kernels are cut into programs, for each generation of GPU.
+"""Launch options: how the kernels are cut into programs, for each generation of GPU.
 
-Nothing is searched for when the engine starts. What tools/tune_kernels.py measured on a GPU lies beside this file, as
-sm_90.json for compute capability 9.0, and takes precedence, key by key, over the tables here. Their values are
-reasoned: a tile of queries fills the tensor cores, and tiles of keys with their prefetched successors fit the shared
-memory, 227 KiB a multiprocessor on Hopper and 99 KiB on the least that is supported.
+The engine does not tune when it starts. The results of tools/tune_kernels.py on a GPU lie beside this file (sm_90.json
+for compute capability 9.0) and take precedence, key by key, over the tables here. The values of the tables are
+reasoned: a tile of queries fills the tensor cores, and tiles of keys with their prefetched successors fit into the
+shared memory, 227 KiB per multiprocessor on Hopper and 99 KiB on the smallest supported GPU.
 """
 
 import functools
@@ -22,21 +22,21 @@ Options = Mapping[str, int]
 MAX_HEAD_DIM: Final = 256
 """The longest head that attention takes."""
 MIN_HEAD_TILE: Final = 16
-"""The least size of a side of a product of tiles."""
+"""The least side of a tile in a matrix product."""
 MAX_SPLIT_TOKENS: Final = 8192
-"""A decode's context is not left longer than this in one part, or the rest of the batch would wait for it."""
+"""The longest part of a decode's context, in tokens; the rest of the batch would wait for a longer part."""
 MAX_SPLITS: Final = 64
 
 _HOPPER: Final[dict[str, Options]] = {
-    # ROWS are queries times heads; KEYS is how many of the context one step of the loop takes. A warp group of four
-    # warps multiplies 64 rows.
+    # ROWS are queries times heads; KEYS is the number of keys per step of the loop. A warp group of four warps
+    # multiplies 64 rows.
     "prefill/16/64": {"ROWS": 128, "KEYS": 128, "num_warps": 8, "num_stages": 3},
     "prefill/16/128": {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3},
     "prefill/16/256": {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
     "prefill/32/64": {"ROWS": 64, "KEYS": 32, "num_warps": 8, "num_stages": 2},
     "prefill/32/128": {"ROWS": 32, "KEYS": 32, "num_warps": 8, "num_stages": 2},
     "prefill/32/256": {"ROWS": 16, "KEYS": 32, "num_warps": 8, "num_stages": 2},
-    # Decodes wait for memory: what counts is how many bytes are on their way.
+    # Decodes wait for memory, so many bytes must be in flight.
     "decode/16/64": {"KEYS": 128, "num_warps": 4, "num_stages": 3},
     "decode/16/128": {"KEYS": 64, "num_warps": 4, "num_stages": 3},
     "decode/16/256": {"KEYS": 32, "num_warps": 4, "num_stages": 3},
@@ -47,17 +47,17 @@ _HOPPER: Final[dict[str, Options]] = {
     "decode/32/128": {"KEYS": 32, "num_warps": 4, "num_stages": 2},
     "decode/32/256": {"KEYS": 16, "num_warps": 4, "num_stages": 2},
     "merge": {"num_warps": 4},
-    # A decode's context is cut until there are so many programs for each multiprocessor, but no finer than so many
-    # tokens: merging the parts would cost more than they save.
+    # A decode's context is cut until each multiprocessor has PROGRAMS programs, but no finer than TOKENS tokens:
+    # merging smaller parts would cost more than they save.
     "splits": {"PROGRAMS": 2, "TOKENS": 256},
-    # Products with 8-bit floats of up to 16 and 64 rows, and of more. Few rows wait for the weights.
+    # Products with 8-bit floats: up to 16 rows, up to 64 rows, and more. Few rows wait for the weights.
     "fp8/16": {"ROWS": 16, "OUTPUT_TILE": 32, "num_warps": 4, "num_stages": 6},
     "fp8/64": {"ROWS": 64, "OUTPUT_TILE": 64, "num_warps": 4, "num_stages": 4},
     "fp8/128": {"ROWS": 128, "OUTPUT_TILE": 128, "num_warps": 8, "num_stages": 4},
-    # The inputs are cut into parts while there are fewer programs for each multiprocessor, and a part keeps so many
+    # The inputs are cut into parts until each multiprocessor has PROGRAMS programs, but a part keeps at least TILES
     # tiles.
     "fp8_parts": {"PROGRAMS": 1, "TILES": 4},
-    # More rows than this are multiplied by torch where it can.
+    # torch multiplies more rows than this if it can.
     "fp8_library": {"ROWS": 64},
     # Rows of up to 1, 4 and 16 thousand elements.
     "norm/1024": {"ELEMENTS": 1024, "num_warps": 4},
@@ -78,7 +78,7 @@ _SMALL: Final[dict[str, Options]] = {
     "prefill/32/256": {"ROWS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 2},
     "fp8/128": {"ROWS": 128, "OUTPUT_TILE": 128, "num_warps": 8, "num_stages": 2},
 }
-"""For GPUs with less shared memory than Hopper has."""
+"""The options for GPUs with less shared memory than Hopper."""
 
 _INTERPRETED: Final[dict[str, Options]] = {
     **_HOPPER,
@@ -95,38 +95,38 @@ _INTERPRETED: Final[dict[str, Options]] = {
     "argmax": {"ELEMENTS": 64},
     "sample": {"ELEMENTS": 64},
 }
-"""Small tiles, so that small shapes, which are all that the interpreter has time for, have several."""
+"""The options for the interpreter: small tiles, so that even the small shapes that it has time for need several."""
 
 
 def options(key: str, device: torch.device) -> Options:
-    """The options of the launch called `key` on `device`."""
+    """Return the options of the launch called `key` on `device`."""
     return table(device)[key]
 
 
 def table(device: torch.device) -> dict[str, Options]:
-    """All options on `device`, in the one dictionary that the kernels read."""
+    """Return all options on `device`: the very dictionary that the kernels read."""
     return _table(device.type, device.index)
 
 
 def attention_options(kernel: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> Options:
-    """The options of the attention kernel "prefill" or "decode" for heads of up to `head_dim` elements.
+    """Return the options of the attention kernel "prefill" or "decode" for heads of up to `head_dim` elements.
 
-    `dtype` is that of the queries or, of decodes, that of the cache.
+    `dtype` is the dtype of the queries or, for decodes, of the cache.
     """
     size = next(size for size in (64, 128, MAX_HEAD_DIM) if head_dim <= size)
     return options(f"{kernel}/{8 * dtype.itemsize}/{size}", device)
 
 
 def norm_options(dim: int, device: torch.device) -> Options:
-    """The options of a normalisation of rows of `dim` elements."""
+    """Return the options of a normalisation of rows of `dim` elements."""
     size = next((size for size in (1024, 4096) if dim <= size), 16384)
     return options(f"norm/{size}", device)
 
 
 def num_splits(num_programs: int, context: int, device: torch.device) -> int:
-    """Into how many parts a decode's context of at most `context` tokens is cut.
+    """Return the number of parts into which a decode's context of at most `context` tokens is cut.
 
-    So that `num_programs` times as many programs keep the whole device busy.
+    With it, `num_programs` programs per part keep the whole device busy.
     """
     splits = options("splits", device)
     for_device = -(-splits["PROGRAMS"] * _num_processors(device.type, device.index) // num_programs)
@@ -136,14 +136,17 @@ def num_splits(num_programs: int, context: int, device: torch.device) -> int:
 
 
 def num_parts(num_programs: int, num_tiles: int, device: torch.device) -> int:
-    """Into how many parts the `num_tiles` tiles of a product's inputs are cut, each for `num_programs` programs."""
+    """Return the number of parts into which the `num_tiles` tiles of a product's inputs are cut.
+
+    Each part takes `num_programs` programs.
+    """
     parts = options("fp8_parts", device)
     for_device = parts["PROGRAMS"] * _num_processors(device.type, device.index) // num_programs
     return max(1, min(for_device, num_tiles // parts["TILES"]))
 
 
 def tuned_file(capability: tuple[int, int]) -> Path:
-    """Where measured options for GPUs of that compute capability are kept."""
+    """Return the path of the measured options for GPUs of that compute capability."""
     return Path(__file__).with_name(f"sm_{capability[0]}{capability[1]}.json")
 
 
@@ -167,6 +170,6 @@ def _num_processors(device_type: str, index: int | None) -> int:
 
 
 def padded(size: int) -> int:
-    """The side of a tile that holds `size` elements."""
+    """Return the side of a tile that holds `size` elements."""
     side: int = triton.next_power_of_2(size)
     return max(MIN_HEAD_TILE, side)

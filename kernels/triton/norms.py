@@ -13,7 +13,7 @@ _MAX_DIM = 65_536
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`."""
+    """See `ops.rms_norm`."""
     rows = rows_of(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.num_rows:
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `reference.add_rms_norm`."""
+    """See `ops.add_rms_norm`."""
     rows = rows_of(x)
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if rows.num_rows:
@@ -64,7 +64,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """See `reference.layer_norm`."""
+    """See `ops.layer_norm`."""
     rows = rows_of(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.num_rows:
@@ -86,12 +86,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def _launch(rows: Rows) -> tuple[tuple[int], dict[str, int]]:
-    """The grid, and the options of the launch with the shape of a program's tile."""
+    """Return the grid, and the options of the launch with the shape of a program's tile."""
     if rows.dim > _MAX_DIM:
-        raise ValueError(f"a row of {rows.dim} elements is too long for a norm in Triton, which takes {_MAX_DIM}")
+        raise ValueError(f"a row of {rows.dim} elements is too long for a norm in Triton; the limit is {_MAX_DIM}")
     options = dict(norm_options(rows.dim, rows.tensor.device))
     tile = triton.next_power_of_2(rows.dim)
-    # Short rows, as those of query and key norms are, share a program.
+    # Short rows (query and key norms) share a program.
     count = max(1, options.pop("ELEMENTS") // tile)
     return (triton.cdiv(rows.num_rows, count),), {**options, "ROWS": count, "TILE": tile}
 
@@ -113,7 +113,7 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """ROWS rows of `x`, or of `x + residual` where it ADDS; `out` and `total` are contiguous."""
+    """Normalise ROWS rows of `x`, or of `x + residual` if ADDS; `out` and `total` are contiguous."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = (row < count)[:, None] & (column < DIM)[None, :]
@@ -126,7 +126,7 @@ def _rms_norm_kernel(
         tl.store(total + row[:, None] * DIM + column[None, :], rounded, mask=mask)
         value = rounded.to(tl.float32)
     mean_square = tl.sum(value * value, 1) / DIM
-    # Rounded before the weight, as the definition does.
+    # Rounded before the weight multiplies it, as in kernels/reference.py.
     normed = (value * tl.rsqrt(mean_square + eps)[:, None]).to(dtype).to(tl.float32)
     scaled = normed * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
     tl.store(out + row[:, None] * DIM + column[None, :], scaled.to(dtype), mask=mask)
@@ -147,7 +147,7 @@ def _layer_norm_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """ROWS rows of `x`; `out` is contiguous."""
+    """Normalise ROWS rows of `x`; `out` is contiguous."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, TILE)
     in_row = column < DIM

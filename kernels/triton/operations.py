@@ -1,7 +1,7 @@
-"""All operations that Triton computes, under the names that kernels/ops.py has for them."""
+"""All operations that Triton computes, under their names in kernels/ops.py."""
 
 from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul
-from vllm_mp.kernels.triton.attention import isolates, paged_attention
+from vllm_mp.kernels.triton.attention import paged_attention
 from vllm_mp.kernels.triton.float8 import fp8_linear, quantize_rows
 from vllm_mp.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
@@ -13,7 +13,6 @@ __all__ = [
     "fp8_linear",
     "gelu",
     "gelu_tanh",
-    "isolates",
     "layer_norm",
     "paged_attention",
     "quantize_rows",

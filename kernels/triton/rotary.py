@@ -1,4 +1,4 @@
-"""Rotary embedding and the writes to the paged cache, which share a pass over keys and values."""
+"""Rotary embedding and writes to the paged cache, which share one pass over keys and values."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from vllm_mp.kernels.triton.launch import options
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.rotary`."""
+    """See `ops.rotary`."""
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     for x, out in ((q, q_out), (k, k_out)):
         x = _with_contiguous_heads(x)
@@ -34,7 +34,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cell_mapping: Tensor) -> None:
-    """See `reference.write_kv`; what pads a batch has a negative slot and is written nowhere."""
+    """See `ops.write_kv`; padding has a negative cell and is not written."""
     if not k.shape[0]:
         return
     k, v = _with_contiguous_heads(k), _with_contiguous_heads(v)
@@ -71,7 +71,7 @@ def rotary_write_kv(
     v_cache: Tensor,
     cell_mapping: Tensor,
 ) -> Tensor:
-    """See `reference.rotary_write_kv`; what pads a batch has a negative slot and is written nowhere."""
+    """See `ops.rotary_write_kv`; padding has a negative cell and is not written."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.shape[0]:
         return out
@@ -113,7 +113,7 @@ def _with_contiguous_heads(x: Tensor) -> Tensor:
 
 
 def _tiles(num_heads: int, dim: int, device: torch.device) -> tuple[int, int, dict[str, int]]:
-    """How many heads of `dim` elements a program takes, how many programs that makes a token, and their options."""
+    """Return the heads of `dim` elements per program, the programs per token, and their options."""
     launch = dict(options("heads", device))
     heads = max(1, launch.pop("ELEMENTS") // triton.next_power_of_2(dim))
     heads = min(heads, triton.next_power_of_2(num_heads))
@@ -122,7 +122,7 @@ def _tiles(num_heads: int, dim: int, device: torch.device) -> tuple[int, int, di
 
 @triton.jit
 def _rotated(heads, mask, position, cos_sin_cache, HALF: tl.constexpr, HALF_TILE: tl.constexpr):
-    """The halves of the heads that `heads` points to, turned by the angles of `position` and rounded step by step."""
+    """Return the halves of the heads at `heads`, rotated by the angles of `position` and rounded after each step."""
     frequency = tl.arange(0, HALF_TILE)
     table = cos_sin_cache + position * (2 * HALF) + frequency
     cos = tl.load(table, mask=frequency < HALF, other=0.0).to(tl.float32)[None, :]
@@ -140,7 +140,7 @@ def _rotary_kernel(
     x,  # [num_tokens, num_heads, 2 * HALF]
     positions,
     cos_sin_cache,
-    out,  # as x, contiguous
+    out,  # like x, contiguous
     token_stride,
     head_stride,
     num_heads,
@@ -148,7 +148,7 @@ def _rotary_kernel(
     HALF_TILE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """HEADS heads of one token."""
+    """Rotate HEADS heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, HALF_TILE)
@@ -168,7 +168,7 @@ def _rotary_kernel(
 
 @triton.jit
 def _copy_heads(x, head_stride, out, head, num_heads, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Those of the heads `head` of one token that are there, from `x` to `out`, where they are contiguous."""
+    """Copy the existing heads among `head` of one token from `x` to `out`, where they are contiguous."""
     column = tl.arange(0, TILE)
     mask = (head < num_heads)[:, None] & (column < DIM)[None, :]
     value = tl.load(x + head[:, None] * head_stride + column[None, :], mask=mask)
@@ -193,13 +193,13 @@ def _write_kernel(
     VALUE_TILE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """HEADS heads of one token's keys and values."""
+    """Write HEADS heads of one token's keys and values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    slot = tl.load(cell_mapping + token)
-    if slot < 0:
+    cell = tl.load(cell_mapping + token)
+    if cell < 0:
         return
-    start = slot * num_heads
+    start = cell * num_heads
     _copy_heads(
         k + token * k_token_stride, k_head_stride, k_cache + start * KEY_DIM, head, num_heads, KEY_DIM, KEY_TILE
     )
@@ -215,7 +215,7 @@ def _rotary_write_kernel(
     v,  # [num_tokens, num_kv_heads, VALUE_DIM]
     positions,
     cos_sin_cache,
-    out,  # as q, contiguous
+    out,  # like q, contiguous
     k_cache,
     v_cache,
     cell_mapping,
@@ -234,7 +234,7 @@ def _rotary_write_kernel(
     VALUE_TILE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """HEADS heads of one token: of its queries, or of its keys and values."""
+    """Process HEADS heads of one token: of its queries, or of its keys and values."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     column = tl.arange(0, HALF_TILE)
@@ -247,14 +247,14 @@ def _rotary_write_kernel(
         tl.store(place, low, mask=mask)
         tl.store(place + HALF, high, mask=mask)
     else:
-        slot = tl.load(cell_mapping + token)
-        if slot >= 0:
+        cell = tl.load(cell_mapping + token)
+        if cell >= 0:
             head = (tl.program_id(1) - QUERY_TILES) * HEADS + tl.arange(0, HEADS)
             mask = (head < num_kv_heads)[:, None] & (column < HALF)[None, :]
             heads = k + token * k_token_stride + head[:, None] * k_head_stride + column[None, :]
             low, high = _rotated(heads, mask, position, cos_sin_cache, HALF, HALF_TILE)
-            place = k_cache + (slot * num_kv_heads + head)[:, None] * (2 * HALF) + column[None, :]
+            place = k_cache + (cell * num_kv_heads + head)[:, None] * (2 * HALF) + column[None, :]
             tl.store(place, stored(low, k_cache), mask=mask)
             tl.store(place + HALF, stored(high, k_cache), mask=mask)
-            values = v_cache + slot * num_kv_heads * VALUE_DIM
+            values = v_cache + cell * num_kv_heads * VALUE_DIM
             _copy_heads(v + token * v_token_stride, v_head_stride, values, head, num_kv_heads, VALUE_DIM, VALUE_TILE)

@@ -1,4 +1,4 @@
-"""Tensors as rows of contiguous elements at regular places, which is how the elementwise kernels read them."""
+"""Describes tensors as rows of contiguous elements at regular distances, as the elementwise kernels read them."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Rows:
-    """The rows along the last dimension of `x`; a copy of it where they lie too unevenly."""
+    """Return the rows along the last dimension of `x`, of a contiguous copy if their distances are irregular."""
     dim = x.shape[-1]
     if x.stride(-1) == 1:
         if x.dim() == 2:

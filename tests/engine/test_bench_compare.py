@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from vllm_mp.cli.load_generator import LoadRequest, Timeline, uniform_load
 from vllm_mp.core.models import build_model
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.random_models import SIZES
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -37,7 +37,7 @@ def load_bench():
 
 def test_weights_that_a_step_reads_are_all_matrices_of_the_model(bench):
     size = bench.ModelSize.of(CONFIG)
-    model = build_model(Architecture.from_hf_config(CONFIG), torch.float32, "cpu")
+    model = build_model(read_architecture(CONFIG), torch.float32, "cpu")
     matrices = sum(
         weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2 and "embed" not in name
     )

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import num_preemptions
@@ -20,7 +20,7 @@ def played(request, default_model, tmp_path_factory):
     with one_thread():
         model = save_small_model(folder, default_model)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        bytes_per_token = Architecture.from_hf_config(model.config.to_dict()).kv_bytes_per_token(4)
+        bytes_per_token = read_architecture(model.config.to_dict()).kv_bytes_per_token(4)
         with (
             running_engine(folder, **company(bytes_per_token), num_threads=1, async_scheduling=request.param) as shared,
             running_engine(folder, **ALONE, num_threads=1) as private,

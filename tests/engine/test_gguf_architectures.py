@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.core.weights import gguf_converter
+from vllm_mp.core.weights import gguf_to_safetensors
 from vllm_mp.core.weights.loader import load_model
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
@@ -112,7 +112,7 @@ def completed(config, path, architecture, metadata, tensors):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    gguf_converter._complete(config, gguf.GGUFReader(path), architecture)
+    gguf_to_safetensors._complete(config, gguf.GGUFReader(path), architecture)
     return config
 
 

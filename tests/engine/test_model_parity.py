@@ -21,12 +21,12 @@ from transformers import (
 
 from vllm_mp.core.models import build_model
 from vllm_mp.core.weights.loader import load_weights
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.random_models import CONFIGS, GPT2_SIZES, SIZES, random_prompts, save_random_model
 
 
 def load_ours(folder: Path) -> nn.Module:
-    arch = Architecture.from_hf_config(json.loads((folder / "config.json").read_text()))
+    arch = read_architecture(json.loads((folder / "config.json").read_text()))
     model = build_model(arch, torch.float32, "cpu")
     load_weights(model, folder, "auto", 0)
     return model
@@ -55,7 +55,7 @@ def test_defaults_are_those_of_the_transformers_class(kind: type[PreTrainedConfi
         sizes["hidden_size"] = 64
     filled = {**kind(**sizes).to_dict(), "architectures": None}
     bare = {"model_type": kind.model_type, **sizes}
-    assert Architecture.from_hf_config(bare) == Architecture.from_hf_config(filled)
+    assert read_architecture(bare) == read_architecture(filled)
 
 
 def test_gpt2_hub_file_without_prefix_and_with_mask_buffers(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.models.transformers_backend import TransformersForCausalLM
 from vllm_mp.core.weights.loader import load_model
 from vllm_mp.errors import EngineStartError
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
 from vllm_mp.testing.random_models import (
@@ -321,7 +321,7 @@ def test_rotary_frequencies_that_follow_the_longest_sequence_are_noticed():
 
 
 def arch_of(causal):
-    return Architecture.from_hf_config({**causal.config.to_dict(), "architectures": [type(causal).__name__]})
+    return read_architecture({**causal.config.to_dict(), "architectures": [type(causal).__name__]})
 
 
 def test_a_head_alone_is_no_language_model(tmp_path):

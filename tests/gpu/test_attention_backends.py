@@ -1,4 +1,4 @@
-"""FlashAttention itself, where it is installed, and every backend that serves, in an engine."""
+"""Every attention backend that can be used here, FlashAttention included if it is installed, alone and in an engine."""
 
 import asyncio
 
@@ -14,7 +14,6 @@ from vllm_mp.testing.random_models import random_prompts, save_config
 pytest.importorskip("triton")
 from support.triton_sweep import at
 
-from vllm_mp.kernels import ops
 from vllm_mp.kernels.attention_backends import Case, choose
 
 pytestmark = ON_DEVICE
@@ -27,8 +26,8 @@ def case(dtype=torch.bfloat16, block_size=BLOCK_SIZE):
     return Case(torch.device(DEVICE), dtype, "auto", block_size, HEADS)
 
 
-def served():
-    """The names of the backends that serve here."""
+def usable_backends():
+    """Return the names of the backends that can be used here."""
     names = []
     for name in ("flash_attn", "triton", "cpu", "torch"):
         try:
@@ -39,27 +38,26 @@ def served():
     return names
 
 
-SERVED = served()
+USABLE = usable_backends()
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", USABLE)
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, PREFILLS, MIXED, [(1, 700), (300, 300), (20, 520)]], ids=str)
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (20, 3.0)])
-def test_attention_is_that_of_the_definition(name, rows, window, soft_cap):
-    # What no row wrote is NaN.
+def test_each_backend_agrees_with_the_reference(name, rows, window, soft_cap):
+    # Cells that no row wrote are NaN.
     batch = PagedBatch(rows, 8, 2, 128, BLOCK_SIZE)
     batch.round_to(torch.bfloat16)
     q, k_cache, v_cache = (x.to(DEVICE, torch.bfloat16) for x in (batch.q, batch.k_cache, batch.v_cache))
-    # The blocks that a row has not are the padding block, as in a core.
+    # Entries past a row's blocks name the padding block, as in a core.
     table = batch.metadata.block_table.clamp(max=k_cache.shape[0] - 1)
     (metadata,) = at(DEVICE, batch.metadata._replace(block_table=table))
-    attend = choose(name, case()).attend
-    got = ops.paged_attention(q, k_cache, v_cache, metadata._replace(attend=attend), 0.1, window, soft_cap)
+    got = choose(name, case()).attend(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float().cpu(), batch.expected(0.1, window, soft_cap), atol=2e-2, rtol=2e-2)
 
 
-def test_an_engine_computes_the_same_with_each(tmp_path):
+def test_engine_computes_the_same_with_each_backend(tmp_path):
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=256,
@@ -74,16 +72,16 @@ def test_an_engine_computes_the_same_with_each(tmp_path):
     logprobs = {}
 
     async def ask(engine):
-        """Of each prompt token after the first, in order."""
+        """Return the log-probability of each prompt token after the first, in order."""
         outputs = await asyncio.gather(
-            *(answer(engine, one, greedy(4, prompt_logprobs=0, ignore_eos=True)) for one in prompts)
+            *(answer(engine, prompt, greedy(4, prompt_logprobs=0, ignore_eos=True)) for prompt in prompts)
         )
         assert all(len(output.outputs[0].token_ids) == 4 for output in outputs)
         entries = [entry for output in outputs for entry in output.prompt_logprobs[1:]]
         tokens = [token for prompt in prompts for token in prompt[1:]]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
 
-    for name in SERVED:
+    for name in USABLE:
         with running_engine(
             folder,
             device=DEVICE,
@@ -96,5 +94,5 @@ def test_an_engine_computes_the_same_with_each(tmp_path):
         ) as engine:
             assert engine.vllm_config.attention_config.backend == name
             logprobs[name] = asyncio.run(ask(engine))
-    for name in SERVED:
+    for name in USABLE:
         torch.testing.assert_close(logprobs[name], logprobs["torch" if DEVICE == "cuda" else name], atol=0.05, rtol=0)

@@ -1,11 +1,11 @@
-"""A core that dies on the GPU, or of it: the memory comes back, and its streams go on or end with the cause."""
+"""A core dies on the GPU or because of it: its memory is freed, and its streams continue or end with the cause."""
 
 import asyncio
 import os
 import signal
 
 import pytest
-from support.gpu_device import DEVICE, ON_DEVICE, device_memory_in_use
+from support.gpu_device import DEVICE, ON_DEVICE, OPTIONS, SLACK_BYTES, device_memory_in_use
 from transformers import LlamaConfig
 
 from vllm_mp import EngineDeadError, EngineStartError, SamplingParams
@@ -16,7 +16,7 @@ from vllm_mp.testing.random_models import random_prompts, save_config
 pytestmark = ON_DEVICE
 
 NUM_STREAMS = 32
-# Large enough for the memory that its core holds to stand out.
+# The memory that its core holds is much larger than SLACK_BYTES.
 CONFIG = LlamaConfig(
     vocab_size=2048,
     hidden_size=512,
@@ -26,14 +26,6 @@ CONFIG = LlamaConfig(
     num_key_value_heads=8,
     max_position_embeddings=2048,
 )
-OPTIONS = {
-    "device": DEVICE,
-    "num_threads": 1,
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "max_model_len": 2048,
-    "kv_cache_memory_bytes": 2**29,
-}
 CAUSES = {
     "device_oom": "out of memory",
     "illegal_access": "illegal memory access",
@@ -41,17 +33,15 @@ CAUSES = {
     "raise": "injected fault",
 }
 FAULTS = ["kill", *(fault for fault in CAUSES if (fault == "raise") == (DEVICE == "cpu"))]
-"""A processor has no faults of its own that a core would outlive: an exception stands for those of a device."""
-SLACK = 64 * 2**20
-"""Bytes by which two readings of the same state may differ."""
+"""On a CPU, an exception stands for the faults of a device, because a core survives no fault of a CPU."""
 
 
 async def memory_is_back(before: int) -> bool:
-    return await asyncio.to_thread(device_memory_in_use) <= before + SLACK
+    return await asyncio.to_thread(device_memory_in_use) <= before + SLACK_BYTES
 
 
 async def start_streams(engine):
-    """Streams that have all begun and will not end by themselves soon."""
+    """Start streams, wait for the first output of each, and return them; they do not end soon."""
     params = SamplingParams(max_tokens=2000, ignore_eos=True)
     streams = [engine.generate(prompt, params) for prompt in random_prompts((16,) * NUM_STREAMS)]
     await asyncio.gather(*(anext(stream) for stream in streams))
@@ -68,11 +58,11 @@ def folder(tmp_path_factory):
     return save_config(CONFIG, tmp_path_factory.mktemp("llama"))
 
 
-def test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back(folder):
+def test_core_killed_under_load_ends_its_streams_and_frees_its_memory(folder):
     before = device_memory_in_use()
     with running_engine(folder, **OPTIONS, recovery=False) as engine:
         answers = [output.outputs[0].token_ids for output in generate_all(engine, random_prompts((16, 5)), 8)]
-        assert device_memory_in_use() > before + SLACK, "the core holds nothing that could come back"
+        assert device_memory_in_use() > before + SLACK_BYTES, "the core holds no memory that could be freed"
 
         async def run():
             streams = await start_streams(engine)
@@ -88,7 +78,7 @@ def test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back(fol
             await eventually(lambda: memory_is_back(before), timeout=60)
 
         asyncio.run(run())
-        # While the dead engine is still there: nothing of it is in the way of the next one.
+        # The dead engine still exists, and nothing of it may hinder the next engine.
         with running_engine(folder, **OPTIONS) as successor:
             again = [output.outputs[0].token_ids for output in generate_all(successor, random_prompts((16, 5)), 8)]
     assert again == answers
@@ -96,7 +86,7 @@ def test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back(fol
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_streams_go_on_with_the_next_core_as_if_nothing_had_been(folder, fault):
+def test_streams_continue_unchanged_on_the_next_core(folder, fault):
     before = device_memory_in_use()
     prompts = random_prompts((16,) * NUM_STREAMS)
     injected = "" if fault == "kill" else f"{fault}@request=struck,position=7,once"
@@ -126,7 +116,7 @@ def test_streams_go_on_with_the_next_core_as_if_nothing_had_been(folder, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS[1:])
-def test_the_streams_of_a_core_that_is_not_replaced_learn_what_has_failed(folder, fault):
+def test_streams_without_recovery_end_with_the_cause(folder, fault):
     options = {**OPTIONS, "fault_injection": f"{fault}@request=struck,position=7", "recovery": False}
 
     async def run(engine):
@@ -138,7 +128,7 @@ def test_the_streams_of_a_core_that_is_not_replaced_learn_what_has_failed(folder
 
 
 @pytest.mark.parametrize("fault", FAULTS[1:])
-def test_a_device_that_fails_while_the_weights_are_read_is_named_at_the_start(folder, fault):
+def test_device_that_fails_during_load_is_named_by_the_start_error(folder, fault):
     before = device_memory_in_use()
     with (
         pytest.raises(EngineStartError, match=CAUSES[fault]),

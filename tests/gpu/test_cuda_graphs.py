@@ -1,4 +1,4 @@
-"""Captured decode steps are those that are launched anew each, and take no more memory than was kept for them."""
+"""Captured decode steps equal launched steps, and graphs take no more memory than was kept for them."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from support.local_engine import LocalEngine
 from vllm_mp.core.worker import model_runner
 from vllm_mp.core.worker.cuda_graphs import cuda_capture
 from vllm_mp.core.worker.device import free_cuda_memory
-from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
+from vllm_mp.kernels.triton import available as triton
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
 from vllm_mp.testing.random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, one_thread, random_prompts, save_random_model
@@ -17,12 +17,12 @@ from vllm_mp.testing.random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, one_th
 pytestmark = [
     *ON_DEVICE,
     pytest.mark.skipif(
-        DEVICE == "cuda" and torch.cuda.is_available() and not ops.can_capture(torch.device("cuda")),
-        reason="the kernels that can be captured are not there",
+        DEVICE == "cuda" and torch.cuda.is_available() and triton.operations("cuda") is None,
+        reason="Triton, whose kernels can be captured, is not installed",
     ),
     pytest.mark.skipif(
         DEVICE == "cpu" and library() is None,
-        reason="torch's attention, which serves without the C++ kernels, reads lengths on the host",
+        reason="torch's attention, which is used without the C++ kernels, reads lengths on the host",
     ),
 ]
 
@@ -30,7 +30,7 @@ PROMPTS = random_prompts((9, 3, 30, 1, 12, 5, 26, 2, 17, 8, 4, 11, 6, 21))
 
 
 def make_capture(device):
-    """Captures into graphs; on a CPU, which proves the tests, into calls."""
+    """Capture into graphs; on a CPU, where the tests only prove themselves, into calls."""
     if DEVICE == "cuda":
         return cuda_capture(device)
 
@@ -62,7 +62,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_replay_gives_what_the_same_launches_give_to_the_bit(folder, dtype, overlaps):
+def test_replays_equal_launches_to_the_bit(folder, dtype, overlaps):
     rows = []
 
     def comparing(device):
@@ -92,7 +92,7 @@ def test_each_replay_gives_what_the_same_launches_give_to_the_bit(folder, dtype,
     assert set(rows) == {1, 2, 4, 8, 12}
 
 
-def test_tokens_that_stay_on_the_device_are_those_that_the_host_would_send_back(folder):
+def test_overlapping_steps_give_the_same_tokens(folder):
     def play(**options):
         engine = running(folder, **options)
         for slot, prompt in enumerate(PROMPTS):
@@ -104,10 +104,10 @@ def test_tokens_that_stay_on_the_device_are_those_that_the_host_would_send_back(
     assert play(make_capture=make_capture, async_scheduling=True) == play(make_capture=make_capture)
 
 
-def test_a_step_is_launched_without_waiting_for_the_one_before(folder):
-    """With the device kept busy, the host is through with the next launch before the device is with the last step."""
+def test_launching_a_step_does_not_wait_for_the_step_before(folder):
+    """While the device is busy, the host finishes the next launch before the device finishes the last step."""
     if DEVICE == "cpu":
-        pytest.skip("a processor computes within the launch")
+        pytest.skip("a CPU computes within the launch")
     engine = running(folder, make_capture=make_capture, async_scheduling=True)
     for slot in range(4):
         engine.add(slot, PROMPTS[slot], max_tokens=30, temperature=1.0, seed=slot, top_k=0, num_logprobs=-1)
@@ -117,11 +117,11 @@ def test_a_step_is_launched_without_waiting_for_the_one_before(folder):
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
     step = engine.scheduler.schedule()
     computing = engine.runner.launch(step, engine.batch, engine.sampler)
-    assert not computing.copies._event.query(), "the launch has waited for what was before it"
+    assert not computing.copies._event.query(), "the launch waited for the step before it"
     computing.wait()
 
 
-def test_an_engine_with_graphs_answers_as_transformers_would(tmp_path):
+def test_answers_with_graphs_agree_with_transformers(tmp_path):
     for name in ("llama", "qwen3"):
         folder = tmp_path / name
         reference = save_random_model(CONFIGS[name], folder)
@@ -132,9 +132,9 @@ def test_an_engine_with_graphs_answers_as_transformers_would(tmp_path):
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_graphs_are_made_unless_that_is_forbidden_and_fit_what_was_kept_for_them(tmp_path, monkeypatch, enforce_eager):
+def test_graphs_fit_the_memory_kept_for_them_and_enforce_eager_makes_none(tmp_path, monkeypatch, enforce_eager):
     if DEVICE == "cpu":
-        pytest.skip("the memory of graphs is a device's")
+        pytest.skip("only a GPU has memory of graphs")
     kept = []
     cache_blocks = model_runner.cache_blocks
 
@@ -156,4 +156,4 @@ def test_graphs_are_made_unless_that_is_forbidden_and_fit_what_was_kept_for_them
     monkeypatch.setattr(model_runner.ModelRunner, "_make_graphs", measure)
     engine = running(tmp_path, enforce_eager=enforce_eager, max_num_seqs=64)
     assert (engine.runner._graphs is None) == enforce_eager
-    assert taken[-1] <= kept[0] + 64 * 2**20, "what a share of the device leaves covers a reading that is off by little"
+    assert taken[-1] <= kept[0] + 64 * 2**20, "graphs took more memory than was kept, beyond the tolerance"

@@ -1,4 +1,4 @@
-"""Weights and cache in 8-bit floats on the GPU: what the definitions say on the CPU."""
+"""Weights and cache in 8-bit floats on the GPU, compared with kernels/reference.py on the CPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 NEAR_TIE = {"float32": 0.5, "bfloat16": 1.5}
-"""Logits spread over seven; what differs in its last bit may be rounded to another 8-bit float."""
+"""Logits range over seven. A difference in a last bit may round to another 8-bit float."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_products_equal_those_on_the_cpu(rows, outputs, inputs, has_bias, block_
     expected = reference.fp8_linear(x.float(), weight, scale, bias)
     assert got.dtype == dtype
     assert got.shape == expected.shape
-    # The sums of tensor cores, and the results in 16 bits, have about 8 bits behind the first.
+    # Sums of tensor cores, and results in 16 bits, are accurate to about 8 bits.
     assert (got.cpu().float() - expected).norm() <= 5e-3 * expected.norm()
 
 
@@ -55,7 +55,7 @@ def test_products_can_be_captured_and_replayed(rows, block_rows):
     weight = reference.to_float8(100 * torch.randn(512, 1024)).to(DEVICE)
     scale = torch.rand(512 // (block_rows or 1), 8 if block_rows else 1).to(DEVICE) + 0.5
     x = torch.randn(rows, 1024, device=DEVICE).bfloat16()
-    ops.fp8_linear(x, weight, scale)  # compiled, which a capture does not allow
+    ops.fp8_linear(x, weight, scale)  # compiles, which a capture does not allow
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.fp8_linear(x, weight, scale)
@@ -66,7 +66,7 @@ def test_products_can_be_captured_and_replayed(rows, block_rows):
 
 
 @pytest.mark.parametrize("dtype", NEAR_TIE)
-def test_answers_are_those_of_transformers_with_the_same_roundings(dtype, tmp_path):
+def test_answers_agree_with_transformers_with_the_same_roundings(dtype, tmp_path):
     with one_thread():
         model = save_random_model(CONFIGS["llama"], tmp_path)
         reference_model = in_float8(model.to(getattr(torch, dtype)).float())

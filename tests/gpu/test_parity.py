@@ -1,4 +1,4 @@
-"""The engine on the GPU says what transformers says on the CPU, and its operations compute what they compute there."""
+"""The engine on the GPU agrees with transformers on the CPU, and its operations agree with those on the CPU."""
 
 import copy
 from typing import Any
@@ -35,12 +35,12 @@ PROMPTS = random_prompts(PROMPT_LENGTHS)
 DTYPES = [torch.float32, torch.bfloat16]
 RELATIVE_ERROR = {torch.float32: 5e-5, torch.bfloat16: 1e-2}
 BFLOAT16_NEAR_TIE = 0.5
-"""Transformers' own logits of these models, which spread over seven, are off by up to 0.3 in bfloat16."""
+"""Even transformers' logits of these models, which range over seven, are off by up to 0.3 in bfloat16."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_tf32():
-    """Float32 shall mean float32, in this process and in the cores that it starts."""
+    """Compute float32 without TF32, in this process and in the cores that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NVIDIA_TF32_OVERRIDE", "0")
         patch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
@@ -54,21 +54,21 @@ def running(folder, **options):
 
 @pytest.fixture(scope="module", params=NATIVE)
 def random_model(request, tmp_path_factory):
-    """The configuration of an architecture, the folder of a model, and transformers' own of it."""
+    """The configuration of an architecture, the folder of a model, and the same model of transformers."""
     folder = tmp_path_factory.mktemp(request.param)
     config = CONFIGS[request.param]
     with one_thread():
         yield config, folder, save_random_model(config, folder)
 
 
-def test_prompts_alone_and_batched_are_answered_as_transformers_would(random_model):
+def test_answers_alone_and_batched_agree_with_transformers(random_model):
     _, folder, reference = random_model
     with running(folder, **WHOLE_PROMPTS) as engine:
         assert engine.vllm_config.device_config.device == DEVICE
         assert_engine_is_greedy(engine, reference, PROMPTS, NUM_TOKENS)
 
 
-def test_prompts_in_chunks_and_preempted_requests_are_answered_as_transformers_would(random_model):
+def test_answers_with_chunks_and_preemption_agree_with_transformers(random_model):
     config, folder, reference = random_model
     with running(folder, **scarce_blocks(config)) as engine:
         assert_engine_is_greedy(engine, reference, PROMPTS, NUM_TOKENS)
@@ -76,7 +76,7 @@ def test_prompts_in_chunks_and_preempted_requests_are_answered_as_transformers_w
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_answers_in_bfloat16_stay_near_those_of_the_rounded_model_in_float32(name, tmp_path):
+def test_bfloat16_answers_stay_near_the_rounded_model_in_float32(name, tmp_path):
     with one_thread():
         reference = copy.deepcopy(save_random_model(CONFIGS[name], tmp_path)).bfloat16().float()
         with running(tmp_path, **{**WHOLE_PROMPTS, "dtype": "bfloat16"}) as engine:
@@ -107,7 +107,7 @@ def as_float32(values: Any) -> Any:
 
 
 def assert_same(operation: Any, *inputs: Any, dtype: torch.dtype) -> None:
-    """`operation` on the device is as near to its float32 result on the CPU as `dtype` allows."""
+    """Assert that `operation` on the device is as close to float32 on the CPU as `dtype` allows."""
     got = operation(*on_device(inputs))
     expected = operation(*map(as_float32, inputs))
     for ours, reference in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, expected)), strict=True):
@@ -119,7 +119,7 @@ def assert_same(operation: Any, *inputs: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [48, 1024, 4096])
-def test_norms_and_activations_equal_those_on_the_cpu(dim, dtype):
+def test_norms_and_activations_agree_with_the_cpu(dim, dtype):
     x, residual = random_tensor(2, 33, dim, dtype=dtype).unbind()
     weight, bias = random_tensor(2, dim, dtype=dtype).unbind()
     assert_same(lambda *args: ops.rms_norm(*args, 1e-5), x, weight, dtype=dtype)
@@ -132,7 +132,7 @@ def test_norms_and_activations_equal_those_on_the_cpu(dim, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 8), (32, 8, 128), (16, 16, 64)])
-def test_rotary_equals_that_on_the_cpu(heads, kv_heads, head_dim, dtype):
+def test_rotary_agrees_with_the_cpu(heads, kv_heads, head_dim, dtype):
     positions = torch.tensor([3, 0, 4095, 7, 511])
     angles = torch.outer(torch.arange(4096.0), 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim))
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
@@ -141,12 +141,12 @@ def test_rotary_equals_that_on_the_cpu(heads, kv_heads, head_dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv_fills_the_slots_that_it_fills_on_the_cpu(dtype):
+def test_write_kv_fills_the_same_cells_as_on_the_cpu(dtype):
     k, v = random_tensor(2, 3, 2, 8, dtype=dtype).unbind()
     caches = [torch.zeros(4, 4, 2, 8, dtype=dtype, device=device) for device in ("cpu", "cpu", DEVICE, DEVICE)]
-    slots = torch.tensor([9, 0, 14])
-    ops.write_kv(k, v, *caches[:2], slots)
-    ops.write_kv(*on_device((k, v)), *caches[2:], slots.to(DEVICE))
+    cells = torch.tensor([9, 0, 14])
+    ops.write_kv(k, v, *caches[:2], cells)
+    ops.write_kv(*on_device((k, v)), *caches[2:], cells.to(DEVICE))
     assert torch.equal(caches[0], caches[2].cpu())
     assert torch.equal(caches[1], caches[3].cpu())
 
@@ -157,7 +157,7 @@ def test_write_kv_fills_the_slots_that_it_fills_on_the_cpu(dtype):
 )
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 8), (32, 8, 128), (4, 4, 80)])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (16, None), (16, 3.0)])
-def test_paged_attention_equals_that_on_the_cpu(rows, heads, kv_heads, head_dim, window, soft_cap, dtype):
+def test_paged_attention_agrees_with_the_cpu(rows, heads, kv_heads, head_dim, window, soft_cap, dtype):
     block_size = 16
     num_blocks = 64
     order = torch.randperm(num_blocks).tolist()
@@ -172,7 +172,7 @@ def test_paged_attention_equals_that_on_the_cpu(rows, heads, kv_heads, head_dim,
     assert_same(attention, q, k_cache, v_cache, metadata, dtype=dtype)
 
 
-def test_the_sampler_draws_what_it_draws_on_the_cpu():
+def test_sampler_draws_the_same_tokens_as_on_the_cpu():
     knobs = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]
     batch = Batch(64, 8, 4, eos_token_ids=[3])
     for i in range(64):

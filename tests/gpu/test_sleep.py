@@ -1,10 +1,10 @@
-"""An engine that sleeps on the GPU leaves its memory to others, and is the same engine when it wakes up."""
+"""An engine that sleeps on the GPU frees its memory, and gives the same answers after it wakes up."""
 
 import asyncio
 
 import pytest
 import torch
-from support.gpu_device import DEVICE, ON_DEVICE, device_memory_in_use
+from support.gpu_device import CACHE_BYTES, DEVICE, ON_DEVICE, OPTIONS, SLACK_BYTES, device_memory_in_use
 from transformers import GPTNeoXConfig, LlamaConfig
 
 from vllm_mp import EngineError, SamplingParams
@@ -15,7 +15,7 @@ from vllm_mp.testing.random_models import SIZES, random_prompts, save_config
 
 pytestmark = ON_DEVICE
 
-# Weights and cache are large enough to stand out.
+# Weights and cache are much larger than SLACK_BYTES.
 CONFIG = LlamaConfig(
     vocab_size=2048,
     hidden_size=1024,
@@ -26,17 +26,6 @@ CONFIG = LlamaConfig(
     max_position_embeddings=2048,
 )
 WEIGHT_BYTES = 4 * (8 * (4 * 1024 * 1024 + 3 * 1024 * 2048) + 2 * 2048 * 1024)
-CACHE_BYTES = 2**29
-OPTIONS = {
-    "device": DEVICE,
-    "num_threads": 1,
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "max_model_len": 2048,
-    "kv_cache_memory_bytes": CACHE_BYTES,
-}
-SLACK = 64 * 2**20
-"""Bytes by which two readings of the same state may differ."""
 PROMPTS = random_prompts((16,) * 8)
 
 
@@ -54,18 +43,18 @@ async def start_streams(engine):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_memory_comes_back_to_others_and_the_answers_are_those_of_before(engine, level):
-    # On a CPU level 1 keeps the weights, and what nobody has written of a cache takes no memory.
-    given_up = WEIGHT_BYTES * (level - 1) if DEVICE == "cpu" else WEIGHT_BYTES + CACHE_BYTES
+def test_sleep_frees_memory_and_answers_after_wake_up_are_the_same(engine, level):
+    # On a CPU, level 1 keeps the weights, and unwritten parts of a cache take no memory.
+    freed = WEIGHT_BYTES * (level - 1) if DEVICE == "cpu" else WEIGHT_BYTES + CACHE_BYTES
 
     async def run():
         streams = await start_streams(engine)
         held = device_memory_in_use()
         await engine.sleep(level)
-        assert device_memory_in_use() <= held - given_up + SLACK
+        assert device_memory_in_use() <= held - freed + SLACK_BYTES
         await engine.wake_up()
         answers = [(await rest(stream)).token_ids for stream in streams]
-        assert device_memory_in_use() <= held + SLACK
+        assert device_memory_in_use() <= held + SLACK_BYTES
         await eventually(lambda: is_empty(engine))
         return answers
 
@@ -75,9 +64,9 @@ def test_the_memory_comes_back_to_others_and_the_answers_are_those_of_before(eng
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_finds_its_memory_taken_sleeps_on_without_any(engine, level):
+def test_engine_stays_asleep_when_its_memory_is_taken(engine, level):
     if DEVICE == "cpu":
-        pytest.skip("a test that takes the memory of the host is none")
+        pytest.skip("the test would take all of the host's memory")
     device = torch.device("cuda")
 
     async def run():
@@ -88,7 +77,7 @@ def test_an_engine_that_finds_its_memory_taken_sleeps_on_without_any(engine, lev
         with pytest.raises(EngineError, match=r"the core stays asleep, .*[Oo]ut of memory"):
             await engine.wake_up()
         assert await engine.is_sleeping()
-        assert device_memory_in_use() <= asleep + SLACK
+        assert device_memory_in_use() <= asleep + SLACK_BYTES
         del taken
         torch.cuda.empty_cache()
         await engine.wake_up()
@@ -98,7 +87,7 @@ def test_an_engine_that_finds_its_memory_taken_sleeps_on_without_any(engine, lev
     assert asyncio.run(run()) == expected
 
 
-def test_a_model_of_transformers_sleeps_too(tmp_path):
+def test_model_of_transformers_can_sleep(tmp_path):
     config = GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"])
     options = {**OPTIONS, "max_model_len": 64, "kv_cache_memory_bytes": 2**24}
     prompts = random_prompts((9, 3))

@@ -1,4 +1,4 @@
-"""The Triton kernels on the GPU: the sweep that the interpreter does, and what needs a GPU's memory."""
+"""The Triton kernels on the GPU: the tests of the interpreter, and tests that need a GPU's memory."""
 
 import pytest
 import torch
@@ -12,30 +12,30 @@ from support.triton_sweep import *  # noqa: E402, F403
 from support.triton_sweep import DEVICE, assert_near, operations, reference  # noqa: E402
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="takes 9 GB, and so long on a CPU")
-def test_a_cache_of_more_elements_than_32_bits_count():
+@pytest.mark.skipif(DEVICE != "cuda", reason="takes 9 GB, and too long on a CPU")
+def test_cache_with_more_elements_than_32_bits_count():
     block_size, kv_heads, dim = 16, 8, 128
     num_blocks = 2**31 // (block_size * kv_heads * dim) + 64
     caches = torch.empty(2, num_blocks, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE).unbind()
     rows = [(1, 70), (20, 50)]
     tables = [[num_blocks - 1 - i for i in range(5)], [num_blocks - 9 - i for i in range(4)]]
     metadata = paged_metadata(rows, tables, block_size, DEVICE)
-    slots = torch.tensor([t[p // 16] * 16 + p % 16 for (_, n), t in zip(rows, tables, strict=True) for p in range(n)])
-    k, v = torch.randn(2, len(slots), kv_heads, dim).bfloat16().to(DEVICE).unbind()
-    operations.write_kv(k, v, *caches, slots.to(DEVICE))
+    cells = torch.tensor([t[p // 16] * 16 + p % 16 for (_, n), t in zip(rows, tables, strict=True) for p in range(n)])
+    k, v = torch.randn(2, len(cells), kv_heads, dim).bfloat16().to(DEVICE).unbind()
+    operations.write_kv(k, v, *caches, cells.to(DEVICE))
     q = torch.randn(21, 32, dim).bfloat16().to(DEVICE)
     expected = reference.paged_attention(q, *caches, metadata, dim**-0.5)
     assert_near(operations.paged_attention(q, *caches, metadata, dim**-0.5), expected.cpu(), torch.bfloat16)
     table = torch.ones(64, dim, dtype=torch.bfloat16, device=DEVICE)
-    before = caches[0].flatten(0, 1)[slots[-5:].to(DEVICE)]
-    operations.rotary_write_kv(q[:5], k[:5], v[:5], slots.to(DEVICE)[:5] * 0, table, *caches, slots.to(DEVICE)[-5:])
-    assert torch.equal(caches[1].flatten(0, 1)[slots[-5:].to(DEVICE)], v[:5])
-    assert not torch.equal(caches[0].flatten(0, 1)[slots[-5:].to(DEVICE)], before)
+    before = caches[0].flatten(0, 1)[cells[-5:].to(DEVICE)]
+    operations.rotary_write_kv(q[:5], k[:5], v[:5], cells.to(DEVICE)[:5] * 0, table, *caches, cells.to(DEVICE)[-5:])
+    assert torch.equal(caches[1].flatten(0, 1)[cells[-5:].to(DEVICE)], v[:5])
+    assert not torch.equal(caches[0].flatten(0, 1)[cells[-5:].to(DEVICE)], before)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA has graphs")
 @pytest.mark.parametrize("splits", [1, 8])
-def test_a_captured_step_of_decodes_serves_other_rows(splits):
+def test_captured_decode_step_can_be_replayed_for_other_rows(splits):
     heads, kv_heads, dim, block_size, size = 8, 2, 128, 16, 4
     caches = torch.randn(2, 64, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE).unbind()
     q = torch.randn(size, heads, dim, dtype=torch.bfloat16, device=DEVICE)
@@ -46,7 +46,7 @@ def test_a_captured_step_of_decodes_serves_other_rows(splits):
     def attend():
         return operations.paged_attention(q, *caches, metadata, dim**-0.5)
 
-    attend()  # compiled, which a capture does not allow
+    attend()  # compiles, which a capture does not allow
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attend()
@@ -54,6 +54,6 @@ def test_a_captured_step_of_decodes_serves_other_rows(splits):
         metadata.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         graph.replay()
         for row, context in enumerate(lens):
-            one = paged_metadata([(1, max(context, 1))], [table[row].tolist()], block_size, DEVICE)
-            expected = reference.paged_attention(q[row : row + 1], *caches, one, dim**-0.5)
+            alone = paged_metadata([(1, max(context, 1))], [table[row].tolist()], block_size, DEVICE)
+            expected = reference.paged_attention(q[row : row + 1], *caches, alone, dim**-0.5)
             assert_near(out[row : row + 1], expected.cpu() * (context > 0), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Which implementation computes attention, and how FlashAttention is called, by stand-ins of its own signatures."""
+"""The choice of an attention backend, and the calls of FlashAttention, checked by stand-ins with its signatures."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from support.flash_stand_ins import flash_attn_varlen_func, flash_attn_with_kvca
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from torch import Tensor
 
-from vllm_mp.kernels import attention_backends, flash, ops, reference
+from vllm_mp.kernels import attention_backends, flash, reference
 from vllm_mp.kernels.attention_backends import Case, choose
 from vllm_mp.kernels.cpu.library import VARIABLE, library
 from vllm_mp.kernels.triton import available
@@ -20,11 +20,11 @@ HEADS = [((2, 64), (2, 64))]
 CASE = Case(CUDA, torch.bfloat16, "auto", 16, HEADS)
 BLOCKS_OF_256 = CASE._replace(block_size=256)
 THREE, TWO = (9, 0), (8, 6)
-"""Compute capabilities for which there are the versions 3 and 2."""
+"""Compute capabilities on which FlashAttention 3 and 2 run."""
 
 
 class Machine:
-    """A machine without any FlashAttention, and with a GPU of compute capability 9.0, until told otherwise."""
+    """A machine with a GPU of compute capability 9.0 and without FlashAttention, until told otherwise."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -57,7 +57,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, PREFILLS, MIXED], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1)])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (None, 3.0), (20, 3.0)])
-def test_flash_attention_computes_what_is_defined(
+def test_flash_attention_agrees_with_the_reference(
     machine: Machine, version: Any, rows: Any, heads: int, kv_heads: int, window: int | None, soft_cap: float | None
 ) -> None:
     machine.install_both()
@@ -65,12 +65,11 @@ def test_flash_attention_computes_what_is_defined(
     batch = PagedBatch(rows, heads, kv_heads, 16, 256 if version == TWO else 16)
     chosen = choose("flash_attn", CASE if version == THREE else BLOCKS_OF_256)
     assert chosen.name == "flash_attn"
-    metadata = batch.metadata._replace(attend=chosen.attend)
-    got = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, metadata, 0.2, window, soft_cap)
+    got = chosen.attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.2, window, soft_cap)
     torch.testing.assert_close(got, batch.expected(0.2, window, soft_cap), atol=2e-5, rtol=1e-4)
 
 
-def test_prefills_alone_are_given_to_it_and_decodes_and_what_isolates_to_the_usual_kernels(machine: Machine) -> None:
+def test_flash_attention_gets_only_prefills_of_steps_that_need_not_isolate(machine: Machine) -> None:
     batch = PagedBatch(MIXED, 4, 2, 16, 16)
     called: list[Any] = []
 
@@ -80,7 +79,6 @@ def test_prefills_alone_are_given_to_it_and_decodes_and_what_isolates_to_the_usu
 
     def usual(q: Tensor, *inputs: Any) -> Tensor:
         metadata = inputs[2]
-        assert metadata.attend is None, "it would be asked again"
         called.append(("usual", len(q), metadata.query_lens, metadata.host_seq_lens, metadata.max_seq_len))
         return reference.paged_attention(q, *inputs)
 
@@ -96,7 +94,7 @@ def test_prefills_alone_are_given_to_it_and_decodes_and_what_isolates_to_the_usu
     assert called == [("usual", 12, [1, 1, 7, 3], [40, 2, 7, 50], 50)]
 
 
-def test_the_first_that_serves_is_chosen(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_the_first_backend_that_can_be_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto", CASE).name == "triton"
     machine.install_both()
     assert choose("auto", CASE).name == "flash_attn"
@@ -106,7 +104,7 @@ def test_the_first_that_serves_is_chosen(machine: Machine, monkeypatch: pytest.M
     assert choose("auto", CASE._replace(dtype=torch.float32)).name == "torch"
 
 
-def test_on_a_cpu_it_is_cpp_where_that_is_built_and_the_definition_elsewhere(
+def test_cpu_uses_the_cpp_kernels_if_they_are_built_and_torch_otherwise(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASE._replace(device=CPU)
@@ -114,7 +112,8 @@ def test_on_a_cpu_it_is_cpp_where_that_is_built_and_the_definition_elsewhere(
     assert choose("auto", case).name == expected
     assert choose("auto", case._replace(dtype=torch.float16)).name == "torch"
     assert choose("auto", case._replace(cache_dtype="fp8")).name == "torch"
-    assert choose(expected, case).name == expected, "what was chosen may be asked for"
+    assert choose("auto", case._replace(kv_shapes=[*HEADS, ((2, 63), (2, 64))])).name == "torch"
+    assert choose(expected, case).name == expected, "the chosen name must be accepted as a wish"
     library.cache_clear()
     monkeypatch.setenv(VARIABLE, "none")
     assert choose("auto", case).name == choose("torch", case).name == "torch"
@@ -127,23 +126,21 @@ def test_on_a_cpu_it_is_cpp_where_that_is_built_and_the_definition_elsewhere(
         ("flash_attn", CASE._replace(dtype=torch.float32), "float32; set dtype='bfloat16'"),
         ("flash_attn", CASE._replace(cache_dtype="fp8"), "kv_cache_dtype='fp8'; set that to 'auto'"),
         ("flash_attn", CASE._replace(kv_shapes=[]), "encoder"),
-        ("flash_attn", CASE._replace(kv_shapes=[*HEADS, ((2, 192), (2, 128))]), "192 of keys and 128 of values"),
-        ("flash_attn", CASE._replace(kv_shapes=[((2, 512), (2, 512))]), "up to 256, .*512 of keys"),
+        ("flash_attn", CASE._replace(kv_shapes=[*HEADS, ((2, 192), (2, 128))]), "192 for keys and 128 for values"),
+        ("flash_attn", CASE._replace(kv_shapes=[((2, 512), (2, 512))]), "up to 256, .*512 for keys"),
         ("flash_attn", CASE, r"FlashAttention-3 is not installed \(module flash_attn_interface\); Flash.*-2 is not"),
         ("triton", CASE._replace(device=CPU), "set device='cuda'"),
         ("triton", CASE._replace(kv_shapes=[]), "encoder"),
         ("cpu", CASE, "for CPUs"),
     ],
 )
-def test_what_does_not_serve_is_refused_by_name_with_the_remedy(
-    machine: Machine, name: str, case: Case, words: str
-) -> None:
+def test_unsupported_backend_is_refused_with_the_remedy(machine: Machine, name: str, case: Case, words: str) -> None:
     with pytest.raises(ValueError, match=rf"^attention_backend='{name}': .*{words}.*; or leave it 'auto'$"):
         choose(name, case)
 
 
-@pytest.mark.skipif(library() is None, reason="there are no C++ kernels here")
-def test_the_definition_is_refused_where_cpp_computes_whole_layers(machine: Machine) -> None:
+@pytest.mark.skipif(library() is None, reason="the C++ kernels are not built")
+def test_torch_backend_is_refused_where_cpp_computes_whole_layers(machine: Machine) -> None:
     with pytest.raises(ValueError, match=f"^attention_backend='torch': .*set {VARIABLE}=none"):
         choose("torch", CASE._replace(device=CPU))
 
@@ -158,11 +155,11 @@ def _old_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, ma
         ((7, 5), {"flash_attn_varlen_func": flash_attn_varlen_func}, 256, "needs compute capability 8.0, .* has 7.5"),
         (TWO, {"flash_attn_varlen_func": flash_attn_varlen_func}, 16, "multiple of 256 tokens; set block_size=256"),
         (TWO, {"flash_attn_varlen_func": _old_varlen}, 256, "too old: .* lacks block_table, softcap, window_size"),
-        (TWO, {}, 256, "cannot be imported: .*no attribute 'flash_attn_varlen_func'.*built for torch"),
+        (TWO, {}, 256, "cannot be imported: .*no attribute 'flash_attn_varlen_func'.*build for torch"),
     ],
     ids=["capability", "blocks", "old", "broken"],
 )
-def test_what_is_installed_and_of_no_use_is_refused_and_by_itself_passed_over_with_a_warning(
+def test_unusable_flash_attention_is_refused_and_auto_skips_it_with_a_warning(
     machine: Machine,
     caplog: pytest.LogCaptureFixture,
     capability: tuple[int, int],
@@ -178,14 +175,19 @@ def test_what_is_installed_and_of_no_use_is_refused_and_by_itself_passed_over_wi
     with caplog.at_level(logging.WARNING):
         assert choose("auto", case).name == "triton"
     (warning,) = caplog.records
-    assert "FlashAttention is installed and does not serve" in warning.getMessage()
+    assert "FlashAttention is installed but cannot be used" in warning.getMessage()
 
 
-def test_what_does_not_isolate_says_so_and_only_what_reads_nothing_on_the_host_is_captured(machine: Machine) -> None:
+def test_backends_say_whether_they_isolate_and_can_be_captured(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.install_both()
-    caches = (torch.empty(1, 16, 2, 64), torch.empty(1, 16, 2, 64))
-    for name, captures in (("flash_attn", True), ("triton", True), ("torch", False)):
+    expected = {"flash_attn": (True, False), "triton": (True, True), "torch": (False, False)}
+    for name, (captures, isolates) in expected.items():
         chosen = choose(name, CASE)
-        assert chosen.captures == captures
-        assert chosen.isolates(*caches) == (chosen.attend is None and ops.isolates(*caches))
-    assert choose("flash_attn", CASE).attend is not None
+        assert (chosen.captures, chosen.isolates) == (captures, isolates)
+    long_heads = CASE._replace(kv_shapes=[*HEADS, ((2, 512), (2, 512))])
+    assert not choose("triton", long_heads).isolates, "the reference computes heads that are too long"
+    assert choose("torch", CASE._replace(kv_shapes=[])).isolates, "an encoder has no cache to isolate"
+    monkeypatch.setattr(attention_backends.triton, "operations", lambda _: None)
+    assert not choose("flash_attn", CASE).captures, "torch computes its decodes"

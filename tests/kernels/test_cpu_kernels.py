@@ -1,4 +1,4 @@
-"""Every build of the C++ kernels that this processor runs, against the torch definitions."""
+"""Every build of the C++ kernels that this processor runs, compared with kernels/reference.py."""
 
 import itertools
 import shutil
@@ -10,15 +10,15 @@ from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, P
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from vllm_mp.core.models import build_model
-from vllm_mp.core.weights.loader import fill_with_dummy_weights
+from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.cpu.library import VARIABLE, library, load, runnable_builds
 from vllm_mp.kernels.cpu.packed import PackedLinear
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 LONG = [(1, 1500), (1, 513), (1, 512), (300, 1200), (5, 600)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
-"""Of the largest value."""
+"""The greatest error, relative to the largest value."""
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -26,8 +26,8 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def build(request, monkeypatch):
     found = load(request.param)
     if found is None and shutil.which("g++") is None:
-        pytest.skip("there is no compiler, so the kernels are not there")
-    assert found is not None, "the kernels have not been compiled"
+        pytest.skip("no compiler is installed, so the kernels are not built")
+    assert found is not None, "the kernels are not built although a compiler is installed"
     monkeypatch.setattr(ops, "library", lambda: found)
     torch.manual_seed(0)
     return found
@@ -41,7 +41,7 @@ def assert_near(got, expected, dtype):
 @DTYPES
 @pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (576, 1536), (33, 2), (1, 10)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_of_torch(build, dtype, outputs, inputs, has_bias):
+def test_products_agree_with_torch(build, dtype, outputs, inputs, has_bias):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
@@ -56,7 +56,7 @@ def test_products_are_those_of_torch(build, dtype, outputs, inputs, has_bias):
 
 
 @DTYPES
-def test_a_row_of_a_product_is_the_same_in_any_company(build, dtype):
+def test_products_are_batch_invariant(build, dtype):
     x = torch.randn(64, 576).to(dtype)
     product = PackedLinear(build, torch.randn(100, 576).to(dtype), None)
     together = product(x)
@@ -65,7 +65,7 @@ def test_a_row_of_a_product_is_the_same_in_any_company(build, dtype):
 
 
 def rounded_to_8_bits(weight):
-    """float32 [outputs, inputs], with one scale for each output."""
+    """Return `weight` rounded to int8 with one scale for each output, as float32 [outputs, inputs]."""
     bound = weight.float().abs().amax(1, keepdim=True)
     units = torch.full_like(bound, 127) / bound  # `127 / bound` would round twice
     return (weight.float() * units).round() * (bound / 127)
@@ -73,7 +73,7 @@ def rounded_to_8_bits(weight):
 
 @DTYPES
 @pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (33, 4)])
-def test_weights_of_8_bits_are_multiplied_as_they_were_rounded(build, dtype, outputs, inputs):
+def test_int8_products_agree_with_the_rounded_weights(build, dtype, outputs, inputs):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
@@ -87,7 +87,7 @@ def test_weights_of_8_bits_are_multiplied_as_they_were_rounded(build, dtype, out
 
 
 @DTYPES
-def test_a_row_that_is_not_finite_spoils_no_other_in_8_bits(build, dtype):
+def test_row_that_is_not_finite_spoils_no_other_row_in_int8(build, dtype):
     x = torch.randn(5, 64).to(dtype)
     product = PackedLinear(build, torch.randn(40, 64).to(dtype), None, "int8")
     expected = product(x)
@@ -97,7 +97,7 @@ def test_a_row_that_is_not_finite_spoils_no_other_in_8_bits(build, dtype):
     assert torch.equal(got[[0, 2, 4]], expected[[0, 2, 4]])
 
 
-def test_weights_of_a_size_that_bytes_cannot_have_stay_as_they_are(build):
+def test_weights_of_an_unsuitable_size_are_not_quantized(build):
     weight, x = torch.randn(40, 6), torch.randn(3, 6)
     assert torch.equal(PackedLinear(build, weight, None, "int8")(x), PackedLinear(build, weight, None)(x))
 
@@ -105,10 +105,10 @@ def test_weights_of_a_size_that_bytes_cannot_have_stay_as_they_are(build):
 @DTYPES
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("outputs", [1, 31, 70, 500])
-def test_the_highest_output_is_found_and_the_first_of_equals(build, dtype, quantization, outputs):
+def test_argmax_finds_the_first_of_the_highest_outputs(build, dtype, quantization, outputs):
     generator = torch.Generator().manual_seed(outputs)
     weight = torch.randn(outputs, 64, generator=generator).to(dtype)
-    weight[outputs // 2 :] = weight[: outputs - outputs // 2].clone()  # each is there twice
+    weight[outputs // 2 :] = weight[: outputs - outputs // 2].clone()  # each occurs twice
     bias = torch.randn(outputs, generator=generator).to(dtype)
     bias[outputs // 2 :] = bias[: outputs - outputs // 2].clone()
     product = PackedLinear(build, weight, bias, quantization)
@@ -118,7 +118,7 @@ def test_the_highest_output_is_found_and_the_first_of_equals(build, dtype, quant
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_row_that_is_not_finite_has_no_highest_output(build, quantization):
+def test_argmax_of_a_row_that_is_not_finite_is_no_place(build, quantization):
     product = PackedLinear(build, torch.randn(70, 64), None, quantization)
     x = torch.randn(20, 64)
     expected = product.argmax(x)
@@ -140,7 +140,7 @@ def attend(batch, dtype, *options):
 )
 @pytest.mark.parametrize("window", [None, 7, 600])
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
-def test_attention_is_that_of_the_definition(
+def test_attention_agrees_with_the_reference(
     build, dtype, rows, heads, kv_heads, head_dim, block_size, value_dim, window, soft_cap
 ):
     batch = PagedBatch(rows, heads, kv_heads, head_dim, block_size, value_dim)
@@ -153,7 +153,7 @@ def test_attention_is_that_of_the_definition(
 
 @DTYPES
 @pytest.mark.parametrize("window", [None, 90])
-def test_the_attention_of_a_token_is_the_same_in_any_chunk_and_company(build, dtype, window):
+def test_attention_is_batch_invariant_and_the_same_in_any_chunk(build, dtype, window):
     whole = PagedBatch([(700, 700), (30, 50)], 6, 2, 64, 16)
     together = attend(whole, dtype, whole.metadata, 0.125, window)
     for first, last in itertools.pairwise([0, 1, 2, 100, 163, 500, 699, 700]):
@@ -173,7 +173,7 @@ def test_the_attention_of_a_token_is_the_same_in_any_chunk_and_company(build, dt
 
 
 @DTYPES
-def test_what_is_not_finite_stays_with_the_tokens_that_see_it(build, dtype):
+def test_nan_reaches_only_the_queries_that_see_it(build, dtype):
     batch = PagedBatch([(1, 40), (60, 100), (3, 9)], 4, 2, 64, 16)
     expected = attend(batch, dtype, batch.metadata, 0.125)
     spoilt = batch.metadata.cell_mapping[1 + 20]
@@ -208,10 +208,10 @@ CONFIGS = {
     ("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8")], ids=str
 )
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, quantization, name, monkeypatch):
+def test_fused_decoder_agrees_with_its_modules(build, dtype, quantization, name, monkeypatch):
     config = CONFIGS[name]
     architecture = type(config).__name__.replace("Config", "ForCausalLM")
-    arch = Architecture.from_hf_config({**config.to_dict(), "architectures": [architecture]})
+    arch = read_architecture({**config.to_dict(), "architectures": [architecture]})
     modules, packed = (build_model(arch, dtype, "cpu") for _ in range(2))
     fill_with_dummy_weights(modules, 0)
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_a_layer_in_one_piece_is_the_modules_one_by_one(build, dtype, quantizati
             assert (got.float() - expected.float()).norm() <= bound * expected.float().norm()
 
 
-def test_a_build_is_chosen_by_the_environment_and_a_wrong_name_is_told_the_right_ones(monkeypatch):
+def test_environment_chooses_the_build_and_an_unknown_name_is_refused(monkeypatch):
     try:
         for name in runnable_builds():
             monkeypatch.setenv(VARIABLE, name)

@@ -1,4 +1,4 @@
-"""Attention in both directions against naive arithmetic."""
+"""Attention in both directions, compared with naive arithmetic."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def naive(q, k, v, scale):
 
 
 @pytest.mark.parametrize("rows", [ROWS, (5,), (1, 1, 1)])
-def test_each_token_sees_all_of_its_row_and_nothing_else(rows):
+def test_each_token_sees_its_whole_row_and_nothing_else(rows):
     torch.manual_seed(0)
     q, k, v = (torch.randn(sum(rows), 3, 8) for _ in range(3))
     got = ops.encoder_attention(q, k, v, rows, 0.3)
@@ -22,7 +22,7 @@ def test_each_token_sees_all_of_its_row_and_nothing_else(rows):
     torch.testing.assert_close(got, torch.cat([naive(*part, 0.3) for part in parts]), atol=1e-5, rtol=1e-4)
 
 
-def test_what_is_not_a_number_stays_in_its_row():
+def test_nan_stays_in_its_row():
     torch.manual_seed(0)
     qkv = torch.randn(3, sum(ROWS), 3, 8)
     clean = ops.encoder_attention(*qkv, ROWS, 0.3)

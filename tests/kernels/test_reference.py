@@ -1,4 +1,4 @@
-"""The torch definitions against naive arithmetic and against transformers."""
+"""kernels/reference.py compared with naive arithmetic and with transformers."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_paged_attention_equals_dense_attention(
 
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED, [(1, 37)]])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
-def test_values_may_have_another_size_than_keys(rows: list[tuple[int, int]], soft_cap: float | None) -> None:
+def test_values_may_have_a_different_size_from_keys(rows: list[tuple[int, int]], soft_cap: float | None) -> None:
     batch = PagedBatch(rows, 4, 2, 24, 8, value_dim=16)
     got = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.2, 9, soft_cap)
     torch.testing.assert_close(got, batch.expected(0.2, 9, soft_cap), atol=2e-5, rtol=1e-4)
@@ -39,7 +39,7 @@ def test_values_may_have_another_size_than_keys(rows: list[tuple[int, int]], sof
 
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (5, None), (None, 3.0)])
-def test_a_token_that_is_not_finite_is_kept_from_those_before_it(
+def test_isolated_queries_do_not_meet_later_tokens_that_are_not_finite(
     cache: str, window: int | None, soft_cap: float | None
 ) -> None:
     batch = PagedBatch([(1, 9), (20, 20), (20, 33)], 6, 2, 16, 8)
@@ -53,7 +53,7 @@ def test_a_token_that_is_not_finite_is_kept_from_those_before_it(
     assert got[[13, 33]].isnan().flatten(1).any(1).all()
 
 
-def test_paged_attention_splits_what_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_attention_splits_large_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "MAX_GATHERED_TOKENS", 40)
     monkeypatch.setattr(reference, "MAX_MASK_ELEMENTS", 100)
     batch = PagedBatch([*DECODES_RAGGED, *PREFILLS], 4, 2, 16, 8)
@@ -61,7 +61,7 @@ def test_paged_attention_splits_what_would_not_fit(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(got, batch.expected(0.25, None, None), atol=2e-5, rtol=1e-4)
 
 
-def test_gathered_context_of_uneven_decodes_stays_near_its_real_size() -> None:
+def test_padding_of_uneven_decodes_is_bounded() -> None:
     lens = [20_000, *[10] * 200, 30_000, *[12] * 200]
     groups = list(reference._decode_groups(lens, None))
     padded = sum((last - first) * max(lens[first:last]) for first, last in groups)
@@ -70,13 +70,13 @@ def test_gathered_context_of_uneven_decodes_stays_near_its_real_size() -> None:
     assert len(groups) <= 4
 
 
-def test_write_kv_fills_the_named_slots_and_no_other() -> None:
+def test_write_kv_fills_the_named_cells_and_no_other() -> None:
     k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     k_cache, v_cache = torch.zeros(4, 4, 2, 8), torch.zeros(4, 4, 2, 8)
     reference.write_kv(k, v, k_cache, v_cache, torch.tensor([9, 0, 14]))
     assert torch.equal(k_cache.view(16, 2, 8)[[9, 0, 14]], k)
     assert torch.equal(v_cache.view(16, 2, 8)[[9, 0, 14]], v)
-    untouched = [slot for slot in range(16) if slot not in (9, 0, 14)]
+    untouched = [cell for cell in range(16) if cell not in (9, 0, 14)]
     assert not k_cache.view(16, 2, 8)[untouched].any()
     assert not v_cache.view(16, 2, 8)[untouched].any()
 
@@ -88,7 +88,7 @@ def test_rms_norm_rounds_where_transformers_rounds(dtype: torch.dtype) -> None:
     x = (torch.randn(50, 96) * 3).to(dtype)
     got, expected = reference.rms_norm(x, theirs.weight, 1e-5), theirs(x)
     assert got.dtype == dtype
-    # The float32 statistics may differ in their last bit, which now and then turns one rounding.
+    # The float32 statistics may differ in their last bit, which sometimes changes a rounding.
     assert (got != expected).float().mean() < (0.01 if dtype != torch.float32 else 1.0)
     torch.testing.assert_close(got, expected)
 
@@ -120,7 +120,7 @@ def test_layer_norm_equals_its_definition() -> None:
 
 
 @pytest.mark.parametrize("name", SUPPORTED_ACTIVATIONS)
-def test_activation_equals_the_one_transformers_has_under_its_name(name: str) -> None:
+def test_activation_equals_the_function_of_that_name_in_transformers(name: str) -> None:
     x = torch.randn(400) * 3
     torch.testing.assert_close(ops.ACTIVATIONS[name](x), ACT2FN[name](x))
 

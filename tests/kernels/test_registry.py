@@ -1,4 +1,4 @@
-"""Which implementation of the operations serves."""
+"""The choice between the implementations of the operations."""
 
 import logging
 import subprocess
@@ -22,13 +22,13 @@ def _fresh():
         cache.cache_clear()
 
 
-def test_triton_is_imported_only_where_it_serves():
+def test_importing_ops_does_not_import_triton():
     code = "import sys, vllm_mp.kernels.ops; print('triton' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
 
 
-def test_tensors_on_the_cpu_go_to_triton_where_the_environment_says_so(monkeypatch):
+def test_environment_can_send_cpu_tensors_to_triton(monkeypatch):
     pytest.importorskip("triton")
     assert available.operations("cpu") is None
     available.operations.cache_clear()
@@ -40,7 +40,6 @@ def test_tensors_on_the_cpu_go_to_triton_where_the_environment_says_so(monkeypat
     for name in operations.__all__:
         monkeypatch.setattr(operations, name, lambda *_, name=name: called.append(name))
     x = torch.ones(2, 4, 8)
-    x.attend = None  # as attention's metadata has
     for name in operations.__all__:
         arguments = [x] * getattr(ops, name).__code__.co_argcount
         getattr(ops, name)(*arguments)
@@ -49,7 +48,7 @@ def test_tensors_on_the_cpu_go_to_triton_where_the_environment_says_so(monkeypat
     assert library() is None
 
 
-def test_triton_on_the_cpu_without_its_interpreter_is_refused_with_the_remedy(monkeypatch):
+def test_triton_on_the_cpu_without_its_interpreter_is_refused(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv(VARIABLE, TRITON)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -58,17 +57,17 @@ def test_triton_on_the_cpu_without_its_interpreter_is_refused_with_the_remedy(mo
             choose()
 
 
-def test_without_triton_the_definitions_serve_a_gpu_and_say_so_once(monkeypatch, caplog):
+def test_gpu_without_triton_uses_torch_and_warns_once(monkeypatch, caplog):
     monkeypatch.setattr(available.importlib.util, "find_spec", lambda _: None)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert available.operations("cuda") is None
     assert [record.message for record in caplog.records] == [
-        "triton is not there, so torch serves, several times slower; install vllm-mp[cuda]"
+        "triton is not installed, so torch computes, several times slower; install vllm-mp[cuda]"
     ]
 
 
-def test_the_definitions_serve_the_cpu():
+def test_cpu_uses_torch_for_single_operations():
     assert available.operations("cpu") is None
     x = torch.randn(3, 8)
     assert torch.equal(ops.rms_norm(x, x[0], 1e-5), reference.rms_norm(x, x[0], 1e-5))

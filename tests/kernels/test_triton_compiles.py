@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for GPUs, which the interpreter does not try, and fits into their shared memory."""
+"""Every Triton kernel compiles for GPUs and fits into their shared memory; the interpreter tests neither."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
-"""What one program may have, on Hopper, on the least that the launch tables are made for, and with 8-bit floats."""
+"""The shared memory of one program: on Hopper, on the smallest supported GPU, and on the smallest with 8-bit floats."""
 KERNELS = {
     "_activation_kernel",
     "_decode_kernel",
@@ -36,13 +36,13 @@ EXPECTED = {
 }
 
 
-def test_every_kernel_compiles_and_fits():
+def test_every_kernel_compiles_and_fits_into_shared_memory():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = Path(__file__).parents[1] / "support" / "gpu_compiler.py"
     found = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     assert found.returncode == 0, found.stderr
     compiled = json.loads(found.stdout)
-    for capability, most in SHARED_BYTES.items():
+    for capability, limit in SHARED_BYTES.items():
         shared = {(kernel, size) for *at, kernel, size in compiled if tuple(at) == capability}
         assert {kernel for kernel, _ in shared} == EXPECTED[capability]
-        assert max(size for _, size in shared) <= most, shared
+        assert max(size for _, size in shared) <= limit, shared

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from support.paged_batch import PagedBatch
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs them on the GPU that is here"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs them on a GPU")
 
 from support.triton_sweep import *  # noqa: E402, F403
-from support.triton_sweep import assert_near, attend, attend_by_definition  # noqa: E402
+from support.triton_sweep import assert_near, attend, attend_by_reference  # noqa: E402
 
 FEW_EXAMPLES = settings(
     max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -38,5 +36,5 @@ def _steps(draw: st.DrawFn) -> list[tuple[int, int]]:
 )
 def test_attention_of_any_step(rows: Any, heads: tuple[int, int], block_size: int, window: int | None) -> None:
     batch = PagedBatch(rows, *heads, 16, block_size)
-    expected = attend_by_definition(batch, 0.25, window)
+    expected = attend_by_reference(batch, 0.25, window)
     assert_near(attend(batch, torch.float32, 0.25, window), expected, torch.float32)

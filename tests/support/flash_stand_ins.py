@@ -1,4 +1,4 @@
-"""FlashAttention's functions with their own signatures, computed by the definition."""
+"""Stand-ins for FlashAttention's functions: the same signatures, computed by kernels/reference.py."""
 
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels import reference
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 
 
 def _attend(
@@ -30,7 +30,7 @@ def _attend(
     assert query_start[0] == 0
     assert query_start[-1] == len(q)
     assert scale is not None
-    # Without a window it is (-1, -1), with one of n keys (n - 1, 0).
+    # No window is (-1, -1); a window of n keys is (n - 1, 0).
     assert tuple(window) == (-1, -1) or (window[0] >= 0 and window[1] == 0)
     metadata = AttentionMetadata(
         query_start=query_start,
@@ -78,7 +78,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    """FlashAttention-3's, of hopper/flash_attn_interface.py."""
+    """FlashAttention-3's function, from hopper/flash_attn_interface.py."""
     assert causal
     assert max_seqlen_q == cu_seqlens_q.diff().max()
     return _attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size, softcap)
@@ -102,7 +102,7 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ):
-    """FlashAttention-2's, of flash_attn/flash_attn_interface.py, from 2.6 on."""
+    """FlashAttention-2's function, from flash_attn/flash_attn_interface.py, version 2.6 or later."""
     assert causal
     assert dropout_p == 0
     assert cu_seqlens_k.dtype == torch.int32
@@ -112,7 +112,7 @@ def flash_attn_varlen_func(
 
 
 def module(name: str, **functions: Any) -> ModuleType:
-    """A module of that name, as an installed one is found and imported."""
+    """Return a module of that name, which can be found and imported like an installed one."""
     made = ModuleType(name)
     made.__spec__ = ModuleSpec(name, None)
     for attribute, function in functions.items():

@@ -1,4 +1,4 @@
-"""Transformers' models with 8-bit floats where the engine has them, by the definitions of kernels/reference.py."""
+"""Models of transformers with 8-bit floats in the places where the engine has them, by kernels/reference.py."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ _NAME = "vllm_mp_float8_cache"
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-    """Attention over keys and values that have been in a cache of 8-bit floats."""
+    """Attention over keys and values that were rounded to 8-bit floats, as in a cache."""
     key, value = (reference.to_float8(x).to(x.dtype) for x in (key, value))
     return sdpa_attention_forward(module, query, key, value, *args, **options)
 
@@ -24,7 +24,7 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 def in_float8(model: nn.Module, *, weights: bool = True, cache: bool = True) -> Any:
-    """A copy of `model` with weights of the projections, and keys and values, in 8-bit floats."""
+    """Return a copy of `model` with projections (`weights`) and keys and values (`cache`) in 8-bit floats."""
     changed: Any = copy.deepcopy(model)
     if cache:
         changed.set_attn_implementation(_NAME)

@@ -1,8 +1,8 @@
-"""Compiles every Triton kernel for GPUs that need not be there; run as a program.
+"""Compile every Triton kernel for GPUs that need not be installed; run as a program.
 
 Prints a JSON list of [major, minor, kernel, bytes of shared memory] for some compute capabilities. The launches are
-those that the operations make for a step of a model: they are taken down instead of being run, so the interpreter
-must be off.
+those that the operations make for a step of a model; they are compiled instead of run, so the interpreter must be
+off.
 """
 
 import json
@@ -20,7 +20,7 @@ from vllm_mp.kernels.triton import launch, operations
 
 TABLES = {(9, 0): launch._HOPPER, (8, 6): launch._SMALL}
 FLOAT8_TABLES = {(9, 0): launch._HOPPER, (8, 9): launch._SMALL}
-"""Of GPUs that have 8-bit floats."""
+"""The launch tables of GPUs that have 8-bit floats."""
 NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -34,7 +34,7 @@ ALIGNED = [["tt.divisibility", 16]]
 
 
 class Compiler:
-    """Takes the place of `JITFunction.run`."""
+    """Compiles a launch in place of `JITFunction.run`, and keeps its shared memory in bytes."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
@@ -66,7 +66,7 @@ class Compiler:
 
 
 def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Each operation but attention, in the shapes of a model."""
+    """Call each operation except attention, in the shapes of a model."""
     hidden = heads * head_dim
     x, weight = torch.ones(8, hidden, dtype=dtype), torch.ones(hidden, dtype=dtype)
     operations.rms_norm(x, weight, 1e-5)
@@ -86,7 +86,7 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
 
 
 def call_float8(dtype: torch.dtype) -> None:
-    """The operations with 8-bit floats, in the shapes of a model, and with sizes that fill no tile."""
+    """Call the operations with 8-bit floats, in the shapes of a model, and with sizes that fill no tile."""
     for outputs, inputs, groups, counts in ((4096, 4096, 32, (1, 40, 2048)), (200, 300, 1, (1, 2048))):
         weight, bias = torch.empty(outputs, inputs, dtype=FLOAT8), torch.ones(outputs, dtype=dtype)
         scale = torch.ones(outputs if groups == 1 else outputs // 128, groups)

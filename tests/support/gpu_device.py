@@ -1,4 +1,7 @@
-"""Where the tests of `tests/gpu` run: on CUDA, or where VLLM_MP_TEST_DEVICE says, which lets a CPU prove the tests."""
+"""The device of the tests in `tests/gpu`, and the engine options that they share.
+
+They run on CUDA; VLLM_MP_TEST_DEVICE=cpu runs them on a CPU, which proves the tests themselves.
+"""
 
 import os
 import subprocess
@@ -19,9 +22,22 @@ ON_DEVICE = [
 ]
 """For a module's `pytestmark`."""
 
+CACHE_BYTES = 2**29
+OPTIONS = {
+    "device": DEVICE,
+    "num_threads": 1,
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "max_model_len": 2048,
+    "kv_cache_memory_bytes": CACHE_BYTES,
+}
+"""Engine options of tests that watch the device's memory."""
+SLACK_BYTES = 64 * 2**20
+"""The tolerance of two readings of `device_memory_in_use` in the same state."""
+
 
 def device_memory_in_use() -> int:
-    """Bytes that the device has given away, asked from a process of its own; on a CPU, what our children hold."""
+    """Return the bytes in use on the device, read by a separate process; on a CPU, those of our child processes."""
     if DEVICE == "cpu":
         return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
     code = "import torch; free, total = torch.cuda.mem_get_info(); print(total - free)"

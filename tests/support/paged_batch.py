@@ -1,4 +1,4 @@
-"""Rows of tokens scattered over the blocks of a cache, for attention to be tried on."""
+"""Random steps over a scattered paged cache, with their expected attention."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels import reference
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 
 # (query tokens, context) of each row, single-token rows first.
 DECODES_EVEN = [(1, 9), (1, 9), (1, 9)]
@@ -40,17 +40,17 @@ class PagedBatch:
         self.values = [torch.randn(context, kv_heads, value_dim, generator=generator) for _, context in rows]
         self.k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"))
         self.v_cache = torch.full((num_blocks, block_size, kv_heads, value_dim), float("nan"))
-        slots = [
+        cells = [
             [table[p // block_size] * block_size + p % block_size for p in range(context)]
             for table, (_, context) in zip(tables, rows, strict=True)
         ]
-        for row_slots, k, v in zip(slots, self.keys, self.values, strict=True):
-            reference.write_kv(k, v, self.k_cache, self.v_cache, torch.tensor(row_slots))
+        for row_cells, k, v in zip(cells, self.keys, self.values, strict=True):
+            reference.write_kv(k, v, self.k_cache, self.v_cache, torch.tensor(row_cells))
         self.metadata = AttentionMetadata(
             query_start=torch.tensor([0, *itertools.accumulate(q for q, _ in rows)], dtype=torch.int32),
             seq_lens=torch.tensor([context for _, context in rows], dtype=torch.int32),
             block_table=torch.tensor([t + [10**6] * (width - len(t)) for t in tables], dtype=torch.int32),
-            cell_mapping=torch.tensor([s for row, (q, _) in zip(slots, rows, strict=True) for s in row[-q:]]),
+            cell_mapping=torch.tensor([cell for row, (q, _) in zip(cells, rows, strict=True) for cell in row[-q:]]),
             query_lens=[q for q, _ in rows],
             host_seq_lens=[context for _, context in rows],
             num_decodes=sum(q == 1 for q, _ in rows),
@@ -58,11 +58,11 @@ class PagedBatch:
         )
 
     def round_to(self, dtype: torch.dtype) -> None:
-        """Let every value be one that `dtype` has."""
+        """Round every value to `dtype`, kept as float32."""
         self.q, self.k_cache, self.v_cache = (x.to(dtype).float() for x in (self.q, self.k_cache, self.v_cache))
 
     def expected(self, scale: float, window: int | None, soft_cap: float | None) -> Tensor:
-        """Attention one query and one head at a time."""
+        """Return the attention, computed one query and one head at a time."""
         out = []
         queries = iter(self.q)
         for (count, context), k, v in zip(self.rows, self.keys, self.values, strict=True):

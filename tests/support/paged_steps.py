@@ -14,9 +14,9 @@ from vllm_mp.kernels.ops import AttentionMetadata
 def paged_metadata(
     rows: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], block_size: int, device: torch.device | str
 ) -> AttentionMetadata:
-    """One step's metadata, for (query tokens, context) and the block table of each row; single-token rows first."""
+    """Return metadata of a step from (query tokens, context) and block table of each row, single-token rows first."""
     width = max(map(len, tables))
-    slots = [
+    cells = [
         table[position // block_size] * block_size + position % block_size
         for (queries, context), table in zip(rows, tables, strict=True)
         for position in range(context - queries, context)
@@ -28,7 +28,7 @@ def paged_metadata(
         block_table=torch.tensor(
             [[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32, device=device
         ),
-        cell_mapping=torch.tensor(slots, device=device),
+        cell_mapping=torch.tensor(cells, device=device),
         query_lens=[queries for queries, _ in rows],
         host_seq_lens=[context for _, context in rows],
         num_decodes=sum(queries == 1 for queries, _ in rows),
@@ -44,7 +44,7 @@ def run_in_chunks(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Logits of every token of every prompt, from steps that advance each by a random number of tokens."""
+    """Return the logits of every token of every prompt, from steps that advance prompts by random numbers of tokens."""
     chance = random.Random(0)
     blocks_per_row = -(-max(map(len, prompts)) // block_size)
     blocks = list(range(blocks_per_row * len(prompts) + 2))
@@ -52,7 +52,7 @@ def run_in_chunks(
     tables = [blocks[row * blocks_per_row : (row + 1) * blocks_per_row] for row in range(len(prompts))]
 
     def cache(shape: tuple[int, int]) -> Tensor:
-        # What no row has written is NaN: reading it would show.
+        # Cells that no row wrote are NaN, so that reading them shows.
         return torch.full((len(blocks), block_size, *shape), float("nan"), dtype=dtype, device=device)
 
     caches = [(cache(keys), cache(values)) for keys, values in model.kv_shapes]

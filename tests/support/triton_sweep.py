@@ -1,6 +1,6 @@
-"""The Triton kernels against the definitions over a sweep of shapes, in the interpreter or on a GPU.
+"""The Triton kernels compared with kernels/reference.py over many shapes, in the interpreter or on a GPU.
 
-Small shapes, as the interpreter takes a second for what a GPU does in a millisecond.
+The shapes are small, because the interpreter takes a second for a millisecond of a GPU.
 """
 
 import itertools
@@ -25,18 +25,18 @@ FLOAT8_HERE = pytest.mark.skipif(
 )
 
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2 if INTERPRETED else 8e-3}
-"""Of the largest value, between a result and the same in float32 of the same inputs.
+"""The greatest error of a result against float32 with the same inputs, relative to the largest value.
 
-The interpreter cuts off what bfloat16 has no room for, where a GPU rounds.
+The interpreter truncates to bfloat16; a GPU rounds.
 """
 DTYPES = pytest.mark.parametrize("dtype", ERRORS, ids=str)
 SWEPT = torch.float32 if INTERPRETED else torch.bfloat16
-"""Of the sweep over shapes of attention: for a GPU, float32's products take long to compile."""
+"""The dtype of the tests over many shapes; for a GPU, float32 products take long to compile."""
 
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts that the interpreter has time for are cut into parts, and the same numbers are drawn every time."""
+    """Cut even short contexts into parts, as the interpreter has no time for long ones, and fix the random numbers."""
     table = launch.table(torch.empty(0, device=DEVICE).device)
     monkeypatch.setitem(table, "splits", {**table["splits"], "TOKENS": 16})
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def attend(batch: PagedBatch, dtype: torch.dtype, *options: Any, **changes: Any)
     return operations.paged_attention(q, k_cache, v_cache, *at(DEVICE, batch.metadata._replace(**changes)), *options)
 
 
-def attend_by_definition(batch: PagedBatch, *options: Any) -> Tensor:
+def attend_by_reference(batch: PagedBatch, *options: Any) -> Tensor:
     return reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, *options)
 
 
@@ -83,69 +83,69 @@ def attend_by_definition(batch: PagedBatch, *options: Any) -> Tensor:
     ],
 )
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (20, 3.0)])
-def test_attention_is_that_of_the_definition(
+def test_attention_agrees_with_the_reference(
     rows: Any, heads: int, kv_heads: int, head_dim: int, block_size: int, value_dim: int, window: Any, soft_cap: Any
 ) -> None:
-    # What no row wrote is NaN, and the blocks that a row has not are far beyond the cache.
+    # Cells that no row wrote are NaN, and table entries past a row's blocks lie far beyond the cache.
     batch = PagedBatch(rows, heads, kv_heads, head_dim, block_size, value_dim)
     batch.round_to(SWEPT)
-    expected = attend_by_definition(batch, 0.11, window, soft_cap)
+    expected = attend_by_reference(batch, 0.11, window, soft_cap)
     assert_near(attend(batch, SWEPT, 0.11, window, soft_cap), expected, SWEPT)
 
 
 @DTYPES
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
 @pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (128, 20, 3.0)])
-def test_attention_is_as_exact_as_its_dtype(dtype: torch.dtype, rows: Any, head_dim: int, window: Any, soft_cap: Any):
+def test_attention_is_accurate_to_its_dtype(dtype: torch.dtype, rows: Any, head_dim: int, window: Any, soft_cap: Any):
     batch = PagedBatch(rows, 6, 2, head_dim, 16)
     batch.round_to(dtype)
     got = attend(batch, dtype, 0.125, window, soft_cap)
     assert got.dtype == dtype
-    assert_near(got, attend_by_definition(batch, 0.125, window, soft_cap), dtype)
+    assert_near(got, attend_by_reference(batch, 0.125, window, soft_cap), dtype)
 
 
 @FLOAT8_HERE
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
 @pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (80, 20, 3.0)])
-def test_attention_over_a_cache_in_8_bit_floats(rows: Any, head_dim: int, window: Any, soft_cap: Any) -> None:
+def test_attention_over_a_cache_of_8_bit_floats(rows: Any, head_dim: int, window: Any, soft_cap: Any) -> None:
     batch = PagedBatch(rows, 6, 2, head_dim, 16)
     batch.round_to(SWEPT)
     batch.k_cache, batch.v_cache = (reference.to_float8(cache) for cache in (batch.k_cache, batch.v_cache))
     q, k_cache, v_cache = at(DEVICE, batch.q.to(SWEPT), batch.k_cache, batch.v_cache)
     got = operations.paged_attention(q, k_cache, v_cache, *at(DEVICE, batch.metadata), 0.125, window, soft_cap)
     assert got.dtype == SWEPT
-    assert_near(got, attend_by_definition(batch, 0.125, window, soft_cap), SWEPT)
+    assert_near(got, attend_by_reference(batch, 0.125, window, soft_cap), SWEPT)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_decode_is_the_same_in_any_number_of_parts(splits: int, window: int | None) -> None:
+def test_decode_is_the_same_in_any_number_of_parts(splits: int, window: int | None) -> None:
     batch = PagedBatch([(1, 133), (1, 1), (1, 32), (1, 33), (1, 70)], 6, 2, 64, 16)
-    expected = attend_by_definition(batch, 0.125, window)
+    expected = attend_by_reference(batch, 0.125, window)
     assert_near(attend(batch, torch.float32, 0.125, window, decode_splits=splits), expected, torch.float32)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_rows_of_no_context_pad_a_batch_and_get_zeros(splits: int) -> None:
+def test_padding_rows_without_a_context_get_zeros(splits: int) -> None:
     batch = PagedBatch([(1, 40), (1, 9), (1, 21), (1, 3)], 4, 2, 64, 16)
-    expected = attend_by_definition(batch, 0.125)
+    expected = attend_by_reference(batch, 0.125)
     padding = torch.tensor([False, True, False, True])
     batch.metadata.seq_lens[padding], batch.metadata.block_table[padding] = 0, 10**6
     expected[padding] = 0
     assert_near(attend(batch, torch.float32, 0.125, decode_splits=splits), expected, torch.float32)
 
 
-def test_the_grid_of_a_decode_is_made_of_what_the_host_knows() -> None:
+def test_grid_of_a_decode_depends_on_host_values_only() -> None:
     batch = PagedBatch([(1, 40), (1, 9)], 4, 2, 64, 16)
-    expected = attend_by_definition(batch, 0.125)
-    # As for a captured graph: the device has what the host does not.
+    expected = attend_by_reference(batch, 0.125)
+    # As for a captured graph: only the device knows the lengths.
     got = attend(batch, torch.float32, 0.125, query_lens=[], host_seq_lens=[], max_seq_len=4096)
     assert_near(got, expected, torch.float32)
 
 
-def test_queries_may_lie_within_a_wider_projection() -> None:
+def test_queries_may_be_part_of_a_wider_projection() -> None:
     batch = PagedBatch(MIXED, 4, 2, 64, 16)
-    expected = attend_by_definition(batch, 0.125)
+    expected = attend_by_reference(batch, 0.125)
     batch.q = torch.cat((batch.q, torch.full((len(batch.q), 4, 64), torch.nan)), 1)[:, :4]
     assert not batch.q.is_contiguous()
     assert_near(attend(batch, torch.float32, 0.125), expected, torch.float32)
@@ -154,12 +154,12 @@ def test_queries_may_lie_within_a_wider_projection() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("of_keys", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (20, 3.0)])
-def test_what_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
+def test_nan_and_infinity_reach_only_the_queries_that_see_them(
     value: float, of_keys: bool, window: int | None, soft_cap: float | None
 ) -> None:
     batch = PagedBatch([(1, 40), (40, 60), (20, 60), (17, 17), (9, 9)], 4, 2, 32, 16)
-    # One among the new tokens of its row, one in the cached prefix, of which windows lose sight, one that has only
-    # itself to see, and one that only the last sees.
+    # A bad token among the new tokens of its row, one in the cached prefix, which leaves the windows, one at the start
+    # of its row, and one that only the last query sees.
     for row, position in ((1, 33), (2, 25), (3, 0), (4, 8)):
         kept = (batch.keys if of_keys else batch.values)[row]
         kept[position, 1, 5] = value
@@ -167,14 +167,14 @@ def test_what_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
         cache[batch.metadata.block_table[row, position // 16], position % 16] = kept[position]
     expected = batch.expected(0.125, window, soft_cap)
     finite = expected.isfinite().all(-1)
-    assert not finite.all() or (of_keys and soft_cap), "a cap leaves no score infinite"
+    assert not finite.all() or (of_keys and soft_cap), "a soft cap makes every score finite"
     got = attend(batch, torch.float32, 0.125, window, soft_cap).cpu()
     assert torch.equal(got.isfinite().all(-1), finite)
     assert_near(got[finite], expected[finite], torch.float32)
 
 
 @FLOAT8_HERE
-def test_a_value_in_8_bits_that_is_none_reaches_the_queries_that_see_it_and_no_others() -> None:
+def test_nan_in_8_bit_values_reaches_only_the_queries_that_see_it() -> None:
     batch = PagedBatch([(1, 40), (30, 50)], 4, 2, 32, 16)
     batch.round_to(SWEPT)
     batch.k_cache, batch.v_cache = (reference.to_float8(cache) for cache in (batch.k_cache, batch.v_cache))
@@ -189,8 +189,8 @@ def test_a_value_in_8_bits_that_is_none_reaches_the_queries_that_see_it_and_no_o
     assert_near(got[finite], expected[finite], SWEPT)
 
 
-def both(operation: str, *inputs: Any) -> "itertools.chain[tuple[Tensor, Tensor]]":
-    """(ours, the definition's in float32) of each result of an operation."""
+def results_of_both(operation: str, *inputs: Any) -> "itertools.chain[tuple[Tensor, Tensor]]":
+    """Return pairs of each result of an operation: ours, and the reference's in float32."""
     exact = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     ours = getattr(operations, operation)(*at(DEVICE, *inputs))
     expected = getattr(reference, operation)(*exact)
@@ -200,7 +200,7 @@ def both(operation: str, *inputs: Any) -> "itertools.chain[tuple[Tensor, Tensor]
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(5, 960), (3, 48), (2, 4100)])
-def test_norms_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_norms_agree_with_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual = (3 * torch.randn(2, *shape) + 0.5).to(dtype).unbind()
     weight, bias = torch.randn(2, shape[1]).to(dtype).unbind()
     for operation, *inputs in (
@@ -208,54 +208,54 @@ def test_norms_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.
         ("add_rms_norm", x, residual, weight),
         ("layer_norm", x, weight, bias),
     ):
-        for got, expected in both(operation, *inputs, 1e-5):
+        for got, expected in results_of_both(operation, *inputs, 1e-5):
             assert got.dtype == dtype
             assert_near(got, expected, dtype)
 
 
 @pytest.mark.parametrize("heads", [3, 16])
-def test_the_norm_of_heads_within_a_projection(heads: int) -> None:
+def test_norm_of_heads_that_are_part_of_a_projection(heads: int) -> None:
     qkv = torch.randn(5, heads + 4, 80)
     for x in qkv.split((heads, 2, 2), 1):
-        for got, expected in both("rms_norm", x, torch.rand(80), 1e-6):
+        for got, expected in results_of_both("rms_norm", x, torch.rand(80), 1e-6):
             assert_near(got, expected, torch.float32)
 
 
-def test_norms_round_where_the_definition_rounds() -> None:
+def test_norms_round_where_the_reference_rounds() -> None:
     x, residual = (torch.randn(2, 40, 512) * 3).half().unbind()
     weight = torch.randn(512).half()
     got = operations.add_rms_norm(*at(DEVICE, x, residual, weight), 1e-5)
     expected = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(got[1].cpu(), expected[1])
-    # The float32 statistics may differ in their last bit, which now and then turns one rounding.
+    # The float32 statistics may differ in their last bit, which sometimes changes a rounding.
     assert (got[0].cpu() != expected[0]).float().mean() < 0.01
 
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(5, 200), (3, 2, 70), (1, 2)])
-def test_activations_are_those_of_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_activations_agree_with_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = (4 * torch.randn(shape)).to(dtype)
     for operation in ("silu_and_mul", "gelu", "gelu_tanh"):
-        for got, expected in both(operation, x):
+        for got, expected in results_of_both(operation, x):
             assert got.dtype == dtype
             assert_near(got, expected, dtype)
 
 
-def test_the_gate_is_rounded_where_the_definition_rounds_it() -> None:
+def test_gate_is_rounded_where_the_reference_rounds_it() -> None:
     x = (3 * torch.randn(20, 800)).half()
     got = operations.silu_and_mul(x.to(DEVICE)).cpu()
-    # The gate may differ in its last bit of float32, which now and then turns a rounding.
+    # The gate may differ in its last float32 bit, which sometimes changes a rounding.
     assert (got != reference.silu_and_mul(x)).float().mean() < 0.01
 
 
-def test_half_of_a_projection_is_activated_where_it_lies() -> None:
+def test_activation_of_half_a_projection() -> None:
     gate = torch.randn(5, 200).chunk(2, -1)[0]
-    for got, expected in both("gelu_tanh", gate):
+    for got, expected in results_of_both("gelu_tanh", gate):
         assert_near(got, expected, torch.float32)
 
 
 def rotary_inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Any:
-    """q, k and v as parts of one projection where they have the same size, positions, and the table."""
+    """Return q, k and v (parts of one projection if their sizes allow), positions, and the table."""
     if value_dim == head_dim:
         q, k, v = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype).split((heads, kv_heads, kv_heads), 1)
     else:
@@ -276,26 +276,26 @@ ROTARY_SHAPES = pytest.mark.parametrize(
 
 @DTYPES
 @ROTARY_SHAPES
-def test_rotation_and_writing_are_those_of_the_definition(
+def test_rotary_and_cache_writes_agree_with_the_reference(
     heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
 ) -> None:
     q, k, v, positions, table = rotary_inputs(5, heads, kv_heads, head_dim, value_dim, dtype)
-    for got, expected in both("rotary", q, k, positions, table):
+    for got, expected in results_of_both("rotary", q, k, positions, table):
         assert got.dtype == dtype
         assert_near(got, expected, dtype)
-    slots = torch.tensor([9, 0, 23, 14, 5])
+    cells = torch.tensor([9, 0, 23, 14, 5])
     shapes = [(6, 4, kv_heads, dim) for dim in (head_dim, value_dim)]
     exact = [torch.zeros(shape) for shape in shapes]
     caches = [torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in shapes]
-    expected = reference.rotary_write_kv(*(x.float() for x in (q, k, v)), positions, table.float(), *exact, slots)
-    got = operations.rotary_write_kv(*at(DEVICE, q, k, v, positions, table), *caches, slots.to(DEVICE))
+    expected = reference.rotary_write_kv(*(x.float() for x in (q, k, v)), positions, table.float(), *exact, cells)
+    got = operations.rotary_write_kv(*at(DEVICE, q, k, v, positions, table), *caches, cells.to(DEVICE))
     assert_near(got, expected, dtype)
     for cache, kept in zip(caches, exact, strict=True):
         assert_near(cache, kept, dtype)
-        assert cache.flatten(2).any(-1).flatten().nonzero().squeeze(1).tolist() == sorted(slots.tolist())
+        assert cache.flatten(2).any(-1).flatten().nonzero().squeeze(1).tolist() == sorted(cells.tolist())
 
 
-def test_rotation_rounds_where_the_definition_rounds() -> None:
+def test_rotary_rounds_where_the_reference_rounds() -> None:
     q, k, _, positions, table = rotary_inputs(40, 4, 2, 64, 64, torch.float16)
     got = operations.rotary(*at(DEVICE, q, k, positions, table))
     for ours, expected in zip(got, reference.rotary(q, k, positions, table), strict=True):
@@ -304,23 +304,23 @@ def test_rotation_rounds_where_the_definition_rounds() -> None:
 
 @DTYPES
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (192, 128), (24, 40)])
-def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(
+def test_keys_and_values_are_written_to_their_cells_and_nowhere_else(
     key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> None:
-    # Within a projection that is laid out head by head, and one head's repeated.
+    # Keys are part of a projection that is laid out head by head; values repeat one head.
     k = torch.randn(2, 3, 5, key_dim).to(dtype)[:, :, 0].transpose(0, 1)
     v = torch.randn(3, 1, value_dim).to(dtype).expand(-1, 2, -1)
     caches = [torch.zeros(4, 4, 2, dim, dtype=dtype) for dim in (key_dim, value_dim)]
     on_device = at(DEVICE, *(cache.clone() for cache in caches))
-    slots = torch.tensor([9, 0, 14])
-    reference.write_kv(k, v, *caches, slots)
-    operations.write_kv(*at(DEVICE, k, v), *on_device, slots.to(DEVICE))
+    cells = torch.tensor([9, 0, 14])
+    reference.write_kv(k, v, *caches, cells)
+    operations.write_kv(*at(DEVICE, k, v), *on_device, cells.to(DEVICE))
     for got, expected in zip(on_device, caches, strict=True):
         assert torch.equal(got.cpu(), expected)
 
 
 def float8_edges() -> Tensor:
-    """Numbers [1, n, 8]: all 8-bit floats, what lies between two of them, beyond the largest, and NaN."""
+    """Return numbers [1, n, 8]: all 8-bit floats, midpoints of neighbours, values beyond the largest, and NaN."""
     values = torch.arange(127, dtype=torch.uint8).view(FLOAT8).float()
     between = (values[1:] + values[:-1]) / 2
     beyond = torch.tensor([463.0, 465.0, 1e9, torch.inf, torch.nan, 2.0**-10, 1.01 * 2.0**-10])
@@ -330,33 +330,33 @@ def float8_edges() -> Tensor:
 
 
 def as_bits(x: Tensor) -> Tensor:
-    """The bytes of 8-bit floats, of which all NaN are the same."""
+    """Return the bytes of 8-bit floats, with one byte for every NaN."""
     x = x.cpu()
     return x.view(torch.uint8).masked_fill(x.float().isnan(), 0x7F)
 
 
 @FLOAT8_HERE
 @DTYPES
-def test_what_is_kept_in_8_bit_floats_is_rounded_and_saturated_as_the_definition_does(dtype: torch.dtype) -> None:
+def test_8_bit_floats_are_rounded_and_saturated_as_by_the_reference(dtype: torch.dtype) -> None:
     heads = float8_edges().to(dtype)
     caches = torch.zeros(2, 2, 1, *heads.shape[1:]).to(FLOAT8).unbind()
     on_device = at(DEVICE, *(cache.clone() for cache in caches))
-    slots = torch.tensor([1])
-    reference.write_kv(heads, -heads, *caches, slots)
+    cells = torch.tensor([1])
+    reference.write_kv(heads, -heads, *caches, cells)
     assert caches[0].float().nan_to_num(0).abs().max() == 448
-    operations.write_kv(*at(DEVICE, heads, -heads), *on_device, slots.to(DEVICE))
+    operations.write_kv(*at(DEVICE, heads, -heads), *on_device, cells.to(DEVICE))
     for got, expected in zip(on_device, caches, strict=True):
         assert torch.equal(as_bits(got), as_bits(expected))
     table = torch.tensor([[1.0] * 4 + [0.0] * 4]).to(dtype)
     inputs = (heads, heads, heads, torch.tensor([0]), table)
-    reference.rotary_write_kv(*inputs, *caches, slots)
-    operations.rotary_write_kv(*at(DEVICE, *inputs), *on_device, slots.to(DEVICE))
+    reference.rotary_write_kv(*inputs, *caches, cells)
+    operations.rotary_write_kv(*at(DEVICE, *inputs), *on_device, cells.to(DEVICE))
     for got, expected in zip(on_device, caches, strict=True):
         assert torch.equal(as_bits(got), as_bits(expected))
 
 
 def fp8_weights(outputs: int, inputs: int, block_rows: int) -> tuple[Tensor, Tensor]:
-    """Weights in 8-bit floats and their scales: for each output, or for so many outputs and 128 inputs."""
+    """Return 8-bit weights and their scales: for each output, or for `block_rows` outputs and 128 inputs."""
     groups = -(-inputs // 128) if block_rows else 1
     weight = reference.to_float8(100 * torch.randn(outputs, inputs))
     return weight, torch.rand(outputs // (block_rows or 1), groups) + 0.5
@@ -367,14 +367,14 @@ def fp8_weights(outputs: int, inputs: int, block_rows: int) -> tuple[Tensor, Ten
     ("rows", "outputs", "inputs", "block_rows"),
     [(1, 40, 128, 0), (3, 33, 70, 0), (17, 64, 300, 0), (1, 256, 384, 128), (5, 96, 300, 32), (19, 7, 130, 1)],
 )
-def test_products_with_8_bit_weights(rows: int, outputs: int, inputs: int, block_rows: int) -> None:
+def test_8_bit_products_agree_with_the_reference(rows: int, outputs: int, inputs: int, block_rows: int) -> None:
     x, bias = torch.randn(rows, inputs).to(SWEPT), torch.randn(outputs).to(SWEPT)
     weight, scale = fp8_weights(outputs, inputs, block_rows)
     for with_bias in (None, bias):
         got = operations.fp8_linear(*at(DEVICE, x, weight, scale, with_bias))
         assert got.dtype == SWEPT
         expected = reference.fp8_linear(x.float(), weight, scale, with_bias)
-        # Where a quotient lies between two 8-bit floats, its last bit of float32 decides.
+        # If a quotient is near the midpoint of two 8-bit floats, its last float32 bit decides.
         error = (got.cpu().float() - expected).norm() / expected.norm()
         assert error < (1e-5 if INTERPRETED else 5e-3)
 
@@ -382,7 +382,7 @@ def test_products_with_8_bit_weights(rows: int, outputs: int, inputs: int, block
 @FLOAT8_HERE
 @DTYPES
 @pytest.mark.parametrize(("inputs", "groups"), [(300, 1), (300, 3), (128, 1)])
-def test_rows_in_8_bit_floats_are_those_of_the_definition(inputs: int, groups: int, dtype: torch.dtype) -> None:
+def test_quantized_rows_agree_with_the_reference(inputs: int, groups: int, dtype: torch.dtype) -> None:
     x = (torch.randn(5, 2 * inputs) * torch.logspace(-3, 3, 5).unsqueeze(1)).to(dtype)[:, :inputs]
     x[2] = 0
     quantized, scale = operations.quantize_rows(x.to(DEVICE), groups)
@@ -394,7 +394,7 @@ def test_rows_in_8_bit_floats_are_those_of_the_definition(inputs: int, groups: i
 
 @FLOAT8_HERE
 @pytest.mark.parametrize("block_rows", [0, 32])
-def test_a_row_that_is_not_finite_has_no_product_and_the_others_theirs(block_rows: int) -> None:
+def test_row_that_is_not_finite_spoils_no_other_row_of_a_product(block_rows: int) -> None:
     x = torch.randn(5, 200)
     weight, scale = fp8_weights(64, 200, block_rows)
     expected = reference.fp8_linear(x, weight, scale)
@@ -406,12 +406,12 @@ def test_a_row_that_is_not_finite_has_no_product_and_the_others_theirs(block_row
     assert operations.fp8_linear(*at(DEVICE, x[:0], weight, scale)).shape == (0, 64)
 
 
-def test_what_pads_a_batch_is_written_nowhere() -> None:
+def test_padding_is_not_written_to_the_cache() -> None:
     q, k, v, positions, table = at(DEVICE, *rotary_inputs(3, 2, 2, 8, 8, torch.float32))
-    slots = torch.tensor([-1, 6, -1], device=DEVICE)
+    cells = torch.tensor([-1, 6, -1], device=DEVICE)
     for write in (
-        lambda caches: operations.write_kv(k, v, *caches, slots),
-        lambda caches: operations.rotary_write_kv(q, k, v, positions, table, *caches, slots),
+        lambda caches: operations.write_kv(k, v, *caches, cells),
+        lambda caches: operations.rotary_write_kv(q, k, v, positions, table, *caches, cells),
     ):
         caches = torch.zeros(2, 2, 4, 2, 8, device=DEVICE)
         write(caches.unbind())
@@ -419,7 +419,7 @@ def test_what_pads_a_batch_is_written_nowhere() -> None:
         assert written.nonzero().tolist() == [[0, 6], [1, 6]]
 
 
-def test_nothing_is_computed_of_no_tokens() -> None:
+def test_operations_accept_zero_tokens() -> None:
     x, weight = torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     assert operations.rms_norm(x, weight, 1e-5).shape == (0, 64)
     assert operations.layer_norm(x, weight, weight, 1e-5).shape == (0, 64)

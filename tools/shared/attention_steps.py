@@ -1,17 +1,17 @@
-"""Steps for measuring paged attention: rows of given lengths, their blocks scattered over the cache."""
+"""Steps for measuring paged attention, with blocks scattered over the cache."""
 
 import itertools
 from collections.abc import Sequence
 
 import torch
 
-from vllm_mp.kernels.reference import AttentionMetadata
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 
 BLOCK_SIZE = 16
 
 
 def scattered_step(rows: Sequence[tuple[int, int]], device: torch.device) -> tuple[AttentionMetadata, int]:
-    """A step of rows of (query tokens, context), those of a single query first, and the blocks of its cache."""
+    """Return a step of rows (query tokens, context), single-token rows first, and the number of blocks of its cache."""
     blocks = [-(-context // BLOCK_SIZE) for _, context in rows]
     table = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
     scattered = torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)

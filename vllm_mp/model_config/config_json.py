@@ -1,4 +1,4 @@
-"""Reading the fields of a `config.json`: every error names the field, its value and what is allowed."""
+"""Read single fields of a `config.json`; every ValueError names the field, its value and what is allowed."""
 
 import math
 from typing import Any, Final
@@ -10,6 +10,7 @@ _MISSING: Final = object()
 
 
 def integer(config: Config, field: str, default: int | None = None, minimum: int = 1) -> int:
+    """Return an integer of at least `minimum`; `default` None makes the field mandatory."""
     value = config.get(field, _MISSING if default is None else default)
     if value is _MISSING:
         raise ValueError(f"config field '{field}' is missing; it must be an integer of at least {minimum}")
@@ -19,11 +20,12 @@ def integer(config: Config, field: str, default: int | None = None, minimum: int
 
 
 def optional_integer(config: Config, field: str, default: int | None) -> int | None:
-    """As `_integer`, where null is a value of its own."""
+    """Return what `integer` does, or None if the field is null or absent without a default."""
     return None if config.get(field, default) is None else integer(config, field, default)
 
 
 def number(config: Config, field: str, default: float | None = None, minimum: float = 0.0) -> float:
+    """Return a finite number above 0 and of at least `minimum`; `default` None makes the field mandatory."""
     value = config.get(field, _MISSING if default is None else default)
     allowed = f"a finite number {'above 0' if minimum == 0 else f'of at least {minimum}'}"
     if value is _MISSING:
@@ -40,10 +42,12 @@ def number(config: Config, field: str, default: float | None = None, minimum: fl
 
 
 def optional_number(config: Config, field: str) -> float | None:
+    """Return what `number` does, or None if the field is null or absent."""
     return None if config.get(field) is None else number(config, field)
 
 
 def flag(config: Config, field: str, default: bool) -> bool:
+    """Return a boolean."""
     value = config.get(field, default)
     if not isinstance(value, bool):
         raise ValueError(f"config field '{field}' is {shorten(value)}; it must be true or false")
@@ -51,6 +55,7 @@ def flag(config: Config, field: str, default: bool) -> bool:
 
 
 def choice(config: Config, field: str, default: str, allowed: tuple[str, ...]) -> str:
+    """Return one of the `allowed` strings."""
     value = config.get(field, default)
     if value not in allowed:
         raise ValueError(f"config field '{field}' is {shorten(value)}; supported are {', '.join(allowed)}")
@@ -58,6 +63,7 @@ def choice(config: Config, field: str, default: str, allowed: tuple[str, ...]) -
 
 
 def dtype(config: Config) -> str | None:
+    """Return the dtype of the weights, from `dtype` (v5) or `torch_dtype` (v4); None if neither is set."""
     field = "dtype" if config.get("dtype") is not None else "torch_dtype"
     value = config.get(field)
     if value is None:
@@ -69,6 +75,7 @@ def dtype(config: Config) -> str | None:
 
 
 def shorten(value: object) -> str:
+    """Return `value` as text of at most 80 characters, for an error."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -80,6 +87,7 @@ def even_split(
     size_field: str = "hidden_size",
     heads_field: str = "num_attention_heads",
 ) -> int:
+    """Return the head size, `hidden_size / num_heads`; the two fields are named in the error."""
     if hidden_size % num_heads:
         raise ValueError(
             f"config field '{size_field}' is {hidden_size}; it must be a multiple of {heads_field} ({num_heads})"

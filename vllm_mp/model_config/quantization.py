@@ -1,18 +1,16 @@
-"""Weights in 8-bit floats: what the `quantization_config` of a checkpoint says of them."""
+"""Read the `quantization_config` of a checkpoint whose weights are 8-bit floats."""
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 from vllm_mp.model_config.config_json import Config, choice, integer, shorten
 
 Fp8Scales = Literal["channel", "tensor", "block"]
-"""What the weights of the projections, kept in float8_e4m3fn, have scales for.
+"""What shares a scale among the weights of a projection, which are float8_e4m3fn.
 
-"channel": each output; they are made so at load. In the checkpoint they are so already with "tensor": each matrix, or
-"block": each 128 outputs and 128 inputs of a matrix.
+"channel": the weights of each output; they are quantized at load. In the checkpoint already: "tensor", each matrix,
+or "block", each tile of 128 outputs and 128 inputs of a matrix.
 """
-FP8_ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Those whose models may have such weights."""
-
 _BLOCK: Final = [128, 128]
 _PROJECTIONS: Final = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
@@ -20,10 +18,11 @@ _PROJECTIONS: Final = (
 )
 
 
-def read_fp8_scales(architecture: str, config: Config) -> Fp8Scales | None:
-    """The scales of a checkpoint with the `config.json` in `config`; None where its weights are plain floats.
+def read_fp8_scales(architecture: str, config: Config, fp8_architectures: Sequence[str]) -> Fp8Scales | None:
+    """Return the kind of scales of a checkpoint with these contents of `config.json`; None for plain floats.
 
-    Raises ValueError, naming the field, its value and what is allowed, for any other quantization.
+    `fp8_architectures` are those whose models may have 8-bit weights. Raises ValueError, naming the field, its value
+    and what is allowed, for any other quantization.
     """
     stated = config.get("quantization_config")
     if not stated:
@@ -31,17 +30,17 @@ def read_fp8_scales(architecture: str, config: Config) -> Fp8Scales | None:
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if method != "fp8" or not isinstance(stated, dict):
         raise ValueError(
-            f"config field 'quantization_config' (quant_method {shorten(method)}) describes a quantized checkpoint, "
-            "of which only quant_method 'fp8' is supported; use the same model in float16, bfloat16 or float32"
+            f"config field 'quantization_config' (quant_method {shorten(method)}) describes a quantized checkpoint; "
+            "only quant_method 'fp8' is supported; use the same model in float16, bfloat16 or float32"
         )
-    if architecture not in FP8_ARCHITECTURES:
+    if architecture not in fp8_architectures:
         raise ValueError(
             "config field 'quantization_config' (quant_method 'fp8') is supported for "
-            f"{', '.join(FP8_ARCHITECTURES)}, and not for {architecture}; use the same model in float16, bfloat16 or "
+            f"{', '.join(fp8_architectures)}, and not for {architecture}; use the same model in float16, bfloat16 or "
             "float32"
         )
     choice(stated, "fmt", "e4m3", ("e4m3",))
-    # Scales of activations that were fixed beforehand give way to those of the tokens themselves.
+    # Static scales of activations are ignored: each token gets a scale of its own.
     choice(stated, "activation_scheme", "dynamic", ("dynamic", "static"))
     block = stated.get("weight_block_size")
     if block is not None and block != _BLOCK:
@@ -52,9 +51,9 @@ def read_fp8_scales(architecture: str, config: Config) -> Fp8Scales | None:
 
 
 def _check_unconverted(field: str, names: object, num_layers: int) -> None:
-    """The modules that are not quantized may be any but the projections of the layers."""
+    """Refuse a list of unquantized modules that names a projection of a layer."""
     if not isinstance(names, list):
-        raise ValueError(f"config field '{field}' is {shorten(names)}; it must be a list of names of modules")
+        raise ValueError(f"config field '{field}' is {shorten(names)}; it must be a list of module names")
     for layer in range(num_layers):
         for projection in _PROJECTIONS:
             path = f".model.layers.{layer}.{projection}."
@@ -62,6 +61,6 @@ def _check_unconverted(field: str, names: object, num_layers: int) -> None:
                 if f".{name}." in path:
                     raise ValueError(
                         f"config field '{field}' names {shorten(name)}, so that {path.strip('.')} would not be "
-                        "quantized; supported are checkpoints with all projections quantized (the vocabulary head, "
-                        "embeddings and norms never are)"
+                        "quantized; all projections must be quantized (the vocabulary head, the embeddings and the "
+                        "norms never are)"
                     )

@@ -1,4 +1,4 @@
-"""Rotary position parameters, as a `config.json` describes them."""
+"""Read the rotary position parameters of a `config.json`."""
 
 import math
 from typing import Final
@@ -11,7 +11,7 @@ ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position parameters, with every default resolved. Only the fields of its `type` have a meaning.
+    """Rotary position parameters, with every default resolved; a `type` uses only its own fields.
 
     `original_max_position` is in tokens; `attention_factor` multiplies cosines and sines (YaRN).
     """
@@ -29,7 +29,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rope_variants(config: Config) -> list[Config]:
-    """The rotary parameters in a configuration: none, one set for all layers, or one for each kind of layer."""
+    """Return the sets of rotary parameters in a configuration: none, one for all layers, or one per kind of layer."""
     given = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(given, dict):
         return []
@@ -37,7 +37,10 @@ def rope_variants(config: Config) -> list[Config]:
 
 
 def read_rope(config: Config, max_position: int) -> Rope:
-    """Rotary parameters from `rope_parameters` (v5), or `rope_scaling` and `rope_theta` beside it (v4)."""
+    """Read `rope_parameters` (v5), or `rope_scaling` and the field `rope_theta` (v4).
+
+    Raises ValueError, naming the field, for a type or a value that is not supported.
+    """
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(source) or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
@@ -57,15 +60,13 @@ def read_rope(config: Config, max_position: int) -> Rope:
             + (" (longrope changes frequencies with the length of a sequence)" if kind in ("longrope", "su") else "")
         )
     if kind in ("default", "dynamic"):
-        # Dynamic NTK scaling stretches a sequence only past max_position_embeddings, where every further
-        # token would change the keys that are cached already. `max_position` stops there, and up to there it
-        # is the default.
+        # Dynamic NTK scaling changes frequencies only past max_position_embeddings, where each further token
+        # would change keys that are already cached. The context ends there, so the default type is exact.
         return Rope(theta=theta, type=kind)
     factor = number(merged, f"{source}.factor", minimum=1.0)
     if kind == "linear":
         return Rope(theta=theta, type=kind, factor=factor)
-    # Phi-3's habit, which transformers follows for all: a value beside the rope parameters wins over one
-    # inside.
+    # As in transformers, a value beside the rope parameters (Phi-3) takes precedence over one inside.
     original = optional_integer(config, "original_max_position_embeddings", None)
     original = original or integer(merged, f"{source}.original_max_position_embeddings", max_position)
     if kind == "llama3":
@@ -96,7 +97,7 @@ def read_rope(config: Config, max_position: int) -> Rope:
 
 
 def _yarn_attention_factor(rope: Config, source: str, factor: float) -> float:
-    """What YaRN multiplies cosines and sines by (Peng et al. 2023), with DeepSeek's mscale variant."""
+    """Return YaRN's factor of cosines and sines (Peng et al. 2023), or of DeepSeek's mscale variant."""
     given = optional_number(rope, f"{source}.attention_factor")
     if given is not None:
         return given

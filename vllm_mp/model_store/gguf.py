@@ -15,7 +15,7 @@ from pathlib import Path
 from vllm_mp.model_store.cache import build_once, run_child
 from vllm_mp.model_store.progress import Progress
 
-_CONVERTER = "vllm_mp.core.weights.gguf_converter"
+_CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 """The program that converts a file: `python -m ... SOURCE.gguf FOLDER`."""
 
 DISK_FULL_EXIT = 3

@@ -20,7 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.registry import read_architecture
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -105,7 +106,7 @@ PROMPT_LENGTHS = (40, 5, 33, 12, 1, 20, 27, 9, 100)
 
 def scarce_blocks(config: PreTrainedConfig, dtype_bytes: int = 4) -> dict[str, Any]:
     """Return engine options under which prompts are computed in small chunks and the cache runs out of blocks."""
-    arch = Architecture.from_hf_config(config.to_dict())
+    arch = read_architecture(config.to_dict())
     assert isinstance(arch, NativeArchitecture)
     return few_blocks(arch.kv_bytes_per_token(dtype_bytes))
 

@@ -3,7 +3,7 @@
 //
 // A tile of queries that share a KV head goes over the keys of its row in tiles of KEYS, each packed like a weight
 // matrix. Tiles of keys, and the parts of PART keys whose results are merged at the end, begin at multiples of their
-// size from the start of the sequence: the result of a query is the same in any company and any chunk of a prompt.
+// size from the start of the sequence. So results are batch-invariant, and the same in any chunk of a prompt.
 #pragma once
 
 #include <cmath>
@@ -19,8 +19,8 @@ constexpr int PART = 512;
 constexpr int TILE_ROWS = 48;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-// Where the tokens of a step stand in the cache; the fields are those of ops.AttentionMetadata.
-struct ScheduledStep {
+// Where the tokens of a step stand in the cache; the fields are those of kernels/attention_metadata.py.
+struct AttentionMetadata {
     int64_t num_tokens;
     int64_t num_rows;
     const int32_t* query_start;
@@ -46,22 +46,22 @@ struct Heads {
     int64_t partial_size() const { return padded_value_dim() + 2; }
 };
 
-// Some queries of a row, for each KV head; `part` of its keys, or all where it is negative.
+// Some queries of a row, for each KV head, over part number `part` of its keys, or over all keys if it is negative.
 struct QueryTile {
     int32_t row;
     int32_t first;  // query token of the step
     int32_t count;
     int32_t part;
-    int64_t partial;  // where the results of its parts begin, in parts
+    int64_t partial;  // index of the result of its first part
 };
 
 struct Attention {
     std::vector<QueryTile> tiles;
-    std::vector<QueryTile> merges;  // one for each decode whose keys were divided; `part` is the number of parts
-    int64_t partials = 0;           // of a query head
+    std::vector<QueryTile> merges;  // one entry per decode whose keys were divided; `part` is the number of parts
+    int64_t partials = 0;           // results of parts, per query head
 };
 
-inline Attention plan(const ScheduledStep& step, const Heads& heads) {
+inline Attention plan(const AttentionMetadata& step, const Heads& heads) {
     Attention done;
     const int most = step.isolates ? 1 : int(std::max<int64_t>(1, TILE_ROWS / heads.group()));
     for (int32_t row = 0; row < step.num_rows; ++row) {
@@ -83,14 +83,14 @@ inline Attention plan(const ScheduledStep& step, const Heads& heads) {
     return done;
 }
 
-// Positions of a row, from `begin` up to `end`.
+// Positions of a row, from `begin` up to but without `end`.
 struct Span {
     int32_t row;
     int64_t begin, end;
 };
 
-// The positions that the queries of a tile see, all of them or those of its part.
-inline Span keys_of(const ScheduledStep& step, const Heads& heads, const QueryTile& tile) {
+// The positions that the queries of a tile see: all, or those of its part.
+inline Span keys_of(const AttentionMetadata& step, const Heads& heads, const QueryTile& tile) {
     const int64_t end = step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first)) + tile.count;
     const int64_t begin = heads.window ? std::max<int64_t>(0, end - tile.count + 1 - heads.window) : 0;
     if (tile.part < 0) return {tile.row, begin, end};
@@ -98,29 +98,28 @@ inline Span keys_of(const ScheduledStep& step, const Heads& heads, const QueryTi
     return {tile.row, std::max(begin, start), std::min(end, start + PART)};
 }
 
-// The cache slots of the tokens of KEYS positions from `start` on: those from `from` up to `to`, as others are not
-// there.
+// The cache cells of KEYS positions from `start` on; only those from index `from` up to `to` exist.
 struct KeyTile {
     int64_t start;
     int from, to;
-    const int64_t* slots;
+    const int64_t* cells;
 };
 
-// The tile of `span` in which position `at` is; `slots` are those of the span, from the start of its first tile on.
-inline KeyTile tile_at(const Span& span, int64_t at, const int64_t* slots) {
+// The tile of `span` that contains position `at`; `cells` are those of the span, from the start of its first tile on.
+inline KeyTile tile_at(const Span& span, int64_t at, const int64_t* cells) {
     const int64_t first = span.begin / KEYS * KEYS, start = at / KEYS * KEYS;
     return {start, int(std::max<int64_t>(0, span.begin - start)), int(std::min<int64_t>(KEYS, span.end - start)),
-            slots + (start - first)};
+            cells + (start - first)};
 }
 
-inline void find_slots(const ScheduledStep& step, const Span& span, int64_t* slots) {
+inline void find_cells(const AttentionMetadata& step, const Span& span, int64_t* cells) {
     const int32_t* blocks = step.block_table + span.row * step.block_table_stride;
-    slots += span.begin % KEYS;
+    cells += span.begin % KEYS;
     for (int64_t position = span.begin; position < span.end;) {
         const uint32_t at = uint32_t(position), size = uint32_t(step.block_size);
         const int64_t first = int64_t(blocks[at / size]) * size;
         for (uint32_t offset = at % size; offset < size && position < span.end; ++offset, ++position)
-            *slots++ = first + offset;
+            *cells++ = first + offset;
     }
 }
 
@@ -131,15 +130,15 @@ struct Cache {
     int64_t stride;
     int64_t dim;
 
-    const T* at(int64_t slot) const { return of_head + slot * stride; }
+    const T* at(int64_t cell) const { return of_head + cell * stride; }
 
-    // Where the rows of a tile's first `count` keys are; `zeros` are in the place of those that are not there.
+    // Points `out` to the rows of a tile's first `count` keys, and to `zeros` for keys that do not exist.
     void rows(const KeyTile& tile, int count, const T* zeros, const T** out) const {
-        for (int i = 0; i < count; ++i) out[i] = i >= tile.from && i < tile.to ? at(tile.slots[i]) : zeros;
+        for (int i = 0; i < count; ++i) out[i] = i >= tile.from && i < tile.to ? at(tile.cells[i]) : zeros;
     }
 };
 
-// Rows to ask for while others are multiplied, some with each step.
+// Rows to prefetch while other rows are multiplied, some with each step.
 template <class T>
 struct SoonRows {
     Cache<T> cache;
@@ -153,7 +152,7 @@ struct SoonRows {
             if (at < tile.to) prefetch(at++);
     }
 
-    // What is left after `steps` steps.
+    // Prefetches the rows that are left after `steps` steps.
     ALWAYS_INLINE void ask_rest(int64_t steps) const {
         for (int64_t i = tile.from + steps * ROWS_A_STEP; i < tile.to; ++i) prefetch(int(i));
     }
@@ -162,12 +161,12 @@ struct SoonRows {
     static constexpr int ROWS_A_STEP = 2;
 
     ALWAYS_INLINE void prefetch(int i) const {
-        const T* row = cache.at(tile.slots[i]);
+        const T* row = cache.at(tile.cells[i]);
         for (int64_t n = 0; n < cache.dim; n += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + n);
     }
 };
 
-// Scratch memory of a thread.
+// The scratch memory of one thread.
 template <class T>
 struct Scratch {
     std::vector<T> q, k, v, p, zeros;
@@ -191,7 +190,7 @@ struct Scratch {
     }
 };
 
-// Rows of a W x W matrix of 32-bit values become columns: log2(W) perfect shuffles.
+// Transposes a W x W matrix of 32-bit values in place, by log2(W) perfect shuffles.
 inline void transpose(vi (&m)[W]) {
     vi low, high;
     for (int i = 0; i < W; ++i) {
@@ -210,7 +209,7 @@ inline void transpose(vi (&m)[W]) {
     }
 }
 
-// Keys as panels of NR columns, one for each of the `count` keys.
+// Packs `count` keys into panels of NR columns, a column for each key.
 template <class T>
 inline void pack_keys(const T* const* keys, int count, int64_t dim, T* panels) {
     const int64_t words = dim / KP<T>;
@@ -229,7 +228,7 @@ inline void pack_keys(const T* const* keys, int count, int64_t dim, T* panels) {
     }
 }
 
-// How the halves of two vectors of 16-bit values are brought beside each other: a0 b0 a1 b1 ...
+// The shuffles that interleave two vectors of 16-bit values: a0 b0 a1 b1 ...
 constexpr struct Beside {
     alignas(4 * W) uint16_t low[NR] = {}, high[NR] = {};
 
@@ -241,8 +240,8 @@ constexpr struct Beside {
     }
 } BESIDE;
 
-// Values as a panel whose columns are their dimensions, from `column` on, and whose inputs are the keys. The dimensions
-// that fill a vector are `part(key, column)`.
+// Values as a panel whose columns are their dimensions, from `column` on, and whose inputs are the keys.
+// `part(key, column)` gives one vector of dimensions.
 template <class T, class Part>
 struct Values {
     const Part& part;
@@ -266,7 +265,7 @@ struct Values {
     }
 };
 
-// Values as such panels, all of them; dimensions that are only there to fill a vector are zeros.
+// Packs all values into such panels; the dimensions that only fill a vector are zeros.
 template <class T>
 inline void pack_values(const T* const* values, int count, int64_t dim, int64_t padded_dim, T* panels) {
     constexpr int64_t IN_VECTOR = 4 * W / int64_t(sizeof(T));
@@ -285,7 +284,7 @@ inline void pack_values(const T* const* values, int count, int64_t dim, int64_t 
         }
 }
 
-// Takes what comes from some keys, weighted for the highest score `other_highest`, into a running result.
+// Merges the result over other keys, whose highest score is `other_highest`, into a running result.
 inline void merge(float* total, float& total_highest, float& total_sum, const float* other, float other_highest,
                   float other_sum, int64_t dim) {
     const float most = std::max(total_highest, other_highest);
@@ -304,8 +303,8 @@ struct Running {
     float* sums;
 };
 
-// Takes a tile of keys into the result of the queries `q` [rows, key dim] of one KV head. Few queries take the values as
-// they lie in the cache, for more it pays to pack them.
+// Adds a tile of keys to the result of the queries `q` [rows, key dim] of one KV head. Few queries read the values in
+// the cache; for many queries, packing the values is faster.
 template <class T>
 void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, const Cache<T>& v,
                  const SoonRows<T>& soon_keys, const SoonRows<T>& soon_values, const T* q, int64_t rows,
@@ -407,33 +406,32 @@ struct Caches {
     }
 };
 
-// Attention of the queries of a tile, of `num_heads` KV heads from `first_head` on, over the keys of `span`, which are
-// of one part: into part, highest and sums of the scratch memory. The keys of `next` are those that are needed after
-// these.
+// Attention of the queries of a tile, for `num_heads` KV heads from `first_head` on, over the keys of `span`, which lie
+// in one part. The result goes to part, highest and sums of the scratch memory. The keys of `next` are needed next.
 template <class T>
-void attend_part(const ScheduledStep& step, const Heads& heads, int64_t first_head, int64_t num_heads, const QueryTile& tile,
-                 const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
+void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
+                 const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
     const int64_t rows = tile.count * heads.group(), dim = heads.padded_value_dim();
     const int64_t first_position =
         step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first));
     std::fill_n(s.part.begin(), num_heads * rows * dim, 0.0f);
     std::fill_n(s.highest.begin(), num_heads * rows, NONE);
     std::fill_n(s.sums.begin(), num_heads * rows, 0.0f);
-    int64_t slots[PART], next_slots[KEYS];
-    find_slots(step, span, slots);
+    int64_t cells[PART], next_cells[KEYS];
+    find_cells(step, span, cells);
     const Span first_of_next{next.row, next.begin, std::min(next.end, next.begin / KEYS * KEYS + KEYS)};
-    find_slots(step, first_of_next, next_slots);
+    find_cells(step, first_of_next, next_cells);
     for (int64_t i = 0; i < num_heads; ++i) {
         const int64_t head = first_head + i;
         const Running running{s.part.data() + i * rows * dim, s.highest.data() + i * rows, s.sums.data() + i * rows};
         for (int64_t at = span.begin / KEYS * KEYS; at < span.end; at += KEYS) {
-            // What is needed next: the next keys of this head, or the first ones of the next head, or of what follows.
+            // Prefetched meanwhile: the next keys of this head, or the first keys of the next head or of `next`.
             const bool goes_on = at + KEYS < span.end, has_more_heads = i + 1 < num_heads;
             const int64_t then_head = goes_on ? head : has_more_heads ? head + 1 : first_head;
-            const KeyTile then = goes_on          ? tile_at(span, at + KEYS, slots)
-                                 : has_more_heads ? tile_at(span, span.begin, slots)
-                                                  : tile_at(first_of_next, first_of_next.begin, next_slots);
-            attend_keys(heads, tile_at(span, at, slots), caches.keys(heads, head), caches.values(heads, head),
+            const KeyTile then = goes_on          ? tile_at(span, at + KEYS, cells)
+                                 : has_more_heads ? tile_at(span, span.begin, cells)
+                                                  : tile_at(first_of_next, first_of_next.begin, next_cells);
+            attend_keys(heads, tile_at(span, at, cells), caches.keys(heads, head), caches.values(heads, head),
                         SoonRows<T>(caches.keys(heads, then_head), then),
                         SoonRows<T>(caches.values(heads, then_head), then), s.q.data() + i * rows * heads.key_dim, rows,
                         first_position, running, s);
@@ -446,16 +444,16 @@ inline void put_result(const float* total, float sum, int64_t dim, T* out) {
     for (int64_t i = 0; i < dim; i += W) store_some(out + i, load(total + i) / sum, int(std::min<int64_t>(W, dim - i)));
 }
 
-// One tile, of `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each query token, `q_stride` and
-// `out_stride` apart. The keys of `next` are those that are needed after these.
+// Attention of one tile, for `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each query token,
+// `q_stride` and `out_stride` elements apart. The keys of `next` are needed next.
 template <class T>
-void attend(const ScheduledStep& step, const Heads& heads, int64_t first_head, int64_t num_heads, const QueryTile& tile,
-            const Span& next, const T* q, int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride,
-            float* partials, Scratch<T>& s) {
+void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
+            const QueryTile& tile, const Span& next, const T* q, int64_t q_stride, const Caches<T>& caches, T* out,
+            int64_t out_stride, float* partials, Scratch<T>& s) {
     const int64_t group = heads.group(), head_rows = tile.count * group, rows = num_heads * head_rows;
     const int64_t dim = heads.padded_value_dim();
     s.fit(head_rows, num_heads, heads);
-    // Of a row of the scratch memory: the query head, and the place of its token in the tile.
+    // The query head of a row of the scratch memory, and the query token.
     auto head_of = [&](int64_t row) { return (first_head + row / head_rows) * group + row % group; };
     auto token_of = [&](int64_t row) { return tile.first + row % head_rows / group; };
     for (int64_t row = 0; row < rows; ++row)
@@ -489,7 +487,7 @@ void attend(const ScheduledStep& step, const Heads& heads, int64_t first_head, i
                    out + token_of(row) * out_stride + head_of(row) * heads.value_dim);
 }
 
-// The results of a decode's parts, for one query head.
+// Merges the results of a decode's parts, for one query head.
 template <class T>
 void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const float* partials, T* out,
                  int64_t out_stride, Scratch<T>& s) {
@@ -504,16 +502,16 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
     put_result(s.total.data(), sum, heads.value_dim, out + tile.first * out_stride + head * heads.value_dim);
 }
 
-// All queries of a step; `todo` is its plan.
+// Attention of all queries of a step; `todo` is its plan.
 template <class T>
-void attend_all(Member& member, const ScheduledStep& step, const Heads& heads, const Attention& todo, const T* q,
+void attend_all(Member& member, const AttentionMetadata& step, const Heads& heads, const Attention& todo, const T* q,
                 int64_t q_stride, const T* k_cache, const T* v_cache, T* out, int64_t out_stride, float* partials) {
     thread_local Scratch<T> scratch;
     const Caches<T> caches{k_cache, v_cache};
     const int64_t num_tiles = int64_t(todo.tiles.size());
-    // The heads of a tile lie side by side in the cache: where there is enough to do for all, they stay together.
+    // The heads of a tile lie side by side in the cache, so they stay together if there are enough tiles.
     const bool together = num_tiles >= 16;
-    auto one = [&](int64_t i, int64_t first_head, int64_t num_heads) {
+    auto attend_heads = [&](int64_t i, int64_t first_head, int64_t num_heads) {
         const Span next = i + 1 < num_tiles ? keys_of(step, heads, todo.tiles[i + 1]) : Span{};
         attend(step, heads, first_head, num_heads, todo.tiles[i], next, q, q_stride, caches, out, out_stride, partials,
                scratch);
@@ -521,10 +519,11 @@ void attend_all(Member& member, const ScheduledStep& step, const Heads& heads, c
     if (together)
         member.each_in_turn(num_tiles, 1, [&](int64_t i) {
             const int64_t num_heads = todo.tiles[i].count == 1 ? heads.keys : 1;
-            for (int64_t head = 0; head < heads.keys; head += num_heads) one(i, head, num_heads);
+            for (int64_t head = 0; head < heads.keys; head += num_heads) attend_heads(i, head, num_heads);
         });
     else
-        member.each_in_turn(num_tiles * heads.keys, 1, [&](int64_t i) { one(i / heads.keys, i % heads.keys, 1); });
+        member.each_in_turn(num_tiles * heads.keys, 1,
+                            [&](int64_t i) { attend_heads(i / heads.keys, i % heads.keys, 1); });
     if (todo.merges.empty()) return;
     member.each(int64_t(todo.merges.size()) * heads.queries, [&](int64_t i) {
         merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials, out, out_stride, scratch);

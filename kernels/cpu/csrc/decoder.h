@@ -1,4 +1,4 @@
-// The layers of a decoder of the Llama family, and its last norm, without a return in between.
+// The layers of a decoder of the Llama family, and its last norm, in one call.
 #pragma once
 
 #include "attention.h"
@@ -29,7 +29,7 @@ struct Decoder {
     float eps;
 };
 
-// Rows as the next product takes them: of T, and for weights of 8 bits in as many.
+// Rows as the next product takes them: of type T, and for 8-bit weights also quantized.
 template <class T>
 struct RowBuffer : ByteRows<T> {
     std::vector<T> values;
@@ -40,7 +40,7 @@ struct RowBuffer : ByteRows<T> {
     }
 };
 
-// What the layers of a step share; it grows to what the largest step needs.
+// Memory that the layers of a step share; it grows to the size of the largest step.
 template <class T>
 struct Buffers {
     RowBuffer<T> normed;
@@ -48,13 +48,13 @@ struct Buffers {
     std::vector<float> partials;
 };
 
-// Up to so many rows are normed and quantized by every thread for itself, as waiting for one another takes longer.
+// Up to this many rows, every thread norms and quantizes all rows itself, which is faster than waiting for the others.
 constexpr int64_t FEW = 2;
 
-// One layer by all members of a team: what it adds to `x` [num_tokens, hidden].
+// Computes one layer with all members of a team, and adds its output to `x` [num_tokens, hidden].
 template <class T>
-void add_layer(Member& member, const DecoderLayer<T>& layer, const ScheduledStep& step, const Attention& todo, float eps, T* x,
-               const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<T>& b) {
+void add_layer(Member& member, const DecoderLayer<T>& layer, const AttentionMetadata& step, const Attention& todo,
+               float eps, T* x, const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<T>& b) {
     const Heads& heads = layer.heads;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
     const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
@@ -87,7 +87,7 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const ScheduledStep
                      store_some(b.qkv.data() + row * qkv_size + column, sums, count);
                  });
     member.each(tokens * all_heads, [&](int64_t i) {
-        const int64_t token = i / all_heads, head = i % all_heads, slot = step.cell_mapping[token];
+        const int64_t token = i / all_heads, head = i % all_heads, cell = step.cell_mapping[token];
         T* at = b.qkv.data() + token * qkv_size + head * head_dim;
         if (head < heads.queries + heads.keys) {
             const T* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
@@ -97,7 +97,7 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const ScheduledStep
         if (head >= heads.queries) {
             const bool is_key = head < heads.queries + heads.keys;
             const int64_t kv_head = (head - heads.queries) % heads.keys;
-            std::memcpy((is_key ? k_cache : v_cache) + (slot * heads.keys + kv_head) * head_dim, at,
+            std::memcpy((is_key ? k_cache : v_cache) + (cell * heads.keys + kv_head) * head_dim, at,
                         sizeof(T) * head_dim);
         }
     });
@@ -117,12 +117,12 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const ScheduledStep
     multiply_all(member, layer.down, rows_of(b.inner, layer.down), add_to_x);
 }
 
-// Layers `first` up to `end`, and after the last one the norm. `x` [num_tokens, hidden] are the embeddings or what the
-// layers before have made of them, and is overwritten; `positions` [num_tokens]; `cos_sin` [max_position, head_dim]; a
-// cache for each layer of the decoder; `out` as `x`.
+// Computes layers `first` up to `end`, and after the last layer the norm into `out`. `x` [num_tokens, hidden] holds the
+// embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; `cos_sin` [max_position,
+// head_dim]; one cache for each layer of the decoder; `out` has the shape of `x`.
 template <class T>
-void run(const Decoder<T>& decoder, int64_t first, int64_t end, const ScheduledStep& step, T* x, const int64_t* positions,
-         const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads) {
+void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
+         const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads) {
     static Buffers<T> b;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);

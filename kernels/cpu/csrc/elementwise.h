@@ -1,4 +1,4 @@
-// Norms, rotary embedding and activations of single rows. Each rounds to T where the torch definition does.
+// Norms, rotary embedding and activations of single rows. Each rounds to T where kernels/reference.py does.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace vmp {
 
-// out = rms_norm(x) * weight; `out` may be `x`.
+// Writes rms_norm(x) * weight to `out`, which may be `x`.
 template <class T>
 inline void rms_norm(const T* x, const T* weight, int64_t dim, float eps, T* out) {
     vf squares = {};

@@ -1,4 +1,4 @@
-// The plain C interface, which kernels/cpu/library.py mirrors. Sizes are in elements, memory is contiguous.
+// The plain C interface, which kernels/cpu/library.py declares. Sizes are in elements; memory is contiguous.
 
 #include <mutex>
 
@@ -7,7 +7,7 @@
 namespace vmp {
 namespace {
 
-// `scales` and `sums` [columns of the panels] for weights of 8 bits, or null.
+// Packs a matrix; `scales` and `sums` [columns of the panels] are null unless the packed weights are int8.
 template <class T>
 void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* packed, float* scales, int32_t* sums,
           int threads) {
@@ -32,7 +32,7 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* 
     }
 }
 
-// The rows as they are multiplied with `w`, which are of 8 bits if its weights are; `bytes` is the memory for these.
+// The rows in the form in which they are multiplied with `w`: quantized into `bytes` if its weights are.
 template <class T>
 Rows<T> input(Member& member, const Linear<T>& w, const T* x, int64_t rows, ByteRows<T>& bytes) {
     if (w.scales) member.each(rows, [&](int64_t i) { bytes.quantize_row(x + i * w.inputs, w.inputs, i); });
@@ -50,7 +50,7 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads)
     });
 }
 
-// The place of the highest output of each row, the first of equal ones; -1 where it is not finite, or one is NaN.
+// The index of the highest output of each row, the first of equal outputs; -1 if it is not finite or any is NaN.
 template <class T>
 void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int threads) {
     ByteRows<T> bytes;
@@ -59,7 +59,7 @@ void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int t
     std::fill_n(places, rows, 0);
     std::mutex mutex;
     team().run(threads, [&](Member& member) {
-        // Of the columns that a thread has seen, by their place in a panel: the highest, and its column.
+        // For each place in a panel, the highest output that this thread has seen, and its column.
         struct Best {
             vf value[2];
             vi column[2];
@@ -99,8 +99,8 @@ void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int t
 }
 
 template <class T>
-void attention(const ScheduledStep& step, const Heads& heads, const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
-               T* out, int threads) {
+void attention(const AttentionMetadata& step, const Heads& heads, const T* q, int64_t q_stride, const T* k_cache,
+               const T* v_cache, T* out, int threads) {
     const Attention todo = plan(step, heads);
     std::vector<float> partials(todo.partials * heads.queries * heads.partial_size());
     team().run(threads, [&](Member& member) {
@@ -119,26 +119,26 @@ extern "C" {
 int64_t vmp_panel_columns() { return NR; }
 
 #define FOR_TYPE(NAME, T)                                                                                             \
-    void vmp_pack_##NAME(const T* weight, int64_t outputs, int64_t inputs, int is_pair, void* packed, float* scales,   \
+    void vmp_pack_##NAME(const T* weight, int64_t outputs, int64_t inputs, int is_pair, void* packed, float* scales,  \
                          int32_t* sums, int threads) {                                                                \
         pack(weight, outputs, inputs, is_pair, packed, scales, sums, threads);                                        \
     }                                                                                                                 \
-    void vmp_linear_##NAME(const Linear<T>* w, const T* x, int64_t rows, T* out, int threads) {                        \
+    void vmp_linear_##NAME(const Linear<T>* w, const T* x, int64_t rows, T* out, int threads) {                       \
         linear(*w, x, rows, out, threads);                                                                            \
     }                                                                                                                 \
-    void vmp_logits_##NAME(const Linear<T>* w, const T* x, int64_t rows, float* out, int threads) {                    \
+    void vmp_logits_##NAME(const Linear<T>* w, const T* x, int64_t rows, float* out, int threads) {                   \
         linear(*w, x, rows, out, threads);                                                                            \
     }                                                                                                                 \
-    void vmp_attention_##NAME(const ScheduledStep* step, const Heads* heads, const T* q, int64_t q_stride, const T* k_cache,    \
-                              const T* v_cache, T* out, int threads) {                                                \
+    void vmp_attention_##NAME(const AttentionMetadata* step, const Heads* heads, const T* q, int64_t q_stride,        \
+                              const T* k_cache, const T* v_cache, T* out, int threads) {                              \
         attention(*step, *heads, q, q_stride, k_cache, v_cache, out, threads);                                        \
     }                                                                                                                 \
-    void vmp_decoder_##NAME(const Decoder<T>* decoder, int64_t first, int64_t end, const ScheduledStep* step, T* x,             \
+    void vmp_decoder_##NAME(const Decoder<T>* decoder, int64_t first, int64_t end, const AttentionMetadata* step, T* x,\
                             const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches,       \
                             T* out, int threads) {                                                                    \
         run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads);                    \
     }                                                                                                                 \
-    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {                \
+    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {              \
         argmax(*w, x, rows, places, threads);                                                                         \
     }
 

@@ -1,8 +1,8 @@
-// Products with a weight matrix that was packed beforehand.
+// Products with a packed weight matrix.
 //
-// The outputs are cut into panels of NR columns. A panel holds, for each input of float32, two of bfloat16 or four of
-// int8, the weights of its columns side by side, so that a product reads the weights once, in order, whatever the batch. Each
-// output is summed over the inputs in their order, in one accumulator: a row's result is the same in any company.
+// The outputs are cut into panels of NR columns. A panel holds, for each input (float32), two inputs (bfloat16) or four
+// (int8), the weights of its columns side by side, so that a product reads the weights once, in order, for any batch.
+// Each output is summed over the inputs in their order, in one accumulator, so results are batch-invariant.
 #pragma once
 
 #include <algorithm>
@@ -22,13 +22,13 @@ constexpr int MR = 12;
 constexpr int MR = 6;
 #endif
 
-// Bytes of a panel that are multiplied with one 32-bit word of each row.
+// The bytes of a panel that are multiplied with one 32-bit word of each row.
 constexpr int64_t STEP = 4 * NR;
 
-// Bytes by which weights that are read once are asked for before they are needed.
+// The distance in bytes at which weights that are read once are prefetched.
 constexpr int64_t AHEAD = 4096;
 
-// Weights to ask for while others are multiplied: from `at`, `stride` bytes further with each step.
+// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step.
 struct Soon {
     const char* at;
     int64_t stride;
@@ -40,15 +40,15 @@ struct Soon {
     }
 };
 
-// Inputs whose weights lie side by side.
+// The number of inputs whose weights lie side by side.
 template <class T>
 constexpr int KP = 4 / sizeof(T);
 
-// Rows to multiply, and where the weights are of 8 bits the same rows as `quantize` makes them.
+// Rows to multiply and, for 8-bit weights, the same rows after `quantize`.
 template <class T>
 struct Rows {
     const T* values;
-    const uint8_t* bytes;  // two rows for each
+    const uint8_t* bytes;  // two rows of bytes for each row
     const float* scales;
     int64_t count;
 };
@@ -58,8 +58,8 @@ template <class T>
 struct Linear {
     const void* weight;
     const T* bias;        // or null
-    const float* scales;  // null unless the weights are int8: what a unit of a column's weights stands for
-    const int32_t* sums;  // of each column's weights, times 128
+    const float* scales;  // the scale of each column's int8 weights; null for other types
+    const int32_t* sums;  // the sum of each column's weights, times 128
     int64_t inputs;
     int64_t outputs;
 
@@ -71,9 +71,9 @@ struct Linear {
     }
 };
 
-// A row of whole numbers of 15 bits in two rows of bytes, the high 8 bits and then the low 7, 128 standing for zero in
-// each, and what a unit stands for; NaN where the row is not finite. With as few bits as the weights have, the rows
-// would cost several times the accuracy that the weights do.
+// Quantizes a row to integers of 15 bits, stored as two rows of bytes, the high 8 bits and then the low 7, in which 128
+// stands for zero. Returns the scale; NaN if the row is not finite. With only 8 bits, the rows would cost several times
+// the accuracy that the 8-bit weights cost.
 template <class T>
 inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     constexpr float MOST = 127 * 128;
@@ -91,7 +91,7 @@ inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     const float units = bound > 0 ? MOST / bound : 0;
     for (int64_t i = 0; i < dim; i += W) {
         const int count = int(std::min<int64_t>(W, dim - i));
-        // Above zero, so that cutting off rounds down.
+        // The offset makes the values positive, so that truncation rounds down.
         vi whole = __builtin_convertvector(load_some(x + i, count) * units + (MOST + 128.5f), vi) - int(MOST) - 128;
         vi high = (whole + 64) >> 7;
         vb highs = __builtin_convertvector(high + 128, vb);
@@ -102,7 +102,7 @@ inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     return bound / MOST;
 }
 
-// Memory for rows as `quantize` makes them.
+// Memory for quantized rows.
 template <class T>
 struct ByteRows {
     std::vector<uint8_t> bytes;
@@ -120,7 +120,7 @@ struct ByteRows {
     Rows<T> rows(const T* x, int64_t count) const { return {x, bytes.data(), scales.data(), count}; }
 };
 
-// Panel of the columns whose weights, or null for columns that are only there to fill it, begin at `columns`.
+// Packs a panel; `columns` points to the weights of each column, or is null for a column that only fills the panel.
 template <class T>
 inline void pack_panel(const T* const columns[NR], int64_t inputs, T* panel) {
     for (int64_t k = 0; k < inputs; k += KP<T>)
@@ -128,7 +128,7 @@ inline void pack_panel(const T* const columns[NR], int64_t inputs, T* panel) {
             for (int i = 0; i < KP<T>; ++i) *panel++ = columns[n] ? columns[n][k + i] : T{};
 }
 
-// The same in 8 bits, with the scale of each column and 128 times the sum of its weights.
+// The same with quantization to int8; writes the scale of each column and 128 times the sum of its weights.
 template <class T>
 inline void pack_panel(const T* const columns[NR], int64_t inputs, int8_t* panel, float* scales, int32_t* sums) {
     for (int n = 0; n < NR; ++n) {
@@ -148,8 +148,8 @@ inline void pack_panel(const T* const columns[NR], int64_t inputs, int8_t* panel
 template <class T>
 using Sum = std::conditional_t<std::is_same_v<T, uint8_t>, vi, vf>;
 
-// One or more panels as they lie in memory, `size` bytes each. Any kind of panel gives for each step, which is a 32-bit
-// word of each row, the vectors of that word of its columns.
+// One or more panels in memory, `size` bytes each. A step is one 32-bit word of each row; `get` of any kind of panel
+// returns the vectors that the columns have for a step.
 struct Packed {
     const void* at;
     int64_t size = 0;
@@ -162,8 +162,8 @@ struct Packed {
     }
 };
 
-// The products of ROWS rows of x with the columns of `panel`, whose weights are of the type of x, or of int8 for rows of
-// bytes. The sums are local until the end, or the compiler would keep them in memory.
+// The products of ROWS rows of x with the columns of `panel`, whose weights have the type of x, or int8 for rows of
+// bytes. The sums are local variables until the end, or the compiler would keep them in memory.
 template <int ROWS, int VECTORS, class Panel, class Ask>
 inline void multiply(const float* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
                      vf (&out)[ROWS][VECTORS]) {
@@ -243,7 +243,7 @@ inline void multiply(const uint8_t* x, int64_t stride, const Panel& panel, int64
     std::memcpy(out, c, sizeof c);
 }
 
-// Multiplies `rows` rows, at most ROWS, and gives the vectors of each to `take(row, vectors)`.
+// Multiplies `rows` rows, at most ROWS, and calls `take(row, vectors)` for each.
 template <int ROWS, int VECTORS, class T, class Panel, class Ask, class Take>
 inline void multiply_rows(int rows, const T* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
                           Take&& take) {
@@ -256,8 +256,8 @@ inline void multiply_rows(int rows, const T* x, int64_t stride, const Panel& pan
     }
 }
 
-// The same with `columns` columns, NR or a multiple, in as few turns as the registers allow, as the sums of few rows wait
-// for one another: `take(row, column, vector)`. `panel_at(column)` begins at a column.
+// The same with `columns` columns, a multiple of NR: calls `take(row, column, vector)`. Few rows take more columns at
+// once, as many as the registers allow, because their sums wait for one another. `panel_at(column)` begins at a column.
 template <class T, class PanelAt, class Ask, class Take>
 inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_at, int64_t columns, int64_t inputs,
                          Ask soon, Take&& take) {
@@ -279,8 +279,8 @@ inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_a
     }
 }
 
-// The same with one panel for any number of rows, in tiles of about the same height. With more than one tile, in which the
-// weights come from a cache, the panel that lies behind this one is asked for bit by bit.
+// The same with one panel for any number of rows, in tiles of about the same height. With more than one tile, the later
+// tiles read the weights from a cache, and meanwhile the next panel is prefetched.
 template <class T, class Weight, class Take>
 inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
     const int64_t tiles = (rows + MR - 1) / MR;
@@ -296,7 +296,7 @@ inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weigh
     }
 }
 
-// The products of all rows with panel `i`, the bias added: `take(row, first, second)`, the vectors of its columns.
+// The products of all rows with panel `i` plus the bias: calls `take(row, first, second)` with the panel's two vectors.
 template <class T, class Take>
 inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& take) {
     vf bias0 = {}, bias1 = {};
@@ -326,7 +326,8 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
     }
 }
 
-// `f(i)` for each panel. With several tiles of rows a thread keeps to its own stretch, whose next panel it asks for.
+// Calls `f(i)` for each panel. With several tiles of rows, a thread keeps to a range of its own, so that it prefetches
+// its own next panel.
 template <class T, class F>
 inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) {
     if (rows * (w.scales ? 2 : 1) > MR)
@@ -335,7 +336,7 @@ inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) 
         member.each_guided(w.panels(), f);
 }
 
-// The products of all rows with the whole matrix: `put(row, column, vector, count)` for each vector of outputs.
+// The products of all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
 template <class T, class Put>
 inline void multiply_all(Member& member, const Linear<T>& w, const Rows<T>& x, Put&& put) {
     each_panel(member, w, x.count, [&](int64_t i) {

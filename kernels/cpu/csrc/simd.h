@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the processor's registers, and the types of tensors that are computed with them.
+// Vectors as wide as the processor's registers, and conversions between them and the element types of tensors.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 #include <immintrin.h>
 #endif
 
-// What innermost loops call, as a call that stays one makes them keep their sums in memory; and what only prefetches,
-// as GCC drops calls that have no other effect.
+// For functions that innermost loops call, because a call that is not inlined makes GCC keep their sums in memory; and
+// for functions that only prefetch, because GCC drops calls without another effect.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace vmp {
@@ -56,7 +56,7 @@ inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p),
 
 inline void store(float* p, vf x) { write(p, x); }
 
-// To the nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline void store(bf16* p, vf x) {
 #if defined(__AVX512BF16__)
     write(p, _mm512_cvtneps_pbh((__m512)x));
@@ -88,7 +88,7 @@ inline T from_float(float x) {
     }
 }
 
-// As a value comes back after it was stored as a T.
+// The values that are read back after `x` was stored as T.
 template <class T>
 inline vf rounded(vf x) {
     if constexpr (std::is_same_v<T, float>) {
@@ -100,7 +100,7 @@ inline vf rounded(vf x) {
     }
 }
 
-// The first `count` of W values, and `rest` for the others, whose memory is not touched.
+// Loads the first `count` of W values, and fills the others with `rest`; memory past `count` is not read.
 template <class T>
 inline vf load_some(const T* p, int count, float rest = 0) {
     if (count >= W) return load(p);
@@ -117,7 +117,7 @@ inline void store_some(T* p, vf x, int count) {
     std::memcpy(p, some, sizeof(T) * count);
 }
 
-// One value of all, by halves: `f(x, y)` of two vectors.
+// Reduces a vector to one value by halves; `f(x, y)` combines two vectors.
 template <int HALF = W / 2, class F>
 inline float reduce(vf x, F&& f) {
     vi others;
@@ -131,12 +131,13 @@ inline float sum(vf x) {
     return reduce(x, [](vf a, vf b) { return a + b; });
 }
 
-// NaN where one is.
+// The highest element; NaN if any element is NaN.
 inline float highest(vf x) {
     return reduce(x, [](vf a, vf b) { return select((a > b) | (a != a), a, b); });
 }
 
-// The exponential function to 2 units in the last place: 2^n times a polynomial of the rest (Cephes). 0 below -87.
+// The exponential function, accurate to 2 units in the last place: 2^n times a polynomial of the rest (Cephes). 0 below
+// -87.
 inline vf exp(vf x) {
     const vf lowest = splat(-87.0f), most = splat(88.0f);
     vi tiny = x < lowest;

@@ -1,4 +1,4 @@
-// The threads that compute together.
+// A team of threads that compute a step together.
 #pragma once
 
 #include <omp.h>
@@ -25,18 +25,18 @@ inline void relax() {
 #endif
 }
 
-// Chooses how many threads take part. At each barrier all wait for the one that has lost most of its time to other
-// programs, so where these want the processors, fewer threads are several times faster than one for each processor. What
-// is computed does not depend on their number.
+// Chooses how many threads take part. At each barrier all threads wait for the slowest. If other programs take
+// processor time, fewer threads are several times faster than one thread for each processor. Results do not depend on
+// the number of threads.
 class Team {
    public:
-    // What a thread goes by in a region, whose loops all threads of the team go through together. At the end of each
-    // loop they wait for one another. Sharing out and waiting take an atomic operation each, as a layer does so six times.
+    // One thread's view of a region. All threads of the team execute the same loops, and wait for one another at the
+    // end of each. A layer has six loops, so sharing out the work and waiting take only one atomic operation each.
     class Member {
        public:
         explicit Member(Team& team) : team_(team), number_(omp_get_thread_num()) {}
 
-        // The indices below `count`, in one stretch for each thread.
+        // Calls `f(i)` for the indices below `count`, one contiguous range per thread.
         template <class F>
         void each(int64_t count, F&& f) {
             const int64_t end = count * (number_ + 1) / team_.size_;
@@ -44,8 +44,8 @@ class Team {
             wait();
         }
 
-        // The same in stretches that become shorter towards the end, for whichever thread is free. One that loses its
-        // processor leaves the rest to the others.
+        // The same in ranges that become shorter towards the end; a free thread takes the next range. If a thread loses
+        // its processor, the other threads take over the rest.
         template <class F>
         void each_guided(int64_t count, F&& f) {
             std::atomic<int64_t>& next = team_.next_;
@@ -58,7 +58,7 @@ class Team {
             wait();
         }
 
-        // The same, `chunk` at a time.
+        // The same in ranges of `chunk` indices.
         template <class F>
         void each_in_turn(int64_t count, int64_t chunk, F&& f) {
             for (int64_t begin; (begin = team_.next_.fetch_add(chunk, std::memory_order_relaxed)) < count;)
@@ -83,7 +83,7 @@ class Team {
         }
     };
 
-    // Lets up to `most` threads run `body(member)`.
+    // Runs `body(member)` on up to `most` threads.
     template <class Body>
     void run(int most, Body&& body) {
         const int threads = std::max(1, most >> halvings_);
@@ -103,10 +103,10 @@ class Team {
     }
 
    private:
-    static constexpr int PATIENCE = 2000;  // turns of waiting, some 50 us, before giving up the processor
-    static constexpr double MEMORY_S = 0.03;
-    static constexpr double ENOUGH_S = 0.01;   // of computing, to judge by
-    static constexpr double MOST_LOST = 0.3;   // of the time, by the thread that lost most
+    static constexpr int PATIENCE = 2000;  // turns of waiting, about 50 us, before a thread yields its processor
+    static constexpr double MEMORY_S = 0.03;  // time constant of the averages
+    static constexpr double ENOUGH_S = 0.01;   // least computing time for a decision
+    static constexpr double MOST_LOST = 0.3;   // tolerated share of the time that the slowest thread lost
     static constexpr double FIRST_HOLD_S = 0.1, LONGEST_HOLD_S = 3.0;
 
     int size_ = 1;
@@ -115,7 +115,7 @@ class Team {
     alignas(64) std::atomic<uint32_t> round_{0};
 
     int halvings_ = 0;
-    double spent_ = 0, lost_ = 0;  // lately
+    double spent_ = 0, lost_ = 0;  // seconds, fading with MEMORY_S
     double hold_ = FIRST_HOLD_S, hold_until_ = 0;
 
     void note(double now, double wall, double computed, int threads) {
@@ -141,10 +141,10 @@ class Team {
 
 using Member = Team::Member;
 
-// The calls come from one thread at a time.
+// Only one thread at a time may call into the kernels.
 inline Team& team() {
-    static Team one;
-    return one;
+    static Team instance;
+    return instance;
 }
 
 }  // namespace vmp

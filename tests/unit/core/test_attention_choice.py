@@ -1,4 +1,4 @@
-"""What computes attention is chosen at the start, used in every step, and replaced where it would have to isolate."""
+"""The attention backend is chosen once, bound to the model, and used in every step."""
 
 import functools
 
@@ -6,18 +6,19 @@ import pytest
 import torch
 from support.local_engine import LocalEngine
 
+from vllm_mp.core.models.attention import AttentionLayer
 from vllm_mp.kernels import attention_backends, flash, ops, reference
-from vllm_mp.kernels.attention_backends import Backend
+from vllm_mp.kernels.attention_backends import AttentionBackend
 from vllm_mp.kernels.cpu.library import VARIABLE, library
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 BAD = 13
-PROMPTS = [[token if token != BAD else BAD + 1 for token in one] for one in random_prompts((9, 30, 3, 17))]
+PROMPTS = [[token if token != BAD else BAD + 1 for token in prompt] for prompt in random_prompts((9, 30, 3, 17))]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model whose token BAD is not finite."""
+    """A model in which the embedding of token BAD is NaN."""
     folder = tmp_path_factory.mktemp("llama")
     model = save_random_model(CONFIGS["llama"], folder)
     with torch.no_grad():
@@ -27,8 +28,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _definitions(monkeypatch):
-    """No kernel that computes a whole layer."""
+def _without_cpp_kernels(monkeypatch):
+    """No kernel computes a whole layer."""
     monkeypatch.setenv(VARIABLE, "none")
     library.cache_clear()
     yield
@@ -37,10 +38,10 @@ def _definitions(monkeypatch):
 
 @pytest.fixture
 def attended(monkeypatch):
-    """The numbers of tokens for which FlashAttention was called, for which the definition stands."""
+    """The numbers of tokens with which FlashAttention was called; the reference computes in its place."""
     calls = []
 
-    def attend(asked):
+    def prefill(asked):
         calls.append(len(asked.q))
         lens = asked.query_start.diff().tolist()
         rows = torch.empty(0, dtype=torch.int64)
@@ -50,7 +51,7 @@ def attended(monkeypatch):
         )
         return reference.paged_attention(asked.q, asked.k_cache, asked.v_cache, metadata, asked.scale)
 
-    chosen = Backend("flash_attn", functools.partial(flash.paged_attention, attend, ops.paged_attention))
+    chosen = AttentionBackend("flash_attn", functools.partial(flash.paged_attention, prefill, ops.paged_attention))
     monkeypatch.setattr(attention_backends, "choose", lambda wanted, case: chosen)
     return calls
 
@@ -64,7 +65,7 @@ def answers(folder, prompts=PROMPTS, **options):
     return engine.tokens
 
 
-def test_every_step_with_a_prefill_goes_through_what_was_chosen(folder, attended, monkeypatch):
+def test_chosen_backend_computes_every_prefill(folder, attended, monkeypatch):
     found = answers(folder)
     num_layers = CONFIGS["llama"].num_hidden_layers
     assert sum(attended) == num_layers * sum(map(len, PROMPTS))
@@ -73,24 +74,36 @@ def test_every_step_with_a_prefill_goes_through_what_was_chosen(folder, attended
     assert found == answers(folder)
 
 
-def test_a_step_in_which_something_is_not_finite_is_computed_again_by_what_isolates(folder, attended):
+def test_step_with_a_nan_is_computed_again_by_attention_that_isolates(folder, attended):
     good = PROMPTS[1]
     expected = answers(folder, [good])[0]
     assert answers(folder, [[*good, BAD, 5], good]) == {0: [], 1: expected}
 
 
-def test_the_choice_is_written_to_the_configuration(folder):
+def test_choice_is_written_to_the_configuration_and_bound_to_every_layer(folder):
     engine = LocalEngine(folder, load_format="auto", attention_backend="TORCH_SDPA")
     assert engine.runner._config.attention_config.backend == "torch"
-    assert LocalEngine(folder, load_format="auto").runner._config.attention_config.backend == "torch"
+    runner = LocalEngine(folder, load_format="auto").runner
+    assert runner._config.attention_config.backend == "torch"
+    layers = [module for module in runner._model.modules() if isinstance(module, AttentionLayer)]
+    assert len(layers) == CONFIGS["llama"].num_hidden_layers
+    assert all(layer.attend is reference.paged_attention for layer in layers)
     with pytest.raises(ValueError, match="attention_backend='flash_attn': it needs a CUDA device"):
         LocalEngine(folder, load_format="auto", attention_backend="flash_attn")
 
 
-def test_the_definition_is_not_captured(folder, monkeypatch):
-    monkeypatch.setattr(ops, "can_capture", lambda _: True)
+def test_attention_is_bound_again_when_dropped_weights_are_loaded(folder):
+    runner = LocalEngine(folder, load_format="auto").runner
+    runner.drop_weights()
+    runner.restore_weights()
+    layers = [module for module in runner._model.modules() if isinstance(module, AttentionLayer)]
+    assert layers
+    assert all(layer.attend is reference.paged_attention for layer in layers)
+
+
+def test_reference_attention_is_not_captured(folder):
     runner = LocalEngine(folder, load_format="auto").runner
     runner._device = torch.device("cuda")
     assert runner._usual_capture() is None
-    runner._attention = Backend("triton")
+    runner._attention = runner._attention._replace(captures=True)
     assert runner._usual_capture() is not None

@@ -15,8 +15,8 @@ from support.local_engine import LocalEngine
 
 from vllm_mp.core.worker import cuda_graphs, model_runner
 from vllm_mp.core.worker.cuda_graphs import DecodeGraphs, batch_sizes
-from vllm_mp.kernels import ops
-from vllm_mp.kernels.cpu import attention as cpu_attention
+from vllm_mp.kernels import ops, reference
+from vllm_mp.kernels.attention_backends import AttentionBackend
 from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model
 
 MODELS = ("llama", "qwen3", "mistral-windowed", "gpt2")
@@ -212,7 +212,8 @@ def test_a_device_that_fails_while_it_captures_ends_the_start(folders, monkeypat
 
 
 def test_attention_that_reads_lengths_on_the_host_is_not_captured(folders, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_attention, "can_attend", lambda *_: False)
+    chosen = AttentionBackend("torch", reference.paged_attention)
+    monkeypatch.setattr(model_runner, "choose_attention", lambda *_: chosen)
     with caplog.at_level(logging.WARNING):
         engine = LocalEngine(folders["gpt2"], make_capture=stand_in)
     assert "which a graph cannot" in caplog.text
@@ -222,8 +223,9 @@ def test_attention_that_reads_lengths_on_the_host_is_not_captured(folders, monke
 
 
 def test_a_processor_captures_nothing_by_itself(folders):
-    assert not ops.can_capture(torch.device("cpu"))
-    assert LocalEngine(folders["llama"]).runner._graphs is None
+    runner = LocalEngine(folders["llama"]).runner
+    assert not runner._attention.captures
+    assert runner._graphs is None
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 20, 100, 256, 300, 512, 5000])

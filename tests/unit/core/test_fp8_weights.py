@@ -1,4 +1,4 @@
-"""Weights in 8-bit floats: those of a checkpoint are kept as they are, others are made so while they are read."""
+"""Weights in 8-bit floats: FP8 checkpoints keep theirs, other checkpoints are quantized while they are read."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 HIDDEN, Q, KV, INNER = 160, 192, 96, 200
-"""None of them a multiple of 128."""
+"""Sizes that are no multiples of 128."""
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 50,
@@ -61,7 +61,7 @@ def blocks_of(shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def checkpoint(quantization: dict[str, Any]) -> dict[str, Tensor]:
-    """Random tensors with scales of their own in every part, as files of either kind have them."""
+    """Return random tensors of a checkpoint of this kind, with different scales in every part."""
     tensors = {
         "model.embed_tokens.weight": torch.randn(50, HIDDEN),
         "lm_head.weight": torch.randn(50, HIDDEN),
@@ -82,7 +82,7 @@ def checkpoint(quantization: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def dequantized(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """Element by element: the weight at [i, j] times the scale at [i // 128, j // 128], or the one there is."""
+    """Return the weights: element [i, j] times the scale at [i // 128, j // 128], or the only scale."""
     weight = tensors[name + ".weight"].float()
     if name + ".weight_scale" in tensors:
         return weight * tensors[name + ".weight_scale"]
@@ -104,7 +104,7 @@ def load_config(folder: Path, dtype: torch.dtype, options: dict[str, Any] | None
 
 
 def projections(model: Any) -> Any:
-    """(names in a checkpoint, module) of each."""
+    """Yield the checkpoint names and the module of each projection."""
     for i, layer in enumerate(model.decoder.layers):
         for name, parts in FUSED.items():
             yield [f"model.layers.{i}.{part}" for part in parts], layer.get_submodule(name)
@@ -125,11 +125,11 @@ def test_every_part_of_a_projection_keeps_its_weights_and_scales(
         x = torch.randn(3, expected.shape[1]).to(dtype)
         got = module(x)
         assert got.dtype == dtype
-        # What activations lose in 8 bits is 3 %.
+        # Activations lose 3 % in 8 bits.
         assert (got.float() - x.float() @ expected.T).norm() < 0.05 * (x.float() @ expected.T).norm()
 
 
-def test_other_names_of_the_same_scales_are_read(tmp_path: Path) -> None:
+def test_scales_are_read_under_all_their_names(tmp_path: Path) -> None:
     tensors = checkpoint(TENSOR)
     renamed = {
         name.replace(".weight_scale", ".weight_scale_inv").replace(".input_scale", ".activation_scale"): tensor
@@ -144,7 +144,7 @@ def test_other_names_of_the_same_scales_are_read(tmp_path: Path) -> None:
     assert [layer.attention.kv_scales for layer in model.decoder.layers] == [[0.5, 1.0], [1.0, 3.0]]
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_every_mismatch_is_named(tmp_path: Path) -> None:
     at = "model.layers.1.self_attn."
     tensors = checkpoint(BLOCK)
     del tensors[at + "k_proj.weight_scale_inv"]
@@ -159,14 +159,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     tensors = checkpoint(TENSOR)
     del tensors[at + "k_proj.weight_scale"]
     tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.0)
-    with pytest.raises(ValueError, match=r"scale of keys or values of a layer is 0\.0"):
+    with pytest.raises(ValueError, match=r"a layer's scale of keys or values is 0\.0"):
         load(tmp_path, tensors, quantization_config=TENSOR)
     del tensors["model.layers.0.self_attn.k_scale"]
     with pytest.raises(ValueError, match=r"missing layers\.1\.self_attn\.k_proj\.weight_scale\b"):
         load(tmp_path, tensors, quantization_config=TENSOR)
 
 
-def test_a_checkpoint_of_floats_is_quantized_output_by_output(tmp_path: Path) -> None:
+def test_float_checkpoint_is_quantized_output_by_output(tmp_path: Path) -> None:
     tensors = {name: x.float() for name, x in checkpoint(BLOCK).items() if not name.endswith("_inv")}
     model = load(tmp_path, tensors, options={"quantization": "fp8"})
     for names, module in projections(model):
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_floats_is_quantized_output_by_output(tmp_path: Path) ->
     [({"quantization": "fp8"}, {}), ({}, {"quantization_config": BLOCK}), ({}, {"quantization_config": TENSOR})],
     ids=["made", "block", "tensor"],
 )
-def test_dummy_weights_in_8_bits_are_those_of_the_plain_model(
+def test_dummy_8_bit_weights_have_the_usual_deviation(
     tmp_path: Path, options: dict[str, Any], config: dict[str, Any]
 ) -> None:
     model = load_config(tmp_path, torch.float32, {**options, "load_format": "dummy"}, **config)
@@ -196,7 +196,7 @@ def test_dummy_weights_in_8_bits_are_those_of_the_plain_model(
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2-windowed"])
 @pytest.mark.parametrize(("weights", "cache"), [(True, False), (False, True), (True, True)])
-def test_a_model_computes_what_transformers_does_with_the_same_roundings(
+def test_model_agrees_with_transformers_with_the_same_roundings(
     name: str, weights: bool, cache: bool, tmp_path: Path
 ) -> None:
     theirs = in_float8(save_random_model(CONFIGS[name], tmp_path), weights=weights, cache=cache)
@@ -209,7 +209,7 @@ def test_a_model_computes_what_transformers_does_with_the_same_roundings(
     for prompt, got in zip(prompts, run_in_chunks(ours, prompts, 4, dtype=cache_dtype), strict=True):
         with torch.inference_mode():
             expected = theirs(torch.tensor([prompt])).logits[0]
-        # Where a value lies between two 8-bit floats, its last bit of float32 decides.
+        # If a value is near the midpoint of two 8-bit floats, its last float32 bit decides.
         assert ((got - expected).norm(dim=-1) < 1e-3 * expected.norm(dim=-1)).float().mean() > 0.9
         assert (got - expected).norm() < 0.02 * expected.norm()
 
@@ -218,7 +218,7 @@ NEOX = GPTNeoXConfig(vocab_size=97, hidden_size=48, intermediate_size=80, num_hi
 
 
 @pytest.mark.parametrize("config", [CONFIGS["gpt2"], NEOX], ids=["gpt2", "by transformers"])
-def test_other_models_keep_keys_and_values_in_8_bits_too(config: PreTrainedConfig, tmp_path: Path) -> None:
+def test_other_models_also_support_an_8_bit_cache(config: PreTrainedConfig, tmp_path: Path) -> None:
     theirs = in_float8(save_random_model(config, tmp_path), weights=False)
     args = AsyncEngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=64).create_engine_config()
     ours = load_model(args.model_config, torch.float32, torch.device("cpu"), cache_dtype=FLOAT8)
@@ -229,12 +229,12 @@ def test_other_models_keep_keys_and_values_in_8_bits_too(config: PreTrainedConfi
         assert (got - expected).norm() < 0.01 * expected.norm()
 
 
-def test_scales_of_keys_and_values_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_scales_of_keys_and_values_are_used(tmp_path: Path) -> None:
     theirs = save_random_model(CONFIGS["llama"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in range(3):
         at = f"model.layers.{layer}.self_attn."
-        # As they are, keys and values would be far too large for 8-bit floats; the answer is the same.
+        # Without their scales, keys and values would be far too large for 8-bit floats; the result is the same.
         for part, other, scale in (("k", "q", 2.0**14), ("v", "o", 2.0**12)):
             tensors[f"{at}{part}_scale"] = torch.tensor(scale)
             tensors[f"{at}{part}_proj.weight"] *= scale

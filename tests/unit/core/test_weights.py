@@ -1,4 +1,4 @@
-"""Loading weights: what fits is read, and what does not is refused by name."""
+"""Loading weights: matching checkpoints are read, others are refused by the names of their tensors."""
 
 import json
 import re
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from vllm_mp.core.models import build_model
 from vllm_mp.core.weights.loader import load_weights
 from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 HIDDEN, INNER, VOCAB = 16, 32, 50
 
 
 def make_arch(tied: bool = True) -> Architecture:
-    return Architecture.from_hf_config(
+    return read_architecture(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": VOCAB,
@@ -81,16 +82,16 @@ def test_single_file_fills_fused_parameters_and_casts(tmp_path: Path) -> None:
     assert fractions[-1] == 1.0
 
 
-def test_shards_load_what_the_single_file_loads(tmp_path: Path) -> None:
+def test_shards_load_the_same_as_a_single_file(tmp_path: Path) -> None:
     tensors = make_checkpoint()
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     save_file(tensors, tmp_path / "one" / "model.safetensors")
     save_sharded(tmp_path / "two", tensors)
-    one, two = make_model(), make_model()
-    load_weights(one, tmp_path / "one", "auto", 0)
-    load_weights(two, tmp_path / "two", "safetensors", 0)
-    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+    single, sharded = make_model(), make_model()
+    load_weights(single, tmp_path / "one", "auto", 0)
+    load_weights(sharded, tmp_path / "two", "safetensors", 0)
+    for a, b in zip(single.parameters(), sharded.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -118,12 +119,12 @@ def test_untied_head_must_be_present(tmp_path: Path) -> None:
         load_weights(make_model(tied=False), tmp_path, "auto", 0)
 
 
-def test_every_misfit_is_named_in_one_error(tmp_path: Path) -> None:
+def test_every_mismatch_is_named_in_one_error(tmp_path: Path) -> None:
     tensors = make_checkpoint()
     del tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.norm.weight"] = torch.ones(HIDDEN + 1)
     tensors["model.embed_tokens.weight"] = torch.ones(VOCAB, HIDDEN, dtype=torch.int8)
-    tensors["model.layers.7.stranger"] = torch.ones(1)
+    tensors["model.layers.7.unknown"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError) as caught:
         load_weights(make_model(), tmp_path, "auto", 0)
@@ -132,12 +133,12 @@ def test_every_misfit_is_named_in_one_error(tmp_path: Path) -> None:
     assert "missing layers.1.mlp.up_proj.weight" in message
     assert f"model.norm.weight has shape [{HIDDEN + 1}], not [{HIDDEN}]" in message
     assert "model.embed_tokens.weight has dtype torch.int8" in message
-    assert "unexpected model.layers.7.stranger" in message
+    assert "unexpected model.layers.7.unknown" in message
 
 
-def test_list_of_misfits_is_bounded(tmp_path: Path) -> None:
-    strangers = {f"stranger.{i}": torch.ones(1) for i in range(500)}
-    save_file({**make_checkpoint(), **strangers}, tmp_path / "model.safetensors")
+def test_list_of_mismatches_is_bounded(tmp_path: Path) -> None:
+    unknowns = {f"unknown.{i}": torch.ones(1) for i in range(500)}
+    save_file({**make_checkpoint(), **unknowns}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"and 492 more") as caught:
         load_weights(make_model(), tmp_path, "auto", 0)
     assert len(str(caught.value)) < 1000
@@ -150,7 +151,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         load_weights(make_model(), tmp_path, "auto", 0)
 
 
-def test_shard_without_a_tensor_that_the_index_promises_is_named(tmp_path: Path) -> None:
+def test_shard_that_lacks_a_tensor_of_the_index_is_named(tmp_path: Path) -> None:
     shards = save_sharded(tmp_path, make_checkpoint())
     save_file({"x": torch.ones(1)}, shards[0])
     with pytest.raises(ValueError, match=r"a\.safetensors lacks model\.embed_tokens\.weight"):
@@ -158,7 +159,7 @@ def test_shard_without_a_tensor_that_the_index_promises_is_named(tmp_path: Path)
 
 
 @pytest.mark.parametrize("file", ["../a.safetensors", "/etc/passwd", "..", "sub/a.safetensors"])
-def test_index_may_not_point_outside_its_folder(tmp_path: Path, file: str) -> None:
+def test_index_must_not_point_outside_its_folder(tmp_path: Path, file: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": file}}))
     with pytest.raises(ValueError, match=re.escape(repr(file))):
         load_weights(make_model(), tmp_path, "auto", 0)
@@ -183,7 +184,7 @@ def test_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
 def test_unreadable_file_is_named_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(make_checkpoint(), tmp_path / "model.safetensors")
 
-    # Root, which CI may run as, can read every file: the refusal has to be made up.
+    # CI may run as root, which can read every file, so the refusal is simulated.
     def refuse(path: Path, mode: str) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -201,11 +202,11 @@ def test_folder_without_weights_says_what_is_expected(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:
-    one, again, other = make_model(), make_model(), make_model()
-    load_weights(one, tmp_path / "absent", "dummy", 1)
+    first, again, other = make_model(), make_model(), make_model()
+    load_weights(first, tmp_path / "absent", "dummy", 1)
     load_weights(again, tmp_path / "absent", "dummy", 1)
     load_weights(other, tmp_path / "absent", "dummy", 2)
-    values, same, different = (dict(m.named_parameters()) for m in (one, again, other))
+    values, same, different = (dict(m.named_parameters()) for m in (first, again, other))
     assert all(torch.equal(values[name], same[name]) for name in values)
     assert not torch.equal(values["embed_tokens"], different["embed_tokens"])
     assert torch.equal(values["decoder.norm"], torch.ones(HIDDEN))
@@ -215,7 +216,7 @@ def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_fill_parameters_larger_than_their_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mp.core.weights.loader.DUMMY_PERIOD", 101)
+    monkeypatch.setattr("vllm_mp.core.weights.dummy.DUMMY_PERIOD", 101)
     model = make_model()
     for parameter in model.parameters():
         parameter.fill_(float("nan"))

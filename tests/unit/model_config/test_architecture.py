@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_mp.model_config.architecture import SUPPORTED, Architecture, NativeArchitecture, architecture_name
+from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+from vllm_mp.model_config.registry import NATIVE_ARCHITECTURES, architecture_name, read_architecture
 from vllm_mp.model_config.rope import Rope
 
 LLAMA = {
@@ -22,7 +23,7 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "
 
 
 def read(base: dict[str, Any] = LLAMA, /, **changes: Any) -> Any:
-    return Architecture.from_hf_config({**base, **changes})
+    return read_architecture({**base, **changes})
 
 
 def as_class(name: str, **changes: Any) -> Any:
@@ -39,7 +40,7 @@ def test_fields_left_out_take_the_class_default() -> None:
     assert arch.dtype is None
 
 
-def test_both_generations_of_the_format_read_alike() -> None:
+def test_both_generations_of_the_format_give_the_same_result() -> None:
     scaling = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -70,7 +71,7 @@ def test_yarn_resolves_its_attention_factor_and_length() -> None:
     assert deepseek.attention_factor == pytest.approx((0.07 * 1.3862944 + 1) / (0.1 * 1.3862944 + 1))
 
 
-def test_dynamic_rope_ends_where_it_would_begin_to_stretch() -> None:
+def test_context_of_dynamic_rope_ends_where_stretching_would_begin() -> None:
     arch = read(max_position_embeddings=512, rope_scaling={"type": "dynamic", "factor": 4.0})
     assert arch.max_position == 512
     assert arch.rope == Rope(theta=10_000.0, type="dynamic")
@@ -101,7 +102,7 @@ def test_qwen_windows_follow_max_window_layers_and_layer_types() -> None:
     assert listed.sliding_window == (8, None, 8)
 
 
-def test_qwen3_has_query_key_norms_and_its_own_head_size() -> None:
+def test_qwen3_has_query_key_norms_and_a_head_size_of_128() -> None:
     arch = as_class("Qwen3ForCausalLM", num_key_value_heads=2)
     assert (arch.qk_norm, arch.head_dim, arch.attention_bias) == (True, 128, False)
 
@@ -127,7 +128,7 @@ def test_architecture_is_derived_from_the_model_type() -> None:
     assert read(architectures=None) == read()
 
 
-def test_a_configuration_that_names_no_architecture_is_refused() -> None:
+def test_configuration_without_an_architecture_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'model_type' 'mamba'.*config\.json"):
         read(architectures=[], model_type="mamba")
     with pytest.raises(ValueError, match=r"'model_type' \['llama'\]"):
@@ -145,7 +146,7 @@ SPELLINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", SPELLINGS)
-def test_an_architecture_without_native_module_is_read_under_the_names_that_its_fields_have(
+def test_other_decoder_is_read_under_any_name_of_its_fields(
     fields: dict[str, Any],
 ) -> None:
     arch = read({**OTHER, "vocab_size": 100, "torch_dtype": "bfloat16"}, **fields)
@@ -175,11 +176,11 @@ def test_yarn_stretches_the_context_of_any_architecture() -> None:
         ({"rope_scaling": {"type": "yarn"}}, r"'factor' is missing"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_name_of_the_architecture(changes: dict[str, Any], message: str) -> None:
+def test_other_decoder_that_cannot_run_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     sizes = {**OTHER, "vocab_size": 100, "hidden_size": 64, "max_position_embeddings": 100}
     with pytest.raises(ValueError, match=f"'OtherForCausalLM' cannot run here: .*{message}") as caught:
         read(sizes, **changes)
-    assert all(name in str(caught.value) for name in SUPPORTED)
+    assert all(name in str(caught.value) for name in NATIVE_ARCHITECTURES)
 
 
 def test_quantized_checkpoint_is_refused_by_name() -> None:
@@ -192,7 +193,7 @@ def test_quantized_checkpoint_is_refused_by_name() -> None:
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
 def test_missing_size_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=f"'{field}' is missing"):
-        Architecture.from_hf_config({key: value for key, value in LLAMA.items() if key != field})
+        read_architecture({key: value for key, value in LLAMA.items() if key != field})
 
 
 @pytest.mark.parametrize(
@@ -222,18 +223,18 @@ def test_missing_size_is_named(field: str) -> None:
         ({"partial_rotary_factor": 0.5}, r"'partial_rotary_factor' is 0\.5"),
     ],
 )
-def test_bad_field_is_refused_with_its_value_and_what_is_allowed(changes: dict[str, Any], message: str) -> None:
+def test_bad_field_is_refused_with_its_value_and_the_allowed_ones(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(**changes)
 
 
-def test_windowed_layers_without_a_window_contradict() -> None:
+def test_windowed_layers_without_a_window_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'layer_types'.*'use_sliding_window'"):
         as_class("Qwen2ForCausalLM", num_key_value_heads=2, layer_types=["sliding_attention"] * 3)
     with pytest.raises(ValueError, match=r"'layer_types'.*3 entries"):
         as_class("Qwen2ForCausalLM", num_key_value_heads=2, layer_types=["full_attention"])
 
 
-def test_reading_a_model_shape_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, vllm_mp.model_config.architecture; assert not {'torch', 'transformers'} & set(sys.modules)"
+def test_reading_an_architecture_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, vllm_mp.model_config.registry; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 BERT = {
     "architectures": ["BertModel"],
@@ -19,7 +20,7 @@ DISTILBERT = {"model_type": "distilbert", "vocab_size": 100, "dim": 32, "n_layer
 
 
 def read(base: dict[str, Any] = BERT, /, **changes: Any) -> Architecture:
-    return Architecture.from_hf_config({**base, **changes})
+    return read_architecture({**base, **changes})
 
 
 def test_fields_left_out_take_the_class_default() -> None:
@@ -31,7 +32,7 @@ def test_fields_left_out_take_the_class_default() -> None:
     assert (read(DISTILBERT).intermediate_size, read(DISTILBERT).num_token_types) == (48, 0)
 
 
-def test_robertas_first_rows_of_positions_are_none() -> None:
+def test_first_rows_of_robertas_position_table_are_skipped() -> None:
     arch = read(architectures=["XLMRobertaModel"], pad_token_id=1)
     assert (arch.position_offset, arch.max_position) == (2, 64)
 
@@ -46,6 +47,6 @@ def test_robertas_first_rows_of_positions_are_none() -> None:
         ({"architectures": ["RobertaModel"], "max_position_embeddings": 2}, "'max_position_embeddings' is 2"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_field_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(**changes)

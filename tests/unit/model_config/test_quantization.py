@@ -1,4 +1,4 @@
-"""What a checkpoint may say of its quantization, and where 8-bit floats can be computed."""
+"""The quantizations that a checkpoint may have, and the devices that compute 8-bit floats."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.worker.device import check_float8
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,7 +26,7 @@ BLOCK = {**FP8, "weight_block_size": [128, 128]}
 
 
 def read(quantization: Any, base: dict[str, Any] = LLAMA) -> Any:
-    return Architecture.from_hf_config({**base, "quantization_config": quantization})
+    return read_architecture({**base, "quantization_config": quantization})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_fp8_checkpoints_of_the_llama_family_are_read(quantization: Any, scales:
         ({**FP8, "ignored_layers": ["down_proj"]}, r"'ignored_layers' names 'down_proj'"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(quantization: Any, message: str) -> None:
+def test_unsupported_quantization_is_refused_by_name(quantization: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"config field .*{message}"):
         read(quantization)
 
@@ -89,7 +89,7 @@ def make_config(tmp_path: Any, **options: Any) -> VllmConfig:
         ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "the weights of .* and kv_cache_dtype='fp8'"),
     ],
 )
-def test_a_gpu_without_8_bit_floats_is_refused_by_name(
+def test_gpu_without_8_bit_floats_is_refused_by_name(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
@@ -103,7 +103,7 @@ def test_a_gpu_without_8_bit_floats_is_refused_by_name(
         check_float8(config, torch.device("cuda"))
 
 
-def test_a_cpu_computes_8_bit_floats_and_says_that_it_is_slow(tmp_path: Any, caplog: Any) -> None:
+def test_cpu_computes_8_bit_floats_and_warns_that_it_is_slow(tmp_path: Any, caplog: Any) -> None:
     check_float8(make_config(tmp_path), torch.device("cpu"))
     assert not caplog.records
     check_float8(make_config(tmp_path, quantization="fp8"), torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_mp.core.models import build_model
-from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.registry import read_architecture
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -137,7 +137,7 @@ def test_device_is_idle_between_its_events(engine_speed):
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.1-8B"])
 def test_decode_step_reads_every_matrix_once(engine_speed, name):
-    arch = Architecture.from_hf_config(engine_speed.FULL.models[name].config)
+    arch = read_architecture(engine_speed.FULL.models[name].config)
     model = build_model(arch, torch.bfloat16, "meta")
     matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.dim() == 2}
     count = sum(matrices.values()) - (0 if arch.tie_word_embeddings else arch.vocab_size * arch.hidden_size)

@@ -1,4 +1,4 @@
-"""Filling a model's parameters from the tensors of a checkpoint."""
+"""Copy the tensors of a checkpoint into a model's parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -11,20 +11,23 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class CheckpointMismatchError(ValueError):
-    """The tensors of a checkpoint are not the ones that the model needs."""
+    """Raised when the tensors of a checkpoint are not those that the model needs."""
 
 
 class Destination(NamedTuple):
-    """Takes a tensor of a checkpoint in another way than by a copy with a cast."""
+    """A place for a tensor of a checkpoint that a copy with a cast to a parameter cannot fill."""
 
     shapes: Sequence[Sequence[int]]
-    """Those that the tensor may have."""
+    """The shapes that the tensor may have."""
     dtypes: Sequence[torch.dtype]
+    """The dtypes that the tensor may have."""
     copy_: Callable[[Tensor], object]
+    """Stores the tensor."""
     is_required: bool = True
+    """False: the checkpoint may lack the tensor."""
 
 
-def fill(
+def load_checkpoint(
     destinations: Mapping[str, Tensor | Destination],
     tensors: Iterable[tuple[str, Tensor]],
     *,
@@ -34,10 +37,9 @@ def fill(
 ) -> None:
     """Copy each checkpoint tensor into the parameter, or the part of a fused one, that has its name.
 
-    `destinations` maps names without the optional `prefix` to the views they fill, in the checkpoint's shape;
-    the copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Tensors for which `ignored(name)` is
-    true are skipped. With `tied = (alias, target)` the alias may be absent, and when it is present must equal
-    the target.
+    `destinations` maps names, without the optional `prefix`, to the views that they fill, in the checkpoint's shape.
+    The copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Tensors for which `ignored(name)` is
+    true are skipped. With `tied = (alias, target)` the alias may be absent; if present it must equal the target.
     Raises CheckpointMismatchError naming what is missing, unexpected, misshapen or of another dtype.
     """
     filled: set[str] = set()
@@ -87,7 +89,7 @@ def fill(
 
 
 def listed(problems: Sequence[str]) -> str:
-    """What is wrong with a checkpoint, in one sentence of bounded length."""
+    """Return the problems of a checkpoint as one sentence of bounded length."""
     more = len(problems) - MAX_LISTED
     named = "; ".join(problems[:MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
     return f"the checkpoint does not fit the model: {named}"

@@ -1,8 +1,9 @@
-"""Turns a GGUF file into a model folder: `python -m vllm_mp.core.weights.gguf_converter SOURCE.gguf FOLDER`.
+"""A program that converts a GGUF file to a model folder with safetensors.
 
-The weights are written in float32, the exact values of the quantised ones. Lines `progress FRACTION` on
-stdout tell how far it has come. A file that cannot be converted ends it with exit status 1, a disk without
-room with `DISK_FULL_EXIT`; the last line of stderr is the reason.
+Run as `python -m vllm_mp.core.weights.gguf_to_safetensors SOURCE.gguf FOLDER`; `vllm_mp.model_store.gguf` runs it once
+for each file, and caches the folder. The weights are written in float32, the exact values of the quantised weights.
+Lines `progress FRACTION` on stdout tell the progress. Exit status 1 means that the file cannot be converted,
+`DISK_FULL_EXIT` that the disk is too small; the last line of stderr is the reason.
 """
 
 import errno
@@ -19,14 +20,14 @@ from vllm_mp.model_store.gguf import DISK_FULL_EXIT
 
 _BYTES_PER_WEIGHT = 4
 
-# Fractions of the time that the default model's conversion takes.
+# When each phase ends, as fractions of the time that the conversion of the default model takes.
 _OPENED_AT = 0.1
 _IMPORTED_AT = 0.35
 _LOADED_AT = 0.6
 _DEQUANTIZED_AT = 0.85
 
-# Metadata that some versions of transformers pass over, and the configuration's name for it.
-_PASSED_OVER = {
+# Metadata that some versions of transformers ignore, and the configuration's name for it.
+_IGNORED_METADATA = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -47,7 +48,7 @@ _SPECIAL_TOKENS = {
 
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
-    """The GGUF reader over a plain array: slicing the memmap it uses takes three quarters of its time."""
+    """The GGUF reader over a plain array, because slicing its memmap takes three quarters of its time."""
 
     @property
     def data(self) -> Any:
@@ -76,13 +77,13 @@ def convert(source: Path, folder: Path) -> None:
     """Write the model in `source` to `folder` as config, generation config, tokenizer and safetensors.
 
     Raises ValueError for a file that cannot be read, an architecture that transformers does not know from
-    GGUF, and weights that are not those of the architecture; OSError (ENOSPC) before any work when the disk
+    GGUF, and weights that do not belong to the architecture; OSError (ENOSPC), before any work, if the disk
     has no room for the result.
     """
     _report(0.0)
     reader = _open(source)
     _check_room(reader, folder)
-    _share(reader)
+    _reuse_reader(reader)
     _report(_OPENED_AT)
 
     architecture = str(reader.fields["general.architecture"].contents())
@@ -98,14 +99,14 @@ def convert(source: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     for path in folder.iterdir():
-        # safetensors writes for the owner alone, which a cache shared by several users cannot do with.
+        # safetensors gives access to the owner only, but several users may share the cache.
         path.chmod(0o644)
     _report(1.0)
 
 
 def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:
-    """The model, dequantized, and the tokenizer, as transformers makes them of the file."""
-    # Loaded here, because what is wrong with the file is known much sooner than transformers is imported.
+    """Return the dequantized model and the tokenizer that transformers makes from the file."""
+    # Imported here, because a bad file is found long before the import of transformers would end.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -124,7 +125,7 @@ def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any
         ignore_mismatched_sizes=True,
         **file,
     )
-    # What transformers finds no weight for it draws at random.
+    # transformers draws weights at random that it does not find.
     problems = [f"no tensor for {name}" for name in sorted(report["missing_keys"])]
     problems += [
         f"{name} has shape {list(found)}, not {list(wanted)}" for name, found, wanted in report["mismatched_keys"]
@@ -136,8 +137,8 @@ def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any
 
 
 def _complete(config: Any, reader: gguf.GGUFReader, architecture: str) -> None:
-    """Set what the file says and transformers passes over."""
-    for key, name in _PASSED_OVER.items():
+    """Set the fields of `config` that the file states and transformers ignores."""
+    for key, name in _IGNORED_METADATA.items():
         field = reader.fields.get(f"{architecture}.{key}")
         if field is not None and getattr(config, name, _ABSENT) not in (_ABSENT, field.contents()):
             setattr(config, name, field.contents())
@@ -153,7 +154,7 @@ def _complete(config: Any, reader: gguf.GGUFReader, architecture: str) -> None:
 
 
 def _rope_scaling(reader: gguf.GGUFReader, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary scaling in transformers' terms, from metadata or from the tensors that llama.cpp keeps it in."""
+    """Return the rotary scaling in transformers' terms, from metadata or from llama.cpp's tensors."""
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     prefix = f"{architecture}.rope.scaling."
     scaling = {
@@ -177,7 +178,7 @@ def _rope_scaling(reader: gguf.GGUFReader, architecture: str, rope: dict[str, An
 
 
 def _llama3_scaling(factors: Any, theta: float) -> dict[str, Any]:
-    """The parameters of Llama 3.1's scaling, which `factors` [head_dim / 2] are the result of."""
+    """Return the parameters of Llama 3.1's scaling, from which `factors` [head_dim / 2] resulted."""
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     turns = original / (2 * np.pi * theta ** (np.arange(len(factors)) / len(factors)))
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -211,9 +212,10 @@ def _check_room(reader: gguf.GGUFReader, folder: Path) -> None:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
 
 
-def _share(reader: gguf.GGUFReader) -> None:
-    """Let transformers find its work done: it parses the file four times, and makes the table of tensor names
-    anew for every module of the model, which together is half of the time that a conversion takes.
+def _reuse_reader(reader: gguf.GGUFReader) -> None:
+    """Let transformers reuse this reader and one table of tensor names.
+
+    It would parse the file four times and rebuild the table for every module, half of the time of a conversion.
     """
     dequantize = gguf.dequantize
     done = 0
@@ -230,10 +232,10 @@ def _share(reader: gguf.GGUFReader) -> None:
 
 
 def _use_special_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
-    """Make tokenizer and configurations name the special tokens that the file names.
+    """Make tokenizer and configurations use the special tokens that the file names.
 
-    Some versions of transformers guess the tokenizer's from the tokens' names, and take the beginning of a
-    message for its end. The end of a turn, where the file has one of its own, ends a generation too.
+    Some versions of transformers guess them from the tokens' names, and mistake the start of a message for its
+    end. If the file has an end-of-turn token, it ends a generation too.
     """
     for name, key in _SPECIAL_TOKENS.items():
         token = _token_id(reader, key)

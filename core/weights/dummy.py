@@ -1,0 +1,44 @@
+"""Random weights, for measurements and tests that need no checkpoint."""
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_MAX
+
+# A prime, so that the repeats of the dummy sequence never line up with the rows of a matrix.
+DUMMY_PERIOD: Final = 1_048_573
+DUMMY_STD: Final = 0.02
+
+
+@torch.no_grad()
+def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
+    """Fill `model` with random weights of standard deviation 0.02, and its norms with 1.
+
+    The weights depend on `seed` and the model alone. All 8-bit weights share one scale.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(DUMMY_PERIOD, generator=generator) * DUMMY_STD
+    float8_scale = float(drawn.abs().max()) / FLOAT8_MAX
+    sequences: dict[torch.dtype, Tensor] = {}
+    at = 0
+    for name, parameter in model.named_parameters():
+        if name.endswith(".weight_scale"):
+            parameter.fill_(float8_scale)
+            continue
+        if parameter.dim() == 1 and not name.endswith("bias"):
+            parameter.fill_(1.0)
+            continue
+        if parameter.dtype not in sequences:
+            of_dtype = drawn / float8_scale if parameter.dtype == FLOAT8 else drawn
+            sequences[parameter.dtype] = of_dtype.to(parameter)
+        sequence = sequences[parameter.dtype]
+        # A fresh draw for each weight would take a minute per billion, so one sequence repeats.
+        flat = parameter.view(-1)
+        filled = 0
+        while filled < flat.numel():
+            count = min(DUMMY_PERIOD - at, flat.numel() - filled)
+            flat[filled : filled + count] = sequence[at : at + count]
+            filled += count
+            at = (at + count) % DUMMY_PERIOD

@@ -1,0 +1,51 @@
+"""What attention needs to know about one step, and the form of a function that computes it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class AttentionMetadata(NamedTuple):
+    """Where the tokens of one step stand in the paged KV cache.
+
+    Rows (one per sequence in the step) and their query tokens are laid out consecutively in row order: the
+    first `num_decodes` rows have exactly one query token each, the rest are chunks of prefill. Rows may share
+    blocks, also blocks that one of them fills in this very step: in each layer the keys and values of the whole
+    step are written before attention reads any. The host fields repeat what the tensors hold, so that reading a
+    length never waits for the device.
+    """
+
+    query_start: Tensor  # int32 [num_rows + 1], first query token of each row, then num_tokens
+    seq_lens: Tensor  # int32 [num_rows], context length in tokens, the new ones included
+    block_table: Tensor  # int32 [num_rows, max_blocks]; entries past a row's context are never read
+    cell_mapping: Tensor  # int64 [num_tokens], the cell of each new token: block * block_size + offset
+    query_lens: Sequence[int]  # [num_rows]
+    host_seq_lens: Sequence[int]  # [num_rows]
+    num_decodes: int
+    max_seq_len: int
+    isolates: bool = False
+    """True: a prefill's queries must not meet keys and values of later tokens, even if these are not finite.
+
+    Some backends ensure that in any case (`AttentionBackend.isolates`)."""
+    decode_splits: int | None = None
+    """The number of parts into which a GPU cuts the context of every decode; None lets the kernel choose.
+
+    A graph keeps the number with which it was captured, while contexts grow.
+    """
+
+
+class PagedAttention(Protocol):
+    """A function with the contract of `ops.paged_attention`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        /,
+    ) -> Tensor: ...

@@ -1,0 +1,88 @@
+"""Read the `config.json` of BERT and its kin: RoBERTa, XLM-R and DistilBERT.
+
+A field that a configuration leaves out takes the default of the transformers class that would have read it.
+"""
+
+import msgspec
+
+from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
+from vllm_mp.model_config.config_json import Config, choice, dtype, even_split, flag, integer, number, shorten
+
+
+def read_bert(name: str, config: Config) -> NativeArchitecture:
+    return _encoder(
+        name,
+        config,
+        norm_eps=number(config, "layer_norm_eps", 1e-12),
+        activation=choice(config, "hidden_act", "gelu", ACTIVATIONS),
+        intermediate_size=integer(config, "intermediate_size"),
+        num_token_types=integer(config, "type_vocab_size", 2),
+    )
+
+
+def read_roberta(name: str, config: Config) -> NativeArchitecture:
+    # The first rows of the table of positions belong to padding and to the ids below it.
+    offset = integer(config, "pad_token_id", 1, minimum=0) + 1
+    bert = read_bert(name, config)
+    if bert.max_position <= offset:
+        raise ValueError(
+            f"config field 'max_position_embeddings' is {bert.max_position}; it must be above pad_token_id + 1 = "
+            f"{offset}, the number of rows that hold no position"
+        )
+    return msgspec.structs.replace(bert, position_offset=offset, max_position=bert.max_position - offset)
+
+
+def read_distilbert(name: str, config: Config) -> NativeArchitecture:
+    return _encoder(
+        name,
+        config,
+        fields=("dim", "n_layers", "n_heads"),
+        norm_eps=1e-12,
+        activation=choice(config, "activation", "gelu", ACTIVATIONS),
+        intermediate_size=integer(config, "hidden_dim", 3072),
+        num_token_types=0,
+    )
+
+
+def _encoder(
+    name: str,
+    config: Config,
+    *,
+    fields: tuple[str, str, str] = ("hidden_size", "num_hidden_layers", "num_attention_heads"),
+    norm_eps: float,
+    activation: str,
+    intermediate_size: int,
+    num_token_types: int,
+) -> NativeArchitecture:
+    """Read the common fields of encoders; `fields` names the hidden size and the numbers of layers and heads."""
+    if flag(config, "is_decoder", False):
+        raise ValueError("config field 'is_decoder' is true; models of this family are supported as encoders (false)")
+    kind = config.get("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise ValueError(f"config field 'position_embedding_type' is {shorten(kind)}; supported is absolute")
+    hidden_size, num_layers, num_heads = (integer(config, field) for field in fields)
+    head_dim = even_split(config, hidden_size, num_heads, fields[0], fields[2])
+    return NativeArchitecture(
+        name=name,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        max_position=integer(config, "max_position_embeddings", 512),
+        norm_eps=norm_eps,
+        activation=activation,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        sliding_window=(None,) * num_layers,
+        attention_scale=(head_dim**-0.5,) * num_layers,
+        rope=None,
+        dtype=dtype(config),
+        is_encoder=True,
+        num_token_types=num_token_types,
+    )

@@ -1,0 +1,37 @@
+"""Read the `config.json` of GPT-2 and DialoGPT."""
+
+from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
+from vllm_mp.model_config.config_json import Config, choice, dtype, even_split, flag, integer, number, optional_integer
+
+
+def read_gpt2(name: str, config: Config) -> NativeArchitecture:
+    hidden_size = integer(config, "n_embd")
+    num_layers = integer(config, "n_layer")
+    num_heads = integer(config, "n_head")
+    head_dim = even_split(config, hidden_size, num_heads, "n_embd", "n_head")
+    if flag(config, "add_cross_attention", False):
+        raise ValueError("config field 'add_cross_attention' is true; only decoder-only models are supported (false)")
+    scale = head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0
+    by_layer = flag(config, "scale_attn_by_inverse_layer_idx", False)
+    return NativeArchitecture(
+        name=name,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=optional_integer(config, "n_inner", None) or 4 * hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        max_position=integer(config, "n_positions", 1024),
+        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
+        activation=choice(config, "activation_function", "gelu_new", ACTIVATIONS),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", True),
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        sliding_window=(None,) * num_layers,
+        attention_scale=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(num_layers)),
+        rope=None,
+        dtype=dtype(config),
+    )

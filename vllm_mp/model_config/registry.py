@@ -1,0 +1,90 @@
+"""The architectures that have a native model: how each is read, and which module runs it.
+
+A variation of a known family is one reader function and one line of `NATIVE_MODELS`. A new family is its reader's
+file, its module in `core/models`, and one line here. `docs/internals/adding_a_model.md` shows how.
+"""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+from vllm_mp.model_config.bert import read_bert, read_distilbert, read_roberta
+from vllm_mp.model_config.config_json import Config
+from vllm_mp.model_config.gpt2 import read_gpt2
+from vllm_mp.model_config.llama import read_llama, read_mistral, read_qwen2, read_qwen3
+from vllm_mp.model_config.other_decoder import read_other_decoder
+from vllm_mp.model_config.quantization import read_fp8_scales
+
+
+class NativeEntry(NamedTuple):
+    """One architecture that has a native model."""
+
+    read: Callable[[str, Config], NativeArchitecture]
+    """Takes the architecture's name and the contents of `config.json`; raises ValueError for a bad field."""
+    model: str
+    """The class that runs it, as "module:class" with a module of `core/models`; imported when a model is built."""
+    model_type: str | None = None
+    """The `model_type` that means this architecture in a configuration without `architectures`."""
+    has_fp8: bool = False
+    """True: the weights of its projections may be 8-bit floats."""
+
+
+NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
+    "LlamaForCausalLM": NativeEntry(read_llama, "llama:LlamaForCausalLM", "llama", has_fp8=True),
+    "MistralForCausalLM": NativeEntry(read_mistral, "llama:LlamaForCausalLM", "mistral", has_fp8=True),
+    "Qwen2ForCausalLM": NativeEntry(read_qwen2, "llama:LlamaForCausalLM", "qwen2", has_fp8=True),
+    "Qwen3ForCausalLM": NativeEntry(read_qwen3, "llama:LlamaForCausalLM", "qwen3", has_fp8=True),
+    "GPT2LMHeadModel": NativeEntry(read_gpt2, "gpt2:GPT2LMHeadModel", "gpt2"),
+    "BertModel": NativeEntry(read_bert, "bert:BertModel", "bert"),
+    "BertForMaskedLM": NativeEntry(read_bert, "bert:BertModel"),
+    "BertForPreTraining": NativeEntry(read_bert, "bert:BertModel"),
+    "RobertaModel": NativeEntry(read_roberta, "bert:RobertaModel", "roberta"),
+    "RobertaForMaskedLM": NativeEntry(read_roberta, "bert:RobertaModel"),
+    "XLMRobertaModel": NativeEntry(read_roberta, "bert:RobertaModel", "xlm-roberta"),
+    "XLMRobertaForMaskedLM": NativeEntry(read_roberta, "bert:RobertaModel"),
+    "DistilBertModel": NativeEntry(read_distilbert, "bert:DistilBertModel", "distilbert"),
+    "DistilBertForMaskedLM": NativeEntry(read_distilbert, "bert:DistilBertModel"),
+}
+NATIVE_ARCHITECTURES: Final = tuple(NATIVE_MODELS)
+FP8_ARCHITECTURES: Final = tuple(name for name, entry in NATIVE_MODELS.items() if entry.has_fp8)
+_BY_MODEL_TYPE: Final = {entry.model_type: name for name, entry in NATIVE_MODELS.items() if entry.model_type}
+
+
+def read_architecture(config: Config) -> Architecture:
+    """Read the contents of a `config.json`, in the form of transformers v5 or of older hub files.
+
+    The result is a `NativeArchitecture` for a name in `NATIVE_MODELS`. Any other decoder is left to transformers'
+    own module, which finds out at load whether it can run. Raises ValueError, naming the field, its value and what
+    is allowed, for a quantization that is not supported, for a model that is not a decoder over a KV cache alone,
+    and for fields that are missing, ill-typed, contradictory or unsupported.
+    """
+    name = architecture_name(config)
+    scales = read_fp8_scales(name, config, FP8_ARCHITECTURES)
+    if name in NATIVE_MODELS:
+        return msgspec.structs.replace(NATIVE_MODELS[name].read(name, config), fp8=scales)
+    try:
+        return read_other_decoder(name, config)
+    except ValueError as error:
+        raise ValueError(
+            f"architecture {name!r} cannot run here: {error}. Native implementations: {', '.join(NATIVE_ARCHITECTURES)}"
+        ) from None
+
+
+def architecture_name(config: Config) -> str:
+    """Return the architecture that a configuration names, or that its `model_type` implies.
+
+    Raises ValueError if the configuration has neither.
+    """
+    names = config.get("architectures")
+    if isinstance(names, list | tuple) and names and isinstance(names[0], str):
+        return names[0]
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[model_type]
+    raise ValueError(
+        f"config has no usable 'architectures' (got {names!r}), and its 'model_type' {model_type!r} is none "
+        f'of {", ".join(_BY_MODEL_TYPE)}; add "architectures": [one of {", ".join(NATIVE_ARCHITECTURES)}] to '
+        "config.json"
+    )
