@@ -30,7 +30,7 @@ def test_freeing_a_block_twice_or_the_padding_block_is_an_error():
 
 
 def test_asking_for_more_than_is_free_is_an_error():
-    with pytest.raises(RuntimeError, match="4 blocks asked for, 3 free"):
+    with pytest.raises(RuntimeError, match="cannot allocate 4 blocks: 3 are free"):
         BlockPool(4).allocate(4)
 
 

@@ -148,19 +148,19 @@ def disorder_the_rows(engine):
 
 
 def let_a_request_wait_twice(engine):
-    engine.scheduler._wait(engine.scheduler._waiting[0][1])
+    engine.scheduler.waiting.put_back(engine.scheduler.waiting.first())
 
 
 def let_a_running_request_wait(engine):
-    engine.scheduler._wait(engine.batch.request(0))
+    engine.scheduler.waiting.put_back(engine.batch.request(0))
 
 
 def lose_a_waiting_request(engine):
-    engine.scheduler._waiting.pop()
+    engine.scheduler.waiting._heap.pop()
 
 
 def miscount_the_waiting(engine):
-    engine.scheduler._num_waiting += 1
+    engine.scheduler.waiting._num_queued += 1
 
 
 def run_while_asleep(engine):
@@ -168,9 +168,10 @@ def run_while_asleep(engine):
 
 
 def hold_back_without_a_pause(engine):
-    _, request = engine.scheduler._waiting.pop()
-    engine.scheduler._num_waiting -= 1
-    engine.scheduler._held[0, request.slot] = request
+    queue = engine.scheduler.waiting
+    _, request = queue._heap.pop()
+    queue._num_queued -= 1
+    queue._held[0, request.slot] = request
 
 
 def forget_whose_turn_it_is(engine):
@@ -202,7 +203,7 @@ def leave_a_hash_behind(engine):
     [
         (lose_a_block, "a block is free exactly if it has no user"),
         (use_a_block_twice, "the users of a block are the rows that have it"),
-        (write_a_shared_block, r"what row 1 will write has no other user"),
+        (write_a_shared_block, "blocks that row 1 will write have no other user"),
         (forget_a_user, "the users of a block are the rows that have it"),
         (hand_out_the_padding_block, "row 0 has no padding among its blocks"),
         (free_a_row_twice, "every row is either in use or free, once; broken by .0"),
@@ -211,8 +212,8 @@ def leave_a_hash_behind(engine):
         (let_a_request_wait_twice, r"a live request has one place.*\(0, 2\)"),
         (let_a_running_request_wait, r"a live request has one place.*\(0, 0\)"),
         (lose_a_waiting_request, r"a live request has a place; broken by \[\(0, 3\)\]"),
-        (miscount_the_waiting, "the waiting are counted"),
-        (run_while_asleep, r"nothing runs in a scheduler that sleeps; broken by \[\(0, 0\), \(0, 1\)\]"),
+        (miscount_the_waiting, "waiting requests are counted"),
+        (run_while_asleep, r"no request has a row while the scheduler sleeps; broken by \[\(0, 0\), \(0, 1\)\]"),
         (hold_back_without_a_pause, r"only a paused scheduler holds requests back; broken by \[\(0, 3\)\]"),
         (forget_whose_turn_it_is, r"a suspect runs exactly if it is its turn; broken by \[\(0, 1\)\]"),
         (compute_more_than_is_known, "the last token is not computed, .*; broken by .0"),

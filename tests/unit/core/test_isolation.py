@@ -5,6 +5,7 @@ import pytest
 from support.stand_in_engine import Engine
 
 from vllm_mp.core.scheduler.request import NO_ROW
+from vllm_mp.core.scheduler.step import ModelOutput
 
 
 def slots_of(engine, step):
@@ -19,8 +20,8 @@ def test_suspects_run_one_at_a_time_in_their_order_before_everything_else():
     for _ in range(4):
         step = engine.scheduler.schedule()
         steps.append(slots_of(engine, step))
-        engine.scheduler.launched(step)
-        engine.scheduler.update(step, np.full(step.samples.sum(), 7))
+        engine.scheduler.launched(step, None, 1)
+        engine.scheduler.update(ModelOutput(np.full(step.samples.sum(), 7)))
     assert steps[:3] == [[1], [3], [4]]
     assert sorted(steps[3]) == [0, 1, 2, 3, 4]
 
@@ -162,7 +163,7 @@ def test_a_suspect_whose_cache_is_forgotten_goes_on():
     engine = Engine(budget=8)
     engine.add(0, num_prompt_tokens=20, isolate_until_num_tokens=1)
     engine.step()
-    engine.scheduler.forget_prefixes()
+    engine.cache.forget_prefixes()
     engine.run()
     later = engine.add(1, prompt=list(range(100, 120)))
     engine.step()

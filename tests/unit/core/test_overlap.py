@@ -15,7 +15,7 @@ from vllm_mp import AsyncEngineArgs, SamplingParams, wire
 from vllm_mp.core.engine_core import EngineCore
 from vllm_mp.core.ipc.step_messages import step_outputs
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.scheduler import ModelOutput, StepUpdate
+from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.status_page import SleepState, StatusPage
 from vllm_mp.testing.random_models import CONFIGS, save_config
@@ -42,12 +42,12 @@ def test_no_token_is_computed_past_the_length_that_an_answer_may_have():
     engine.add(0, num_prompt_tokens=10, max_tokens=1000)
     engine.add(1, num_prompt_tokens=5, max_tokens=3)
     computed = {0: 0, 1: 0}
-    while (step := engine.scheduler.schedule()) is not None or engine.in_flight:
+    while (step := engine.scheduler.schedule()) is not None or engine.scheduler.pending_steps:
         if step is not None:
             for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
                 computed[engine.batch.request(row).slot] += count
             engine.launch(step, lambda slot, position: 7, ())
-        engine.finish_all_but(step is not None)
+        engine.process_all_but(step is not None)
     assert engine.ends == {0: "length", 1: "length"}
     assert computed == {0: 10 + 6 - 1, 1: 5 + 3 - 1}, "the last token of an answer is not computed"
 
@@ -178,14 +178,14 @@ def test_a_suspect_is_alone_with_all_that_the_device_does():
     engine.step()
     engine.add(1, isolate_until_num_tokens=2)
     assert engine.scheduler.schedule() is None
-    engine.finish_all_but(0)
+    engine.process_all_but(0)
     steps = []
     while len(engine.outputs.get(1, [])) < 2:
         step = engine.scheduler.schedule()
         if step is None:
-            engine.finish_all_but(0)
+            engine.process_all_but(0)
         else:
-            assert not engine.in_flight
+            assert not engine.scheduler.pending_steps
             steps.append([engine.batch.request(row).slot for row in step.rows.tolist()])
             engine.launch(step, lambda slot, position: 7, ())
     assert steps == [[1], [1]]
@@ -350,7 +350,7 @@ def test_a_step_in_flight_is_finished_before_the_core_waits_for_messages(make_co
     add(0, max_tokens=9)
     runner.token = core._batch.eos_token_ids[0]
     polls = []
-    core._poller = SimpleNamespace(poll=lambda timeout: polls.append(len(core._in_flight)))
+    core._poller = SimpleNamespace(poll=lambda timeout: polls.append(len(core._scheduler.pending_steps)))
     server.wishes = [lambda: None] * 4
     core.run()
     assert runner.log == ["launch 1", "launch 2", "wait 1", "wait 2"], "the second brings nobody anything"

@@ -8,7 +8,7 @@ import zmq
 from support.stand_in_engine import Engine
 
 from vllm_mp import AsyncEngineArgs, wire
-from vllm_mp.core.ipc import request_handler
+from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.scheduler import memory_quota
@@ -110,7 +110,7 @@ def test_a_client_that_left_without_a_word_is_forgotten_once_another_says_hello(
 
 
 def test_there_is_a_limit_to_clients_and_who_leaves_makes_room(core, monkeypatch):
-    monkeypatch.setattr(request_handler, "_MAX_CLIENTS", 3)
+    monkeypatch.setattr(clients, "_MAX_CLIENTS", 3)
     first, *_ = [core.connect() for _ in range(3)]
     late = core.connect(greet=False)
     late.send(HELLO)

@@ -253,7 +253,7 @@ def test_forgetting_the_cache_makes_the_next_request_compute_everything():
     prompt = list(range(100, 120))
     engine.add(0, prompt=prompt)
     engine.run()
-    engine.scheduler.forget_prefixes()
+    engine.cache.forget_prefixes()
     request = engine.add(1, prompt=prompt)
     assert engine.step().counts.tolist() == [20]
     assert request.num_cached_tokens == 0
@@ -264,7 +264,7 @@ def test_what_is_computed_behind_forgotten_blocks_is_not_found_either():
     prompt = list(range(100, 130))
     engine.add(0, prompt=prompt)
     engine.step()
-    engine.scheduler.forget_prefixes()
+    engine.cache.forget_prefixes()
     engine.run()
     again = engine.add(1, prompt=prompt)
     engine.run()
