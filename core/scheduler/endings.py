@@ -37,7 +37,7 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
         stop_token_ids = batch.request(int(rows[i])).sampling.stop_token_ids or ()
         if tokens[i] in stop_token_ids:
             stopped_by[i] = int(tokens[i])
-    is_last[list(stopped_by)] = True
+            is_last[i] = True
 
     endings: dict[int, Ending] = {}
     for i in np.flatnonzero(is_last).tolist():

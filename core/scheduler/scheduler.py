@@ -185,7 +185,8 @@ class Scheduler:
         live = pending.live_output(output)
         endings = find_endings(batch, live)
         rows, ends, tokens = live.rows, live.ends, live.tokens
-        if not (is_sampled := tokens >= 0).all():
+        if any(ending.error for ending in endings.values()):
+            is_sampled = tokens >= 0
             rows, ends, tokens = rows[is_sampled], ends[is_sampled], tokens[is_sampled]
         batch.token_ids[rows, ends] = tokens
         self._release_suspect(len(live.pooled_rows) > 0)
