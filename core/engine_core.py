@@ -156,7 +156,7 @@ class EngineCore:
             self._profiler.count_step()
 
     def _between_steps(self, call: Callable[P, T]) -> Callable[P, T]:
-        """Return `call` for a caller at any time: it first processes all pending steps."""
+        """Return a function that processes all pending steps, then calls `call`."""
 
         @functools.wraps(call)
         def process_and_call(*args: P.args, **kwargs: P.kwargs) -> T:

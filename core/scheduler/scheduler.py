@@ -1,4 +1,4 @@
-"""The policy: which requests run in the next step, and what becomes of them after it.
+"""The policy: which requests run in the next step, and how its output changes them.
 
 One token budget covers a whole step; there are no phases. A request in decode wants one token. A request in prefill
 wants the rest of its prompt, and gets a chunk of the remaining budget. When the KV cache runs out of blocks, the
@@ -41,10 +41,11 @@ class Scheduler:
         self._requests: dict[RequestKey, Request] = {}
         self._num_arrivals = 0
         self._refused: tuple[tuple[int, int], int] | None = None
-        """(order of the request that found no room, `pool.num_returned` at that time)."""
+        """(order of the next request, `pool.num_returned`) when it was last found to have no room."""
         self._suspect: Request | None = None
         """The suspect whose turn it is: the only suspect that has a row."""
         self._is_frozen = False
+        """A pause has stopped all requests."""
         self._is_asleep = False
 
     @property
@@ -147,7 +148,7 @@ class Scheduler:
         if self.pending_steps:
             is_awaited = self.pending_steps.awaited_rows()
             if (is_awaited & batch.reads_answer).any():
-                return None
+                return None  # Their next token depends on the values of all tokens before it.
             is_complete = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
         if not self._give_blocks_to_growing_rows(is_complete):
             return None
@@ -186,10 +187,11 @@ class Scheduler:
         endings = find_endings(batch, live)
         rows, ends, tokens = live.rows, live.ends, live.tokens
         if any(ending.error for ending in endings.values()):
-            is_sampled = tokens >= 0
+            is_sampled = tokens >= 0  # A negative token is no token.
             rows, ends, tokens = rows[is_sampled], ends[is_sampled], tokens[is_sampled]
         batch.token_ids[rows, ends] = tokens
         self._release_suspect(len(live.pooled_rows) > 0)
+        # Read before the requests below leave their rows.
         slots, clients, positions = batch.slot[rows], batch.client[rows], ends - batch.num_prompt_tokens[rows]
         pooled = [batch.request(row) for row in live.pooled_rows.tolist()]
         vectors = [(*request.key, vector) for request, vector in zip(pooled, live.vectors, strict=True)]
@@ -199,10 +201,19 @@ class Scheduler:
         for row, ending in endings.items():
             request = batch.request(row)
             if ending.error is None:
-                # A block that ends with a token of a pending step was not registered when the next was scheduled.
+                # A block whose last token was awaited when its step was scheduled is not registered yet.
                 self.cache.register(row, request.num_prompt_tokens + ending.num_output_tokens - 1)
             finished.append((request.client, self._end(request, ending)))
-        return StepUpdate(clients, slots, tokens, positions, finished, cached, vectors, set(pending.gone.values()))
+        return StepUpdate(
+            clients=clients,
+            slots=slots,
+            tokens=tokens,
+            positions=positions,
+            finished=finished,
+            cached=cached,
+            vectors=vectors,
+            gone=set(pending.gone.values()),
+        )
 
     def _end(self, request: Request, ending: Ending) -> Finished:
         """End a live request; return the message that tells its client.
@@ -241,7 +252,7 @@ class Scheduler:
         computed, known = int(batch.num_computed_tokens[row]), int(batch.num_tokens[row])
         wanted = known - computed
         if wanted > 1 and known > batch.num_prompt_tokens[row]:
-            wanted -= 1  # The core died in decode, so a decode must compute the last token again.
+            wanted -= 1  # It was in decode when the core died, so a decode must compute its last token.
         count = min(wanted, self.config.max_num_batched_tokens)
         self.cache.register(row, computed + count)
         return ScheduledStep.of(batch, np.array([row]), np.array([count]), int(count == 1))
