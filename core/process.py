@@ -1,7 +1,11 @@
-"""The life of a core process: start, signals, the parent's death, a clean end."""
+"""The life of a core process: start, standby, signals, the parent's death, a clean end.
+
+This module imports no torch, which takes a second or more: the address is bound first.
+"""
 
 import contextlib
 import gc
+import io
 import logging
 import os
 import select
@@ -10,14 +14,12 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
-from vllm_mp.core.lossy_output import make_output_lossy
-from vllm_mp.core.standby import wait_for_launch
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core_launch import CoreLaunch
 from vllm_mp.status_page import CoreState, StatusPage
@@ -28,24 +30,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_mp.core")
 
 _STOP_GRACE_S = 5.0
+_PARENT_CHECK_MS = 500
+_STANDBY_PARENT_CHECK_MS = 2000
 _LINGER_MS = 1000
 _FAILED_LINGER_MS = 200
-"""Less, because somebody waits for the end of this core to start the next."""
+"""Shorter, because the supervisor waits for the end of a failed core before it starts the next."""
 _kept: list[Exception] = []
-"""What has ended the core, and by its frames all that the core had, until the process is gone without taking anything
-apart: after an error of the device, what lies there may hang when it is destroyed."""
+"""The error that ended the core. Its frames keep all objects of the core alive until the process is gone: after an
+error of the device, an object that holds device memory may hang when it is destroyed."""
 
 
 def main() -> int:
-    """Run a core as the launch line on standard input says; returns the exit code.
+    """Run a core as the launch line on standard input says; return the exit code.
 
-    With `--standby` it is imported first, and ends with 0 if there is no such line.
-    A stand-alone core that is told to stop ends with 0. One that belongs to a parent and is stopped by a signal from
-    elsewhere dies by that signal, so that the parent learns the cause.
+    With `--standby` the process first imports everything, then waits for its launch line; it exits with 0 if none
+    comes. A stand-alone core that is told to stop exits with 0. A core that belongs to a parent, and is stopped by a
+    signal from elsewhere, dies by that signal, so that the parent learns the cause.
     """
-    make_output_lossy()
+    _make_output_lossy()
     gc.disable()
-    if "--standby" in sys.argv[1:] and not wait_for_launch():
+    if "--standby" in sys.argv[1:] and not _stand_by():
         return 0
     launch = _read_launch()
     logging.basicConfig(
@@ -71,33 +75,33 @@ def main() -> int:
 
 
 def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
-    """Bind, load, run; True if that failed for a reason that has been logged and told to the clients."""
+    """Bind, load and run; return True if that failed for a reason that was logged and sent to the clients."""
     try:
-        listener = BoundSocket(launch.address, launch.key_file)
+        bound = BoundSocket(launch.address, launch.key_file)
     except ValueError as error:
         logger.error("%s", error)
         return True
-    server = RequestHandler(listener.socket, launch.config, launch.incarnation)
+    handler = RequestHandler(bound.socket, launch.config, launch.incarnation)
     core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
-        core = _load(launch, page, server, listener, stop)
+        core = _load(launch, page, handler, bound, stop)
         if core is not None:
             core.run()
         page.enter(CoreState.STOPPED)
-        listener.close(_LINGER_MS)
+        bound.close(_LINGER_MS)
         return False
     except Exception as error:
         _kept.append(error)
         gc.disable()
         if isinstance(error, ValueError) and core is None:
-            reason = str(error)  # written for whoever configured the core
+            reason = str(error)  # a mistake in the configuration, explained to the user
             logger.error("%s", reason)
         else:
             reason = f"{type(error).__name__}: {error}"
             logger.exception("the core failed")
-        server.refuse(reason)
-        # Of a core that failed while it served, the page goes on to say what it was doing.
+        handler.refuse(reason)
+        # The page of a core that failed while it served still says what the core was doing.
         if page is not None and core is None:
             page.enter(CoreState.STOPPED)
         return True
@@ -105,15 +109,14 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         if launch.status_path is not None and not launch.supervised:
             with contextlib.suppress(OSError):
                 os.unlink(launch.status_path)
-        listener.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
+        bound.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
 
 
 def _load(
-    launch: CoreLaunch, page: StatusPage, server: RequestHandler, listener: BoundSocket, stop: StopSignal
+    launch: CoreLaunch, page: StatusPage, handler: RequestHandler, bound: BoundSocket, stop: StopSignal
 ) -> "EngineCore | None":
-    """The core with its weights loaded; None if it was told to stop meanwhile."""
+    """Return the core with its weights loaded; None if it was told to stop in the meantime."""
     started = time.monotonic()
-    # Torch takes a second or more to import: after the address is known to be good, so that a bad one costs nothing.
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.worker.device import (
         check_float8,
@@ -126,7 +129,7 @@ def _load(
     )
     from vllm_mp.core.worker.model_runner import ModelRunner
 
-    # What has been imported stays: looking through it for garbage would take 0.1 s, now or within a step.
+    # Imported objects stay. A garbage collection that visits them would take 0.1 s, now or within a step.
     gc.freeze()
     gc.enable()
     config = launch.config
@@ -156,7 +159,7 @@ def _load(
     except StopSignal.Stopped:
         return None
     if faults is not None:
-        faults.install(runner, server)
+        faults.install(runner, handler)
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
         config.model_config.model,
@@ -167,11 +170,11 @@ def _load(
         time.monotonic() - started,
         launch.address,
     )
-    return EngineCore(config, device, runner, server, listener.socket, stop, page)
+    return EngineCore(config, device, runner, handler, bound.socket, stop, page)
 
 
 def _read_launch() -> CoreLaunch:
-    """The first line of standard input, which stays open: its end is the death of the parent."""
+    """Read the first line of standard input, which stays open: its end means that the parent has died."""
     line = bytearray()
     while not line.endswith(b"\n"):
         chunk = os.read(0, 65_536)
@@ -182,17 +185,17 @@ def _read_launch() -> CoreLaunch:
 
 
 def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Event) -> None:
-    """Start a thread that stops the core when its parent dies, at once if the loop does not end by itself.
+    """Start a thread that stops the core when its parent dies, and ends the process if the loop does not stop in time.
 
-    It watches the standard input, whose other end the parent holds, and the parent's pid, because a child that
-    the parent forked may hold that end too. The kernel's parent-death signal would not do: it comes when the
-    *thread* that started the core ends.
+    The thread watches standard input, whose other end the parent holds, and the parent's pid, because a child that the
+    parent forked may hold that end too. The kernel's parent-death signal would not do: it comes when the *thread* that
+    started the core ends.
     """
 
     def watch() -> None:
         poll = select.poll()
         poll.register(0, select.POLLHUP)
-        while not poll.poll(500) and os.getppid() == launch.parent_pid:
+        while not poll.poll(_PARENT_CHECK_MS) and os.getppid() == launch.parent_pid:
             pass
         stop.set()
         if not stopped.wait(_STOP_GRACE_S):
@@ -203,6 +206,65 @@ def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Even
 
 
 def _remove_runtime_dir(launch: CoreLaunch) -> None:
-    """What the parent would have done."""
+    """Remove the runtime folder in place of the parent, which has died."""
     if launch.runtime_dir is not None:
         shutil.rmtree(launch.runtime_dir, ignore_errors=True)
+
+
+def _stand_by() -> bool:
+    """Import everything that a core needs, then wait; return True when standard input has something to read.
+
+    Return False when standard input ends or the parent dies: no launch will come. A failed import is left to the
+    launch, which fails with its message.
+    """
+    parent = os.getppid()
+    with contextlib.suppress(Exception):
+        _import_all()
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    # A child that the parent forked may hold the other end of the pipe open after the parent's death.
+    while not (events := poll.poll(_STANDBY_PARENT_CHECK_MS)) and os.getppid() == parent:
+        pass
+    return any(event & select.POLLIN for _, event in events)
+
+
+def _import_all() -> None:
+    import torch
+
+    import vllm_mp.core.engine_core
+    import vllm_mp.core.worker.model_runner  # noqa: F401
+
+    # The first operation of each dtype takes as long as some imports.
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.nn.functional.linear(torch.ones(32, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype)).sum().item()
+
+
+class _LossyFile(io.FileIO):
+    """Discards data that cannot be written."""
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def _make_output_lossy() -> None:
+    """Make writes to standard output and error never fail, even if the disk is full or the reader has gone.
+
+    Standard descriptors that are closed are opened on /dev/null. Otherwise the next opened file would get such a
+    descriptor, and with it everything that is printed.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            io.BufferedWriter(_LossyFile(descriptor, "w", closefd=False)),
+            errors="backslashreplace",
+            line_buffering=True,
+        )
+        for descriptor in (1, 2)
+    )

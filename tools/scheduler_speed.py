@@ -1,9 +1,10 @@
-"""How long the scheduler takes for a step, without a model.
+"""Measure how long the scheduler takes for a step, without a model.
 
-For 1, 256 and 1,024 running requests at contexts of 128, 1,024 and 8,192 tokens, each with a prompt of its own or all
-with the same: the median processor time, so that other work on the machine counts for little, of choosing a step, of
-laying it out for the model, and of booking it. A decode step has one token of each request; an admission step reads the
-first chunk of one new prompt besides.
+The cases are 1, 256 and 1,024 running requests with contexts of 128, 1,024 and 8,192 tokens, with a prompt of their own
+each or with the same prompt. The figures are medians of the processor time for three parts of a step: scheduling it,
+laying out the model's inputs, and processing the output. Processor time makes other work on the machine count for
+little. A decode step computes one token of each request. An admission step also computes the first chunk of one new
+prompt.
 """
 
 import argparse
@@ -20,42 +21,56 @@ import torch
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.block_pool import BlockPool, root_hash
+from vllm_mp.core.scheduler.block_pool import root_hash
+from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.core.scheduler.step import ModelOutput
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 CHUNK = 2048
-"""Tokens of a new prompt that a step may read beside the decodes."""
+"""Number of tokens of a new prompt that a step may compute beside the decodes."""
 ANY_TOKEN = 7
 GOAL_US, GOAL_US_A_REQUEST = 500, 1
 
 
 class Workload(NamedTuple):
-    """Contexts are in tokens; medians are over `num_steps` decode steps and `num_admissions` admissions."""
+    """The cases to measure."""
 
     requests: tuple[int, ...]
     contexts: tuple[int, ...]
+    """Lengths in tokens."""
     num_steps: int
+    """Number of decode steps per case."""
     num_admissions: int
+    """Number of admission steps per case."""
 
 
 FULL = Workload((1, 256, 1024), (128, 1024, 8192), 100, 20)
 QUICK = Workload((1, 8), (32, 128), 8, 2)
 
 
+class ReadyOutput(NamedTuple):
+    """The handle of an output that is already computed."""
+
+    output: ModelOutput
+
+    def wait(self) -> ModelOutput:
+        return self.output
+
+
 class Bench:
     """A scheduler with running requests."""
 
     def __init__(self, num_requests: int, context: int, shares: bool, workload: Workload) -> None:
-        """`shares`: the prompts differ in their last tokens only, so that nearly all of each is found in the cache."""
+        """With `shares`, prompts differ only in their last tokens, so that nearly all of each is cached."""
         self.context = context
         self.shares = shares
         self.rng = np.random.default_rng(0)
         self.common = self.rng.integers(100, 30_000, context, dtype=np.int32)
-        # Lengths are spread over a block, so that each step brings some requests to the end of one.
+        # Lengths are spread over a block, so that some requests reach the end of a block in each step.
         self.max_len = context + 2 * BLOCK_SIZE + workload.num_steps + workload.num_admissions + 1
         max_blocks = -(-self.max_len // BLOCK_SIZE)
         self.batch = Batch(num_requests + 1, self.max_len, BLOCK_SIZE, [])
@@ -67,8 +82,8 @@ class Bench:
             policy="fcfs",
             stream_interval=1,
         )
-        pool = BlockPool((num_requests + 2) * max_blocks + 1)
-        self.scheduler = Scheduler(self.config, self.batch, pool, BLOCK_SIZE)
+        cache = KVCacheManager(self.batch, (num_requests + 2) * max_blocks + 1, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.config, self.batch, cache)
         self.params = SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=1)
         self.slots = itertools.count()
         for _ in range(num_requests):
@@ -77,7 +92,7 @@ class Bench:
         self.config.max_num_batched_tokens = CHUNK + num_requests
 
     def add(self) -> int:
-        """A request arrives; its slot."""
+        """Add a request; return its slot."""
         slot = next(self.slots)
         own = self.rng.integers(100, 30_000, slot % BLOCK_SIZE + 1, dtype=np.int32)
         start = self.common if self.shares else self.rng.integers(100, 30_000, self.context, dtype=np.int32)
@@ -98,24 +113,24 @@ class Bench:
         return slot
 
     def time_step(self) -> tuple[float, float, float]:
-        """Run a step; processor seconds to choose it, to lay it out, and to book it."""
+        """Run a step; return the processor seconds to schedule it, to lay it out, and to process its output."""
         start = time.thread_time()
         step = self.scheduler.schedule()
         assert step is not None
-        chosen = time.thread_time()
+        scheduled = time.thread_time()
         step_inputs(step, self.batch, BLOCK_SIZE, _as_tensor)
         laid_out = time.thread_time()
-        tokens = np.full(int(step.samples.sum()), ANY_TOKEN)
+        output = ReadyOutput(ModelOutput(np.full(int(step.samples.sum()), ANY_TOKEN)))
         begin = time.thread_time()
-        self.scheduler.launched(step)
-        self.scheduler.update(step, tokens)
-        return chosen - start, laid_out - chosen, time.thread_time() - begin
+        self.scheduler.launched(step, output, 1)
+        self.scheduler.update(output.wait())
+        return scheduled - start, laid_out - scheduled, time.thread_time() - begin
 
     def decode(self, num_steps: int) -> list[tuple[float, float, float]]:
         return [self.time_step() for _ in range(num_steps)]
 
     def admit(self, num_admissions: int) -> list[tuple[float, float, float]]:
-        """Steps that each admit one more request, which leaves after it."""
+        """Run steps that each admit one more request, which is aborted after the step."""
         times = []
         for _ in range(num_admissions):
             slot = self.add()
@@ -129,7 +144,7 @@ def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def measure(workload: Workload) -> list[dict[str, Any]]:
-    """A record for each case and kind of step; medians in microseconds."""
+    """Return a record for each case and kind of step, with medians in microseconds."""
     records = []
     for num_requests, context, shares in itertools.product(workload.requests, workload.contexts, (False, True)):
         bench = Bench(num_requests, context, shares, workload)
@@ -169,7 +184,7 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="few and small cases, to try the tool itself")
+    parser.add_argument("--quick", action="store_true", help="measure few and small cases, to try the tool itself")
     args = parser.parse_args()
     records = measure(QUICK if args.quick else FULL)
     print(json.dumps(records, indent=1) if args.json else table(records))

@@ -1,4 +1,4 @@
-"""What starts a core process: the line on its standard input, and its environment."""
+"""How a core process is launched: the line on its standard input, and its environment."""
 
 import os
 
@@ -8,15 +8,16 @@ from vllm_mp.config import VllmConfig
 
 
 def core_environment() -> dict[str, str]:
-    """The environment of a core process: this one's, with large tensors in huge pages and threads that spin briefly.
+    """Return the environment of a core process: a copy of this process's, with two additions.
 
-    In huge pages the walks through the page tables are spared that every 4 KiB of weights and cache would take. Set
-    THP_MEM_ALLOC_ENABLE=0 against it.
+    Large tensors lie in huge pages, which avoids a walk through the page tables for every 4 KiB of weights and KV
+    cache. Set THP_MEM_ALLOC_ENABLE=0 to switch that off.
 
-    By default OpenMP's threads spin for milliseconds before they sleep, and whatever else runs on the same cores, the
-    client for one, then makes a step take many times as long. Just long enough to bridge the gap between two layers
-    costs next to nothing on a quiet machine, where with less a thread sleeps, and is woken, in each layer. Set
-    OMP_WAIT_POLICY=passive where cores are shared, and GOMP_SPINCOUNT to choose yourself.
+    OpenMP's threads spin only briefly before they sleep. By default they spin for milliseconds; other work on the same
+    processor cores, such as the client's, then makes a step take many times as long. The chosen time just bridges the
+    gap between two layers: it costs next to nothing on a quiet machine, while with a shorter time threads would sleep
+    and be woken in each layer. Set OMP_WAIT_POLICY=passive if processor cores are shared, or GOMP_SPINCOUNT to choose
+    another time.
     """
     usual = {"THP_MEM_ALLOC_ENABLE": "1"}
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -25,18 +26,18 @@ def core_environment() -> dict[str, str]:
 
 
 class CoreLaunch(msgspec.Struct, kw_only=True):
-    """What a core process reads from its standard input before it does anything."""
+    """The launch line that a core process reads from its standard input before it does anything else."""
 
     config: VllmConfig
     address: str
-    """Where to listen: ipc://PATH or tcp://HOST:PORT."""
+    """The address to bind: ipc://PATH or tcp://HOST:PORT."""
     incarnation: int
     status_path: str | None
-    """Where the status page is made; None: nowhere that others see."""
+    """Path of the status page; None: the page is private to the process."""
     supervised: bool
-    """True: the core belongs to the process that started it, and leaves when that one does."""
+    """True: the core belongs to the process that started it, and stops when that process ends."""
     runtime_dir: str | None = None
-    """Removed by a supervised core whose parent has died."""
+    """The runtime folder, which a supervised core removes if its parent has died."""
     parent_pid: int = 0
     key_file: str | None = None
-    """CURVE certificate for tcp."""
+    """CURVE certificate, required for tcp."""

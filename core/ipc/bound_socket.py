@@ -1,4 +1,4 @@
-"""The core's socket: bound to one address that nobody else serves."""
+"""The core's socket, bound to an address that no other process serves."""
 
 import contextlib
 import fcntl
@@ -15,19 +15,23 @@ from vllm_mp.curve_key import read_key_file
 from vllm_mp.wire import MAX_MESSAGE_BYTES
 
 _MAX_UNREAD = 32
-"""Messages of one client that the core holds before it has read them."""
+"""Number of unread messages of one client that the core holds."""
 _MANY_DESCRIPTORS = 2**16
+"""Limit of descriptors to ask for if the system sets none."""
 
 
 class BoundSocket:
-    """A bound ROUTER socket; `close` leaves neither socket file nor lock.
+    """A bound ROUTER socket; `close` removes the socket file and its lock.
 
-    Raises ValueError, naming the address and the remedy, for an address that is malformed, in use or not
-    permitted. A Unix socket lies behind a lock file, because binding one would silently take it from a process
-    that serves it already. A TCP socket speaks CURVE and lets in only holders of the key file.
+    A Unix socket has a lock file, because binding its path would silently take it from a process that already serves
+    it. A TCP socket speaks CURVE and admits only holders of the key file.
     """
 
     def __init__(self, address: str, key_file: str | None = None) -> None:
+        """Bind `address`, ipc://PATH or tcp://HOST:PORT.
+
+        Raises ValueError, naming the address and the remedy, if it is malformed, in use or not permitted.
+        """
         self._address = address
         self._lock: int | None = None
         self._path: Path | None = None
@@ -35,8 +39,8 @@ class BoundSocket:
         _raise_descriptor_limit()
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
-        # Sending to a client that has gone raises instead of being dropped in silence, and no queue has a limit at
-        # which a token would be lost. What a client sends faster than it is read waits with the client.
+        # A message to a client that has gone raises, instead of being dropped in silence. The send queue has no limit,
+        # at which tokens would be lost. Messages that a client sends faster than they are read wait with the client.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
@@ -57,7 +61,7 @@ class BoundSocket:
             raise
 
     def close(self, linger_ms: int = 0) -> None:
-        """Unbind, giving messages that are under way `linger_ms` milliseconds; safe to call twice."""
+        """Unbind; give unsent messages `linger_ms` milliseconds to leave. No-op if already closed."""
         if self.socket.closed:
             return
         self.socket.close(linger=linger_ms)
@@ -66,7 +70,7 @@ class BoundSocket:
         self._context.term()
         if self._lock is not None and self._path is not None:
             for path in (self._path, _lock_file(self._path)):
-                with contextlib.suppress(OSError):  # somebody may have removed or moved its folder
+                with contextlib.suppress(OSError):  # the folder may have been removed or moved
                     path.unlink()
             os.close(self._lock)
             self._lock = None
@@ -85,12 +89,14 @@ class BoundSocket:
     def _lock_path(self, path: Path) -> None:
         if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
             raise ValueError(
-                f"the path of {self._address} is longer than the {zmq.IPC_PATH_MAX_LEN} bytes that a Unix socket "
-                "may have; choose a shorter one"
+                f"the path of {self._address} is longer than {zmq.IPC_PATH_MAX_LEN} bytes, the limit of Unix sockets; "
+                "choose a shorter path"
             )
         try:
             if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-                raise ValueError(f"cannot listen on {self._address}: there is a file that is not a socket")
+                raise ValueError(
+                    f"cannot listen on {self._address}: the path is a file that is no socket; choose another path"
+                )
             lock = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ValueError(
@@ -103,8 +109,8 @@ class BoundSocket:
             owner = os.read(lock, 32).decode("ascii", "replace").strip()
             os.close(lock)
             raise ValueError(
-                f"{self._address} is served by process {owner or 'unknown'} already; choose another address, or "
-                "stop that process"
+                f"{self._address} is already served by process {owner or 'unknown'}; choose another address, or stop "
+                "that process"
             ) from error
         os.ftruncate(lock, 0)
         os.write(lock, str(os.getpid()).encode())
@@ -113,7 +119,7 @@ class BoundSocket:
     def _require_keys(self, key_file: str | None) -> None:
         if key_file is None:
             raise ValueError(
-                f"{self._address} is a TCP address, which needs keys: give --key-file FILE (made if it does not "
+                f"{self._address} is a TCP address, which needs keys: give --key-file FILE (created if it does not "
                 "exist; clients need a copy)"
             )
         public, secret = read_key_file(key_file)
@@ -125,7 +131,7 @@ class BoundSocket:
 
 
 class _OneKey:
-    """Lets in exactly the clients that hold the same key as the core."""
+    """Admits exactly the clients that hold the same key as the core."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -135,7 +141,7 @@ class _OneKey:
 
 
 def _raise_descriptor_limit() -> None:
-    """Let this process have all the descriptors that it may: libzmq ends it when a connection finds none left."""
+    """Raise the limit of descriptors as far as permitted: libzmq ends the process if a connection finds none left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
     if soft not in (wanted, resource.RLIM_INFINITY):

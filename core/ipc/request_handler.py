@@ -1,4 +1,4 @@
-"""The core's side of the wire: who the clients are, what they ask, what goes back to them."""
+"""Serves what clients send: adds their requests to the scheduler, runs their calls, and sends results back."""
 
 import inspect
 import logging
@@ -14,31 +14,28 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.ipc.clients import Clients
 from vllm_mp.core.ipc.step_messages import by_client, step_outputs
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.scheduler import ModelOutput, Scheduler, StepUpdate
+from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.worker.logit_rules import LogitRules
 from vllm_mp.request_validation import check_pooling, check_request
-from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _RECEIVE_S = 0.01
-"""Seconds that messages may take between two steps, so that no flood of them holds up the streams."""
-_PROBE_INTERVAL_S = 1.0
-_MAX_CLIENTS = 4096
+"""Seconds that messages may take between two steps, so that a flood of messages does not hold up the streams."""
 _MAX_ERROR_CHARACTERS = 2000
-_NO_SAMPLING = SamplingParams()
-"""What pooling requests have instead of sampling parameters: nothing reads it."""
 
 
 class RequestHandler:
-    """Turns frames into requests for the scheduler and step results into frames.
+    """Turns messages into requests for the scheduler, and step updates into messages.
 
-    Nothing that arrives may hurt the core: what cannot be decoded, comes from a stranger or is meant for another
-    incarnation is counted in `num_dropped`; a request that cannot run is answered with its error.
+    No message may harm the core. A message that cannot be decoded, comes from a client that has not said hello or is
+    meant for another incarnation is counted in `num_dropped`. A request that cannot run is answered with its error.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", config: VllmConfig, incarnation: int) -> None:
@@ -47,42 +44,37 @@ class RequestHandler:
         self._socket = socket
         self._config = config
         self._incarnation = incarnation
-        self._identities: dict[bytes, int] = {}
-        self._clients: dict[int, bytes] = {}
-        self._next_client = 0
-        self._probe_below = 0
-        """Clients of lower numbers were here before the latest hello, and may have left since they were heard of."""
-        self._last_probe = -_PROBE_INTERVAL_S
+        self._clients = Clients(socket)
         self._scheduler: Scheduler | None = None
         self._calls: dict[str, Callable[..., Any]] = {}
         self._is_held_up = False
-        """The latest call has something to be done before the messages behind it are read."""
+        """The latest call must be completed before later messages are read."""
 
     @property
     def num_clients(self) -> int:
-        """Clients that have said hello and are not known to have left."""
+        """Number of clients that have said hello and are not known to have left."""
         return len(self._clients)
 
     def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
-        """Begin to admit: `calls` are the operations that clients may name.
+        """Begin to admit requests; `calls` are the operations that clients may name.
 
-        What one returns is its answer, plain data, or a future of that, which is answered when it is done; where it is
-        not done yet, the messages behind it are left for the next `receive`. It gets a client's arguments in the right
-        number but of any type, and refuses them by a ValueError.
+        An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError.
+        It returns its result, plain data, or a future of it. The client is answered when the future is done; if it is
+        not done yet, later messages are left for the next `receive`.
         """
         self._scheduler = scheduler
         self._calls = calls
 
     def refuse(self, reason: str) -> None:
-        """Tell every client that has said hello, or has it under way, why the core will not serve."""
+        """Tell every client that has said hello, or whose hello has arrived, why the core will not serve."""
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
             message = self._decode(frames)
             if isinstance(message, wire.Hello):
-                self._send(identity, wire.Refused(reason))
+                self._clients.reply(identity, wire.Refused(reason))
 
     def receive(self, admit: bool = True) -> None:
-        """Handle what has arrived, without waiting; new requests are turned away unless `admit`."""
+        """Handle the messages that have arrived, without waiting; refuse new requests unless `admit`."""
         self._admits = admit
         deadline = time.monotonic() + _RECEIVE_S
         self._probe()
@@ -100,33 +92,33 @@ class RequestHandler:
             except zmq.ZMQError:
                 raise
             except Exception as error:
-                # Whatever a message asks for, the others are served.
+                # Whatever a message asks for, the other clients are served.
                 self._drop(f"it could not be handled: {error!r}", error)
-                client = self._identities.get(identity)
+                client = self._clients.find(identity)
                 if client is not None and isinstance(message, wire.AddRequest | wire.AddPooling):
                     self._turn_away(client, message, repr(error))
                 elif client is not None and isinstance(message, wire.Call):
                     self._reply(client, message.call_id, error=repr(error))
 
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
-        """Tell clients of requests, (client, end) each, that have ended outside of a step."""
+        """Send (client, end) of requests that have ended outside of a step to their clients."""
         for client, own in by_client(ends).items():
             self._send_ends(client, own)
 
-    def publish(self, step: int, result: StepUpdate, computed: ModelOutput) -> None:
-        """Send each client its part of what a step brought."""
-        for client, message in self.step_outputs(step, result, computed):
+    def publish(self, number: int, update: StepUpdate, output: ModelOutput) -> None:
+        """Send each client its part of what step `number` changed."""
+        for client, message in self.step_outputs(number, update, output):
             self._send_to(client, message)
 
     def step_outputs(
-        self, step: int, result: StepUpdate, computed: ModelOutput
+        self, number: int, update: StepUpdate, output: ModelOutput
     ) -> Iterator[tuple[int, wire.StepOutput]]:
-        """The messages of step number `step`, each with the client that it is for."""
-        return step_outputs(self._incarnation, step, result, computed)
+        """Yield (client, message) for step `number`."""
+        return step_outputs(self._incarnation, number, update, output)
 
     def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
         if len(frames) != 1:
-            self._drop(f"{len(frames)} frames where one was expected")
+            self._drop(f"{len(frames)} frames where 1 was expected")
             return None
         try:
             return wire.decode_client_message(frames[0])
@@ -149,7 +141,7 @@ class RequestHandler:
         if isinstance(message, wire.Hello):
             self._greet(identity, message)
             return
-        client = self._identities.get(identity)
+        client = self._clients.find(identity)
         if client is None:
             self._drop("a message from a client that has not said hello")
         elif message.incarnation != self._incarnation:
@@ -165,34 +157,24 @@ class RequestHandler:
 
     def _greet(self, identity: bytes, hello: wire.Hello) -> None:
         if hello.version != wire.PROTOCOL_VERSION:
-            self._send(
-                identity,
-                wire.Refused(
-                    f"the core speaks version {wire.PROTOCOL_VERSION} of the protocol, the client version "
-                    f"{hello.version}; install the same vllm-mp on both sides"
-                ),
+            reason = (
+                f"the core speaks version {wire.PROTOCOL_VERSION} of the protocol, the client version "
+                f"{hello.version}; install the same vllm-mp on both sides"
             )
+            self._clients.reply(identity, wire.Refused(reason))
             return
-        self._probe_below = self._next_client
-        client = self._identities.get(identity)
-        if client is None and len(self._clients) >= _MAX_CLIENTS:
-            self._send(identity, wire.Refused(f"the core has {_MAX_CLIENTS} clients, which is the most; close some"))
+        try:
+            client = self._clients.add(identity)
+        except ValueError as error:
+            self._clients.reply(identity, wire.Refused(str(error)))
             return
-        if client is None:
-            client = self._next_client
-            self._next_client += 1
-            self._identities[identity] = client
-            self._clients[client] = identity
         config = msgspec.json.encode(self._config)
         self._send_to(client, wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, client, os.getpid(), config))
 
     def _probe(self) -> None:
-        """Find out who has left without a word, by writing to all who were here when another came."""
-        if not self._probe_below or time.monotonic() < self._last_probe + _PROBE_INTERVAL_S:
-            return
-        for client in [client for client in self._clients if client < self._probe_below]:
+        """Send empty messages to clients that may have left, because only sending shows that a peer is gone."""
+        for client in self._clients.take_probes():
             self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b""))
-        self._probe_below, self._last_probe = 0, time.monotonic()
 
     def _add(self, client: int, message: wire.AddRequest | wire.AddPooling, num_bytes: int) -> None:
         scheduler = self._running_scheduler()
@@ -201,7 +183,7 @@ class RequestHandler:
             return
         try:
             if not self._admits:
-                raise ValueError("the core is shutting down; send the request to another one")
+                raise ValueError("the core is shutting down; send the request to another core")
             if isinstance(message, wire.AddPooling):
                 request = self._make_pooling_request(client, message)
             else:
@@ -214,8 +196,9 @@ class RequestHandler:
         scheduler.add(request)
 
     def _turn_away(self, client: int, message: wire.AddRequest | wire.AddPooling, error: str) -> None:
+        """Answer a request that was never added to the scheduler."""
         num_output_tokens = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
-        self._send_ends(client, [wire.Finished(message.slot, num_output_tokens, "error", error=_shown(error))])
+        self._send_ends(client, [wire.Finished(message.slot, num_output_tokens, "error", error=_shortened(error))])
 
     def _make_pooling_request(self, client: int, message: wire.AddPooling) -> Request:
         prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, self._config.model_config.pooling
@@ -229,15 +212,14 @@ class RequestHandler:
             client=client,
             slot=message.slot,
             request_id=message.request_id,
-            params=_NO_SAMPLING,
+            params=pooling,
             tokens=prompt,
             num_prompt_tokens=len(prompt),
             max_total_tokens=len(prompt),
             hashes=[root_hash(message.cache_salt)] if self._config.cache_config.enable_prefix_caching else [],
-            # The others need the hidden states of tokens before the last.
+            # The other types need the hidden states of tokens before the last.
             reads_cache=pooling.pooling_type == "last",
             order=self._running_scheduler().order_of(message.priority),
-            pooling=pooling,
             isolate_until_num_tokens=message.isolate_until_num_tokens,
         )
 
@@ -246,10 +228,10 @@ class RequestHandler:
         max_total_tokens = check_request(
             message.request_id, prompt, output, message.params, message.bad_words, self._config
         )
-        # They were sent before the first token of the answer.
+        # Log-probabilities of the prompt were sent before the first token of the output.
         prompt_logprobs = None if len(output) else message.params.prompt_logprobs
         rules = LogitRules.of(message.params, message.bad_words)
-        # The rules hold these, as arrays, where a dict takes ten times as much.
+        # The rules hold these as arrays; the dict takes ten times as much memory.
         message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
         return Request(
             client=client,
@@ -263,23 +245,23 @@ class RequestHandler:
             num_logprobs=self._num_logprobs(message.params.logprobs),
             num_prompt_logprobs=self._num_logprobs(prompt_logprobs),
             hashes=self._root_hashes(client, message),
-            # What is found in the cache is not computed, and so has no log-probabilities.
+            # Cached tokens are not computed, so they have no log-probabilities.
             reads_cache=prompt_logprobs is None,
             order=self._running_scheduler().order_of(message.priority),
             isolate_until_num_tokens=message.isolate_until_num_tokens,
         )
 
     def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:
-        """What the block hashes of a request build on; of one that may share with no other, nothing."""
+        """Return the root hash that a request's block hashes build on, or nothing if it may share no blocks."""
         if self._config.cache_config.enable_prefix_caching:
             return [root_hash(message.cache_salt)]
         if message.group:
-            # With the client's number, which is never given out again: no other client can name this group.
+            # A client's number is never given to another client, so no other client can name this group.
             return [root_hash(f"{client} {message.group}")]
         return []
 
     def _num_logprobs(self, wanted: int | None) -> int:
-        """How many to send a position; -1: none at all, not even of the chosen token."""
+        """Return how many log-probabilities to send per position; -1: none, not even of the chosen token."""
         if wanted == -1:
             return self._config.model_config.architecture.vocab_size
         return -1 if wanted is None else wanted
@@ -316,32 +298,21 @@ class RequestHandler:
             self._reply(client, call_id, error=str(error))
 
     def _reply(self, client: int, call_id: int, result: Any = None, error: str | None = None) -> None:
-        self._send_to(client, wire.Reply(self._incarnation, call_id, result, error and _shown(error)))
+        self._send_to(client, wire.Reply(self._incarnation, call_id, result, error and _shortened(error)))
 
     def _send_ends(self, client: int, ends: list[wire.Finished]) -> None:
         if ends:
             self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b"", finished=ends))
 
     def _send_to(self, client: int, message: wire.CoreMessage) -> None:
-        identity = self._clients.get(client)
-        if identity is not None and not self._send(identity, message):
+        """Send `message`; forget the client if it is gone."""
+        if not self._clients.send(client, message):
             logger.debug("client %d is gone", client)
             self._forget(client)
 
-    def _send(self, identity: bytes, message: wire.CoreMessage) -> bool:
-        """False if the peer is gone."""
-        try:
-            self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            return False
-        return True
-
     def _forget(self, client: int) -> None:
-        """Drop a client and all its requests."""
-        identity = self._clients.pop(client)
-        del self._identities[identity]
+        """Remove a client and abort all its requests."""
+        self._clients.remove(client)
         scheduler = self._running_scheduler()
         for slot in scheduler.slots_of(client):
             scheduler.abort(client, slot)
@@ -352,6 +323,6 @@ class RequestHandler:
         return self._scheduler
 
 
-def _shown(error: str) -> str:
-    """`error` without most of a value that fills megabytes."""
+def _shortened(error: str) -> str:
+    """Return `error` without most of a value that fills megabytes."""
     return error if len(error) <= _MAX_ERROR_CHARACTERS else error[:_MAX_ERROR_CHARACTERS] + "..."

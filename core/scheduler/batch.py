@@ -1,38 +1,41 @@
 """The running requests as arrays.
 
-A running request owns one row; its tokens, counters, block table and sampling parameters stay in that row from
-its admission to its end, and each step reads and updates whole columns at once. Nothing is rebuilt from step to
-step, and no cost grows with the length of a sequence.
+A running request owns one row. Its tokens, counters, block table and sampling parameters stay in that row from its
+admission to its end, and each step reads and updates whole columns at once. Nothing is rebuilt from step to step, and
+no cost grows with the length of a sequence.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.core.scheduler.request import NO_ROW, Request
+from vllm_mp.sampling_params import SamplingParams
 
 Rows = npt.NDArray[np.int64]
 NO_ROWS: Rows = np.zeros(0, np.int64)
+Mask = npt.NDArray[np.bool_]
 Vector = npt.NDArray[np.float32]
 
 
 class Batch:
     """Rows for up to `max_num_seqs` requests of up to `max_model_len` tokens.
 
-    The arrays are public: the scheduler owns the counters and block tables, the runner and the sampler read.
+    The arrays are public. The scheduler writes the counters and the KV cache manager the block tables; the model runner
+    and the sampler only read.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: list[int]) -> None:
         max_blocks = -(-max_model_len // block_size)
-        # Pages of these two that no request has reached take no memory.
+        # Pages of these two arrays that no request has reached take no memory.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
-        """Prompt and answer, with the token that a step in flight samples."""
+        """Known tokens: prompt and output, and the token that a pending step samples."""
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
-        """Tokens whose keys and values are in the cache, or will be after the step in flight."""
+        """Tokens whose keys and values are in the KV cache, or will be after the pending steps."""
         self.num_registered = np.zeros(max_num_seqs, np.int64)
-        """Full blocks that the pool has been told of, or more than there can be where it is told of none."""
+        """Full blocks that are registered with the pool; above any possible number if the request registers none."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.max_total_tokens = np.zeros(max_num_seqs, np.int64)
         self.min_total_tokens = np.zeros(max_num_seqs, np.int64)
@@ -50,13 +53,13 @@ class Batch:
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.seed = np.zeros(max_num_seqs, np.uint64)
         self.is_pooled = np.zeros(max_num_seqs, np.bool_)
-        """Rows of which a vector is made, and no token drawn."""
+        """Rows of pooling requests: a vector is made and no token sampled. Their sampling columns are neutral."""
         self.client = np.zeros(max_num_seqs, np.uint32)
         self.slot = np.zeros(max_num_seqs, np.uint32)
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.eos_token_ids = np.array(sorted(eos_token_ids), np.int64)
         self.order: Rows = np.zeros(0, np.int64)
-        """The rows in use, first to run first."""
+        """[num_running] rows in use, in the order of their requests."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -67,12 +70,12 @@ class Batch:
         return not self._free_rows
 
     def add(self, request: Request, blocks: npt.NDArray[np.int32], num_computed_tokens: int = 0) -> int:
-        """Give `request` a row and the blocks [n] that hold, or will hold, its keys and values.
+        """Give `request` a row, with the `blocks` [n] that hold or will hold its keys and values; return the row.
 
         `blocks` already hold the first `num_computed_tokens` tokens. There must be a free row.
         """
         row = self._free_rows.pop()
-        params, count = request.params, len(request.tokens)
+        count = len(request.tokens)
         self.token_ids[row, :count] = request.tokens
         self.block_table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
@@ -81,19 +84,14 @@ class Batch:
         self.num_registered[row] = 0
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.max_total_tokens[row] = request.max_total_tokens
-        self.min_total_tokens[row] = request.num_prompt_tokens + params.min_tokens
-        self.stops_at_eos[row] = not params.ignore_eos
-        self.has_stop_ids[row] = bool(params.stop_token_ids)
         self.has_rules[row] = request.rules is not None
         self.reads_answer[row] = request.rules is not None and request.rules.reads_answer
         self.num_logprobs[row] = request.num_logprobs
         self.num_prompt_logprobs[row] = request.num_prompt_logprobs
-        self.temperature[row] = params.temperature
-        self.top_p[row] = params.top_p
-        self.top_k[row] = max(0, params.top_k)
-        self.min_p[row] = params.min_p
-        # Parameters take -1 for no seed, and the core gets none without.
-        self.seed[row] = (-1 if params.seed is None else params.seed) % 2**64
+        if isinstance(request.params, SamplingParams):
+            self._set_sampling_columns(row, request.params)
+        else:
+            self._clear_sampling_columns(row)
         self.is_pooled[row] = request.pooling is not None
         self.client[row] = request.client
         self.slot[row] = request.slot
@@ -106,7 +104,7 @@ class Batch:
         return row
 
     def remove(self, row: int) -> npt.NDArray[np.int32]:
-        """End the use of `row`; returns its blocks [n], which the caller gives back to the pool."""
+        """Free `row`; return its blocks [n], which the caller must give back to the pool."""
         request = self.request(row)
         request.tokens = self.token_ids[row, : self.num_tokens[row]].copy()
         request.row = NO_ROW
@@ -119,8 +117,27 @@ class Batch:
         return blocks
 
     def request(self, row: int) -> Request:
-        """The request in `row`, which must be in use."""
+        """Return the request in `row`; raise RuntimeError if the row is free."""
         request = self.requests[row]
         if request is None:
             raise RuntimeError(f"row {row} is not in use")
         return request
+
+    def _set_sampling_columns(self, row: int, params: SamplingParams) -> None:
+        self.min_total_tokens[row] = self.num_prompt_tokens[row] + params.min_tokens
+        self.stops_at_eos[row] = not params.ignore_eos
+        self.has_stop_ids[row] = bool(params.stop_token_ids)
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.top_k[row] = max(0, params.top_k)
+        self.min_p[row] = params.min_p
+        # Parameters take -1 for no seed, and the core gets none without.
+        self.seed[row] = (-1 if params.seed is None else params.seed) % 2**64
+
+    def _clear_sampling_columns(self, row: int) -> None:
+        """Set the values that change nothing: nothing is sampled for `row`."""
+        self.min_total_tokens[row] = 0
+        self.stops_at_eos[row] = self.has_stop_ids[row] = False
+        self.temperature[row] = self.min_p[row] = 0
+        self.top_p[row] = 1
+        self.top_k[row] = self.seed[row] = 0

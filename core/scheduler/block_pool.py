@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who uses them, which are free, and which can be found again by what they hold."""
+"""The blocks of the KV cache: their users, the free blocks, and the blocks that can be found by their hash."""
 
 import hashlib
 from collections import OrderedDict
@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 
 class BlockPool:
-    """Hands out block ids and takes them back, counting how many requests share each.
+    """Allocates block ids and frees them, counting how many requests share each block.
 
-    A full block can be registered under the hash of its tokens and of all tokens before it. When nobody uses it any
-    more it is free, but can be found by that hash until it is handed out anew; the block that has been free for the
-    longest goes first, so eviction is least recently used, and takes constant time.
+    A full block can be registered under the hash of its tokens and of all tokens before it. A block without users is
+    free, but can still be found by that hash until it is allocated again. The block that has been free for longest is
+    allocated first: eviction is least recently used, and takes constant time.
 
-    Block 0 is never handed out: block tables are padded with it, so that no padded write can reach a request's block.
+    Block 0 is never allocated: block tables are padded with it, so that no padded write can reach a request's block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -23,21 +23,21 @@ class BlockPool:
         self.num_blocks = num_blocks - 1
         self._num_users = np.zeros(num_blocks, np.int32)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        """Free longest first."""
+        """The block that has been free for longest comes first."""
         self.num_returned = 0
-        """Uses of blocks that have ended so far: as long as it stays the same there is no more room."""
+        """Number of uses of blocks that have ended so far. While it stays the same, no room has been made."""
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses, those that can be found by their hash among them."""
+        """Number of blocks without a user, whether or not they can be found by their hash."""
         return len(self._free)
 
     def allocate(self, count: int) -> npt.NDArray[np.int32]:
-        """`count` block ids [count] for one user; the caller has checked that `num_free` is at least that."""
+        """Return `count` block ids [count] for one user; raise RuntimeError if fewer are free."""
         if count > len(self._free):
-            raise RuntimeError(f"{count} blocks asked for, {len(self._free)} free")
+            raise RuntimeError(f"cannot allocate {count} blocks: {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._forget(block)
@@ -46,17 +46,17 @@ class BlockPool:
         return result
 
     def free(self, blocks: npt.NDArray[np.int32]) -> None:
-        """End one use of each of `blocks` [n], in a request's order; raises RuntimeError if one is not in use."""
+        """End one use of each of `blocks` [n], in the order of a request; raise RuntimeError for blocks not in use."""
         if (self._num_users[blocks] <= 0).any():
             raise RuntimeError(f"blocks {blocks[self._num_users[blocks] <= 0].tolist()} are free already")
         self.num_returned += len(blocks)
         self._num_users[blocks] -= 1
-        # From the end, so that the beginning, which more requests have in common, is evicted last.
+        # From the last to the first, so that the beginning, which more requests share, is evicted last.
         for block in reversed(blocks[self._num_users[blocks] == 0].tolist()):
             self._free[block] = None
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks registered under `hashes`, up to the first that there is none for."""
+        """Return the blocks registered under `hashes`, up to the first hash without a block."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -66,26 +66,26 @@ class BlockPool:
         return blocks
 
     def num_free_among(self, blocks: list[int]) -> int:
-        """How many of `blocks` count as free now, and would not after `share`."""
+        """Return how many of `blocks` are free now; `share` would take these from the free blocks."""
         return int((self._num_users[blocks] == 0).sum()) if blocks else 0
 
     def share(self, blocks: list[int]) -> None:
-        """Begin one more use of each of `blocks`, which `find` has just given."""
+        """Add one user to each of `blocks`, which `find` has just returned."""
         for block in blocks:
             self._free.pop(block, None)
         self._num_users[blocks] += 1
 
     def register(self, block: int, digest: bytes) -> None:
-        """Let `block` be found under `digest`, unless another one is already.
+        """Let `block` be found under `digest`, unless another block already is.
 
-        Its tokens are computed, or will be before anyone who has found it reads it.
+        Its tokens must be computed, or be computed before any request that finds the block reads it.
         """
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
     def forget_all(self) -> None:
-        """Let no block be found any more; blocks in use stay with their users."""
+        """Remove all hashes, so that no block is found any more. Blocks in use stay with their users."""
         self._block_of.clear()
         self._hash_of.clear()
 
@@ -96,13 +96,13 @@ class BlockPool:
 
 
 def root_hash(salt: str) -> bytes:
-    """What the hash of a first block builds on; requests of different `salt` have no block in common."""
+    """Return the hash before the first block of a request; requests of different `salt` share no blocks."""
     return hashlib.sha256(salt.encode()).digest()
 
 
 def chain_hash(before: bytes, tokens: bytes) -> bytes:
-    """The hash of a block of `tokens`, ids of one width, behind blocks whose last hash is `before`.
+    """Return the hash of a block with `tokens`, ids of equal width, that follows a block with the hash `before`.
 
-    A cryptographic one, because whoever found a collision could read another request's context.
+    SHA-256, because a client that found a collision could read another request's context.
     """
     return hashlib.sha256(before + tokens).digest()

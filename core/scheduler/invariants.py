@@ -1,4 +1,4 @@
-"""What must hold between two steps, also with one in flight, whatever has happened before."""
+"""What must hold between two steps, whatever has happened before, also with a step pending."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,54 +8,56 @@ import numpy as np
 
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.block_pool import BlockPool
-from vllm_mp.core.scheduler.request import NO_ROW, Request
+from vllm_mp.core.scheduler.request import NO_ROW
 from vllm_mp.core.scheduler.scheduler import Scheduler
 
 
 class InvariantError(RuntimeError):
-    """The scheduler's books contradict each other: the engine has a bug."""
+    """The scheduler's records contradict each other: the engine has a bug."""
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """See to it that no request, row or block is lost or used twice.
+    """Check that no request, row or block is lost or used twice.
 
-    Raises InvariantError, which names the broken invariant and who breaks it. Takes time in proportion to the cache.
+    Raises InvariantError, which names the broken invariant and what breaks it. Takes time in proportion to the cache.
     """
     _check_requests(scheduler)
     _check_rows(scheduler.batch)
     _check_counters(scheduler)
-    _check_pool(scheduler.pool)
+    _check_pending_steps(scheduler)
+    _check_pool(scheduler.cache.pool)
     _check_block_users(scheduler)
     _check_hashes(scheduler)
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    batch = scheduler.batch
-    running = [_name(batch.request(row)) for row in batch.order.tolist()]
-    waiting = [_name(request) for _, request in scheduler._waiting if not request.aborted]
-    held = list(scheduler._held)
+    batch, queue = scheduler.batch, scheduler.waiting
+    running = [batch.request(row).key for row in batch.order.tolist()]
+    waiting = [request.key for _, request in queue._heap if not request.aborted]
+    held = list(queue._held)
     places = [*running, *waiting, *held]
-    _require("a live request has one place: a row, or in line, or held back", _repeated(places))
-    _require("what has a place is live", set(places) - set(scheduler._requests))
+    _require("a live request has one place: a row, the waiting queue, or held back", _repeated(places))
+    _require("a request with a place is live", set(places) - set(scheduler._requests))
     _require("a live request has a place", set(scheduler._requests) - set(places))
     _require(
         "a request is found under its own client and slot",
-        [name for name, request in [*scheduler._requests.items(), *scheduler._held.items()] if _name(request) != name],
+        [key for key, request in [*scheduler._requests.items(), *queue._held.items()] if request.key != key],
     )
-    _require(
-        "a request that waits has no row",
-        [name for name in [*waiting, *held] if scheduler._requests[name].row != NO_ROW],
-    )
+    _require("a waiting request has no row", [key for key in waiting + held if scheduler._requests[key].row != NO_ROW])
     suspects = [request for row in batch.order.tolist() if (request := batch.request(row)).isolate_until_num_tokens]
     turn = [] if scheduler._suspect is None else [scheduler._suspect]
-    _require("a suspect runs exactly if it is its turn", [_name(one) for one in suspects] if suspects != turn else [])
-    _require("the waiting are counted", [scheduler._num_waiting] if scheduler._num_waiting != len(waiting) else [])
+    _require(
+        "a suspect runs exactly if it is its turn", [suspect.key for suspect in suspects] if suspects != turn else []
+    )
+    _require("waiting requests are counted", [len(queue)] if len(queue) != len(waiting) else [])
     counted, used = scheduler.memory._used, Counter[int]()
     for request in scheduler._requests.values():
         used[request.client] += request.num_bytes
-    _require("what a client's requests take is counted", [one for one in used | counted if used[one] != counted[one]])
+    _require(
+        "the bytes of each client are counted", [client for client in used | counted if used[client] != counted[client]]
+    )
     _require("only a paused scheduler holds requests back", [] if scheduler.is_paused else held)
-    _require("nothing runs in a scheduler that sleeps", running if scheduler._is_asleep else [])
+    _require("no request has a row while the scheduler sleeps", running if scheduler._is_asleep else [])
     _require("only a paused scheduler is frozen", [True] if scheduler._is_frozen and not scheduler.is_paused else [])
 
 
@@ -65,39 +67,51 @@ def _check_rows(batch: Batch) -> None:
     _require("no row is lost", set(range(num_rows)) ^ {*rows, *batch._free_rows})
     _require("a free row has no request", [row for row in batch._free_rows if batch.requests[row] is not None])
     requests = [batch.request(row) for row in rows]
-    _require("a request knows its row", [row for row, one in zip(rows, requests, strict=True) if one.row != row])
-    names = zip(batch.client[rows].tolist(), batch.slot[rows].tolist(), strict=True)
-    _require("a row knows its request", [name for name, one in zip(names, requests, strict=True) if _name(one) != name])
+    _require(
+        "a request knows its row", [row for row, request in zip(rows, requests, strict=True) if request.row != row]
+    )
+    keys = zip(batch.client[rows].tolist(), batch.slot[rows].tolist(), strict=True)
+    _require("a row knows its request", [key for key, other in zip(keys, requests, strict=True) if other.key != key])
     orders = [request.order for request in requests]
     _require("rows are in the order of their requests", orders if orders != sorted(orders) else [])
 
 
 def _check_counters(scheduler: Scheduler) -> None:
-    batch, size = scheduler.batch, scheduler.block_size
+    batch, size = scheduler.batch, scheduler.cache.block_size
     rows = batch.order
     tokens, computed, blocks = batch.num_tokens[rows], batch.num_computed_tokens[rows], batch.num_blocks[rows]
     _require("the prompt is among the known tokens", rows[tokens < batch.num_prompt_tokens[rows]])
-    _require("no request is longer than it may get", rows[tokens > batch.max_total_tokens[rows]])
-    is_in_flight = scheduler.is_in_flight()
-    is_done = (computed == tokens) & batch.is_pooled[rows] & is_in_flight[rows]
+    _require("no request exceeds its length", rows[tokens > batch.max_total_tokens[rows]])
+    is_pooled_now = (computed == tokens) & batch.is_pooled[rows] & scheduler.pending_steps.live_rows()[rows]
     _require(
-        "the last token is not computed, but where it is pooled in flight",
-        rows[(computed < 0) | (computed >= tokens) & ~is_done],
+        "the last token is not computed, except for a vector in a pending step",
+        rows[(computed < 0) | (computed >= tokens) & ~is_pooled_now],
     )
-    awaited = np.flatnonzero(scheduler.is_awaited())
-    _require("steps in flight are of rows in use", set(np.flatnonzero(is_in_flight).tolist()) - set(rows.tolist()))
+    _require("computed tokens lie in blocks", rows[computed > blocks * size])
+    _require("no block is held in advance", rows[blocks > -(-tokens // size)])
+
+
+def _check_pending_steps(scheduler: Scheduler) -> None:
+    batch, pending_steps = scheduler.batch, scheduler.pending_steps
+    numbers = [pending.number for pending in pending_steps]
+    _require("pending steps are queued once, in their order", numbers if numbers != sorted(set(numbers)) else [])
+    live = np.flatnonzero(pending_steps.live_rows())
+    _require("the live rows of pending steps are in use", set(live.tolist()) - set(batch.order.tolist()))
+    ends = np.zeros(len(batch.requests), np.int64)
+    for pending in pending_steps:
+        ends[pending.step.rows] = pending.ends
+    _require("the tokens of pending steps count as computed", live[batch.num_computed_tokens[live] != ends[live]])
+    awaited = np.flatnonzero(pending_steps.awaited_rows())
     _require(
-        "a token that is awaited is the last one",
+        "an awaited token is the last of its row",
         awaited[batch.num_computed_tokens[awaited] != batch.num_tokens[awaited] - 1],
     )
-    _require("what is computed lies in blocks", rows[computed > blocks * size])
-    _require("no block is held in advance", rows[blocks > -(-tokens // size)])
 
 
 def _check_pool(pool: BlockPool) -> None:
     users = pool._num_users
-    _require("no block has fewer users than none", np.flatnonzero(users < 0))
-    _require("the padding block is nobody's", [0] if users[0] or 0 in pool._free or 0 in pool._hash_of else [])
+    _require("no block has fewer than 0 users", np.flatnonzero(users < 0))
+    _require("the padding block is never used", [0] if users[0] or 0 in pool._free or 0 in pool._hash_of else [])
     unused = set((np.flatnonzero(users[1:] == 0) + 1).tolist())
     _require("a block is free exactly if it has no user", unused ^ set(pool._free))
     _require(
@@ -107,26 +121,26 @@ def _check_pool(pool: BlockPool) -> None:
 
 
 def _check_block_users(scheduler: Scheduler) -> None:
-    batch, pool = scheduler.batch, scheduler.pool
-    users = np.zeros_like(pool._num_users)
+    batch, size = scheduler.batch, scheduler.cache.block_size
+    users = np.zeros_like(scheduler.cache.pool._num_users)
     for row in batch.order.tolist():
         blocks = batch.block_table[row, : batch.num_blocks[row]]
         _require(f"row {row} has each block once", _repeated(blocks.tolist()))
         _require(f"row {row} has no padding among its blocks", np.flatnonzero(blocks == 0))
         _require(f"row {row} has no block beyond its count", np.flatnonzero(batch.block_table[row, len(blocks) :]))
         users[blocks] += 1
-    _require("the users of a block are the rows that have it", np.flatnonzero(users != pool._num_users))
+    _require("the users of a block are the rows that have it", np.flatnonzero(users != scheduler.cache.pool._num_users))
     for row in batch.order.tolist():
-        written = batch.block_table[row, batch.num_computed_tokens[row] // scheduler.block_size : batch.num_blocks[row]]
-        _require(f"what row {row} will write has no other user", written[users[written] != 1])
+        written = batch.block_table[row, batch.num_computed_tokens[row] // size : batch.num_blocks[row]]
+        _require(f"blocks that row {row} will write have no other user", written[users[written] != 1])
 
 
 def _check_hashes(scheduler: Scheduler) -> None:
-    """What is found under a hash is what the request that has it there has computed."""
-    batch, pool = scheduler.batch, scheduler.pool
-    is_awaited = scheduler.is_awaited()
+    """Check that a block found under a hash holds the tokens that its request has computed there."""
+    batch, pool, size = scheduler.batch, scheduler.cache.pool, scheduler.cache.block_size
+    is_awaited = scheduler.pending_steps.awaited_rows()
     for row in batch.order.tolist():
-        hashes, num_full = batch.request(row).hashes, int(batch.num_computed_tokens[row]) // scheduler.block_size
+        hashes, num_full = batch.request(row).hashes, int(batch.num_computed_tokens[row]) // size
         for place, block in enumerate(batch.block_table[row, : batch.num_blocks[row]].tolist()):
             digest = pool._hash_of.get(block)
             is_right = place < num_full and hashes[place + 1 : place + 2] == [digest]
@@ -134,10 +148,10 @@ def _check_hashes(scheduler: Scheduler) -> None:
                 f"block {block} is found under the hash of row {row} at place {place}, of computed tokens",
                 [] if digest is None or is_right else [digest],
             )
-            known = batch.num_tokens[row] - int(is_awaited[row])
+            num_known = batch.num_tokens[row] - int(is_awaited[row])
             _require(
                 f"block {block} of row {row} is found by tokens that are known",
-                [] if digest is None or (place + 1) * scheduler.block_size <= known else [digest],
+                [] if digest is None or (place + 1) * size <= num_known else [digest],
             )
 
 
@@ -149,7 +163,3 @@ def _require(invariant: str, offenders: Iterable[Any]) -> None:
 
 def _repeated(items: list[Any]) -> list[Any]:
     return [item for item, count in Counter(items).items() if count > 1]
-
-
-def _name(request: Request) -> tuple[int, int]:
-    return request.client, request.slot

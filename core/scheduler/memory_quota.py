@@ -1,18 +1,18 @@
-"""The memory that live requests take in the core, and what each client may have of it."""
+"""The memory of the core that live requests take, and the share of each client."""
 
 from collections import Counter
 
 MAX_BYTES = 2**31
-"""Of all live requests together, as they came over the wire, and `REQUEST_BYTES` for each."""
+"""Limit for all live requests together: bytes of their messages on the wire, and `REQUEST_BYTES` for each."""
 REQUEST_BYTES = 2**10
-"""What a request takes besides what it says."""
+"""Bytes that a request takes beside its message."""
 
 
 class MemoryQuota:
-    """Counts bytes by client.
+    """Counts the bytes of live requests by client.
 
-    A client may take as much as it leaves for others (the dynamic threshold of Choudhury and Hahne, 1998): one alone
-    gets a half, the next a quarter, and however much somebody asks for, there is something left for whoever comes.
+    A client may take as much as it leaves for others (the dynamic threshold of Choudhury and Hahne, 1998). The first
+    client gets at most a half, the next a quarter. So some memory is left for a new client, whatever others ask for.
     """
 
     def __init__(self) -> None:
@@ -20,20 +20,21 @@ class MemoryQuota:
         self._total = 0
 
     def check(self, client: int, num_bytes: int) -> None:
-        """Raise ValueError if `client` may not have `num_bytes` more."""
+        """Raise ValueError if `client` may not take `num_bytes` more."""
         if self._used[client] + num_bytes > MAX_BYTES - self._total - num_bytes:
             raise ValueError(
-                f"the live requests of this client take {self._used[client]} bytes, those of all clients {self._total} "
-                f"of {MAX_BYTES}: this one of {num_bytes} bytes has no room; wait for some to end"
+                f"no room for a request of {num_bytes} bytes: the live requests of this client take "
+                f"{self._used[client]} bytes, those of all clients {self._total} of {MAX_BYTES} bytes; wait until some "
+                "of them have ended"
             )
 
     def take(self, client: int, num_bytes: int) -> None:
-        """Note that `client` has `num_bytes` more."""
+        """Count `num_bytes` more for `client`."""
         self._used[client] += num_bytes
         self._total += num_bytes
 
     def give_back(self, client: int, num_bytes: int) -> None:
-        """Note that `client` has `num_bytes` less."""
+        """Count `num_bytes` less for `client`."""
         self._used[client] -= num_bytes
         self._total -= num_bytes
         if not self._used[client]:

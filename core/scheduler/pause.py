@@ -19,34 +19,37 @@ class _Drain(NamedTuple):
 
 
 class Pause:
-    """Says when the scheduler holds requests back, and who is told that a pause has come about.
+    """Tells the scheduler when to hold requests back, and the callers when their pause has taken effect.
 
-    A pause belongs to the core, not to the client that asked for it: it outlives that client, and anyone may end it.
-    A pause during a pause changes the mode for the requests that were not held back already; those stay held back
-    until `resume`, unless the mode is "abort", which ends every request.
+    A pause belongs to the core, not to the client that asked for it: it outlives that client, and any client may end
+    it. A pause during a pause changes the mode for the requests that are not held back. Held requests stay held until
+    `resume`, unless the mode is "abort", which ends every request.
     """
 
     def __init__(self, scheduler: Scheduler, send_ends: Callable[[list[tuple[int, Finished]]], None]) -> None:
-        """`send_ends` tells clients, by number, which of their requests have ended."""
+        """`send_ends` sends (client, end) of requests that have ended to their clients."""
         self._scheduler = scheduler
         self._send_ends = send_ends
         self._drains: list[_Drain] = []
 
     def pause(self, mode: str, clear_cache: bool) -> "Future[None]":
-        """Hold back whatever arrives from now on, and let what is here end as `mode` says.
+        """Hold back requests that arrive from now on, and end the live requests as `mode` says.
 
-        "abort" ends every request now, "wait" lets them go on to their ends, "keep" lets none go on before `resume`.
-        The result is done when the pause has come about: at once, but with "wait" by `settle`, or with a RuntimeError
-        when `resume` or "keep" has come between. `clear_cache`: after it nothing computed before is used any more.
+        "abort" ends every request now, "wait" lets them run to their ends, "keep" stops them until `resume`. With
+        `clear_cache`, nothing that was computed before the pause is used after it.
 
-        Raises ValueError for another mode, and when too many wait already.
+        The future is done when the pause has taken effect. That is at once, except with "wait": then `settle` sets it
+        when the last of the requests has ended, and it fails with RuntimeError if `resume` or a pause with "keep" comes
+        first.
+
+        Raises ValueError for another mode, and if too many calls wait already.
         """
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {reprlib.repr(mode)}")
         if not isinstance(clear_cache, bool):
             raise ValueError(f"clear_cache must be true or false, got {reprlib.repr(clear_cache)}")
         if mode == "wait" and len(self._drains) >= _MAX_DRAINS:
-            raise ValueError(f"{_MAX_DRAINS} calls wait for the pause already, which is the most")
+            raise ValueError(f"too many calls wait for a pause: the limit is {_MAX_DRAINS}; resume generation first")
         done: Future[None] = Future()
         self._scheduler.pause(freeze=mode == "keep")
         if mode == "wait":
@@ -58,28 +61,30 @@ class Pause:
             self._fail_drains("was paused with mode 'keep'")
         if clear_cache:
             self._scheduler.preempt_all()
-            self._scheduler.forget_prefixes()
+            self._scheduler.cache.forget_prefixes()
         done.set_result(None)
         return done
 
     def resume(self) -> None:
-        """Let everything go on; of a core that is not paused, nothing."""
+        """Let all requests run; no-op if the core is not paused."""
         self._scheduler.resume()
         self._fail_drains("was resumed")
 
     def settle(self) -> None:
-        """Completion the calls that wait for requests to end, if they have; to be called whenever some may have."""
-        if not self._drains or self._scheduler.num_going_on:
+        """Answer the calls that wait for requests to end, if these have ended.
+
+        The caller must call this whenever requests may have ended.
+        """
+        if not self._drains or self._scheduler.num_active:
             return
         drains, self._drains = self._drains, []
         if any(drain.clears_cache for drain in drains):
-            self._scheduler.forget_prefixes()
+            self._scheduler.cache.forget_prefixes()
         for drain in drains:
             drain.done.set_result(None)
 
     def _fail_drains(self, what: str) -> None:
-        # Some may have reached their end before `settle` could see it.
-        self.settle()
+        self.settle()  # Their requests may have ended since the last call of `settle`.
         drains, self._drains = self._drains, []
         for drain in drains:
-            drain.done.set_exception(RuntimeError(f"generation {what} before the requests that ran had ended"))
+            drain.done.set_exception(RuntimeError(f"generation {what} before all running requests had ended"))

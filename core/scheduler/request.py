@@ -11,47 +11,68 @@ from vllm_mp.sampling_params import SamplingParams
 
 NO_ROW = -1
 
+RequestKey = tuple[int, int]
+"""(client, slot), which names one live request."""
+
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to generate, or to make a vector of.
+    """A prompt to generate tokens for, or to make a vector of.
 
-    While it runs, its tokens and counters live in its row of the `Batch`.
+    While the request runs, its tokens and counters live in its row of the `Batch`.
     """
 
     client: int
     slot: int
     request_id: str
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
+    """Sampling parameters of a request that generates; pooling parameters of a request for one vector, with
+    `pooling_type` and `normalize` set."""
     tokens: npt.NDArray[np.int32]
-    """[num_tokens] prompt and answer so far; up to date only while the request waits."""
+    """[num_tokens] prompt and output so far; up to date only while the request waits."""
     num_prompt_tokens: int
     max_total_tokens: int
-    """Tokens, prompt included, at which the answer ends for length."""
+    """Number of tokens, prompt included, at which the request ends with reason "length"."""
     order: tuple[int, int]
-    """(priority, arrival number): what runs first, and is preempted last."""
+    """(priority, arrival number): the lowest runs first and is preempted last."""
     num_bytes: int = 0
-    """What it counts for in `MemoryQuota`."""
+    """Bytes that the request takes of the `MemoryQuota`."""
     hashes: list[bytes] = field(default_factory=list)
-    """The root hash, then that of each full block, as far as they have been needed. Empty: it shares no blocks."""
+    """The root hash, then the hash of each full block, as far as they were needed. Empty: it shares no blocks."""
     reads_cache: bool = True
-    """False: its beginning is computed even if it is in the cache; others may still build on its blocks."""
+    """False: its beginning is computed even if it is cached. Other requests may still build on its blocks."""
     num_cached_tokens: int | None = None
-    """Tokens whose keys and values were in the cache already when the request was first admitted; None before."""
+    """Number of tokens found in the prefix cache when the request was first admitted; None before."""
     rules: LogitRules | None = None
     num_logprobs: int = -1
-    """Log-probabilities to send of the most likely tokens at each position of the answer; -1: none at all."""
+    """Number of most likely tokens whose log-probabilities are sent at each output position; -1: send none at all."""
     num_prompt_logprobs: int = -1
-    """The same for the prompt."""
+    """The same for each position of the prompt."""
     num_prompt_logprobs_sent: int = 1
-    """Positions of the prompt that need none any more; the first token has none."""
-    pooling: PoolingParams | None = None
-    """Make a vector of the prompt, and nothing else; without None in `pooling_type` and `normalize`."""
+    """Number of prompt positions that need none any more; the first token has none."""
     isolate_until_num_tokens: int = 0
-    """Where not 0: an earlier core died with it in the step, and it runs alone until its answer has so many tokens."""
+    """Not 0: the request is a suspect, and runs isolated until its output has that many tokens."""
     row: int = field(default=NO_ROW)
     aborted: bool = False
+    """The request ended while it waited, and its entry in the waiting queue is void."""
+
+    @property
+    def key(self) -> RequestKey:
+        return self.client, self.slot
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of a request that generates; raises RuntimeError for a pooling request."""
+        if isinstance(self.params, PoolingParams):
+            raise RuntimeError(f"request {self.request_id!r} is a pooling request and has no sampling parameters")
+        return self.params
+
+    @property
+    def pooling(self) -> PoolingParams | None:
+        """The parameters of a pooling request; None for a request that generates."""
+        return self.params if isinstance(self.params, PoolingParams) else None
 
     @property
     def num_output_tokens(self) -> int:
+        """Number of output tokens; up to date only while the request waits."""
         return len(self.tokens) - self.num_prompt_tokens

@@ -91,5 +91,5 @@ class _Entries:
 
 
 def _stop_tokens(batch: Batch, row: int) -> Ids:
-    stop = as_ids(batch.request(row).params.stop_token_ids or ())
+    stop = as_ids(batch.request(row).sampling.stop_token_ids or ())
     return np.concatenate([stop, batch.eos_token_ids]) if batch.stops_at_eos[row] else stop

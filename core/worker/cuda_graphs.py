@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels.ops import AttentionMetadata
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Batch, Rows
-from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.host_copies import ToHost, on_host, to_device
 from vllm_mp.wire import TokenLogprobs
 

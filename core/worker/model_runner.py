@@ -14,7 +14,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.models.attention import bind_attention
 from vllm_mp.core.scheduler.batch import Batch, Vector
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.scheduler import ModelOutput, ScheduledStep
+from vllm_mp.core.scheduler.step import ModelOutput, ScheduledStep
 from vllm_mp.core.weights.loader import load_model
 from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
 from vllm_mp.core.worker.device import available_memory, cache_blocks, choose_attention, free_cuda_memory

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Batch, Vector
-from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.host_copies import ToHost, on_host
 from vllm_mp.pooling_params import PoolingParams
 

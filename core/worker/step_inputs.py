@@ -8,7 +8,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels.ops import AttentionMetadata
 
 

@@ -1,14 +1,13 @@
-"""A scheduler and a model in this process: what a core does, without clients."""
-
-from collections import deque
+"""A scheduler and a model in this process: the work of a core, without clients."""
 
 import numpy as np
 import torch
 
 from vllm_mp import AsyncEngineArgs, SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.block_pool import BlockPool, root_hash
+from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.invariants import check_invariants
+from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.worker.device import choose_step_size
@@ -27,7 +26,7 @@ OPTIONS = {
 
 
 class LocalEngine:
-    """Runs requests for their tokens and the log-probabilities of these."""
+    """Runs requests, and keeps their tokens and log-probabilities by slot."""
 
     def __init__(self, folder, device="cpu", make_capture=None, beat=lambda: None, **options):
         config = AsyncEngineArgs(str(folder), device=device, **{**OPTIONS, **options}).create_engine_config()
@@ -37,11 +36,12 @@ class LocalEngine:
         self.runner = ModelRunner(config, self.device, dtype, beat=beat, make_capture=make_capture)
         scheduler, cache = config.scheduler_config, config.cache_config
         self.batch = Batch(scheduler.max_num_seqs, config.model_config.max_model_len, cache.block_size, [])
-        self.pool = BlockPool(cache.num_blocks)
-        self.scheduler = Scheduler(scheduler, self.batch, self.pool, cache.block_size)
+        kv_cache = KVCacheManager(self.batch, cache.num_blocks, cache.block_size)
+        self.pool = kv_cache.pool
+        self.scheduler = Scheduler(scheduler, self.batch, kv_cache)
         self.sampler = Sampler(self.batch, self.device)
         self.num_ahead = int(bool(scheduler.async_scheduling))
-        self.in_flight = deque()
+        self.num_launched = 0
         self.tokens = {}
         self.logprobs = {}
 
@@ -65,22 +65,22 @@ class LocalEngine:
         )
 
     def step(self):
-        """One turn of the core's loop; the step that it launched."""
+        """Run the core's loop once; return the step that was launched, or None."""
         step = self.scheduler.schedule()
         if step is not None:
-            self.in_flight.append((step, self.runner.launch(step, self.batch, self.sampler)))
-            self.scheduler.launched(step)
-        while len(self.in_flight) > (self.num_ahead if step is not None else 0):
-            booked, computing = self.in_flight.popleft()
-            computed = computing.wait()
-            result = self.scheduler.update(booked, computed.tokens, computed.vectors)
-            for slot, token in zip(result.slots.tolist(), result.tokens.tolist(), strict=True):
+            self.num_launched += 1
+            output = self.runner.launch(step, self.batch, self.sampler)
+            self.scheduler.launched(step, output, self.num_launched)
+        while len(self.scheduler.pending_steps) > (self.num_ahead if step is not None else 0):
+            output = self.scheduler.pending_steps.oldest.output.wait()
+            update = self.scheduler.update(output)
+            for slot, token in zip(update.slots.tolist(), update.tokens.tolist(), strict=True):
                 self.tokens[slot].append(token)
-            for _, message in computed.logprobs:
+            for _, message in output.logprobs:
                 self.logprobs[message.slot].append((message.token_ids, message.values))
         check_invariants(self.scheduler)
         return step
 
     def run(self):
-        while self.scheduler.has_work or self.in_flight:
+        while self.scheduler.has_work or self.scheduler.pending_steps:
             self.step()

@@ -1,16 +1,18 @@
-"""A scheduler without a model, whose tokens are chosen by the test."""
+"""A scheduler without a model: the test chooses the tokens."""
 
-from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.block_pool import BlockPool, root_hash
+from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.invariants import check_invariants
+from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.core.scheduler.step import ModelOutput
 from vllm_mp.core.worker.logit_rules import LogitRules
 from vllm_mp.core.worker.sampler import NO_TOKEN
 from vllm_mp.core.worker.sleep import Sleep
@@ -21,14 +23,23 @@ EOS = 2
 BLOCK = 4
 
 
+class ReadyOutput(NamedTuple):
+    """The handle of an output that is already computed."""
+
+    output: ModelOutput
+
+    def wait(self):
+        return self.output
+
+
 class Memory:
-    """What a core gives up when it sleeps, by where it is."""
+    """Says where the memory is that a core releases when it sleeps."""
 
     def __init__(self, forget):
-        """`forget` is called when the cache is dropped."""
+        """`forget` is called when the KV cache is dropped."""
         self.weights, self.cache, self.prepared = "device", True, True
         self.fails: dict[str, Exception] = {}
-        """Of the operations named, the next one."""
+        """By the name of an operation, the error of its next call."""
         self._forget = forget
 
     def offload_weights(self):
@@ -66,7 +77,7 @@ class Memory:
 
 
 class Engine:
-    """A scheduler and what it owns, with `ahead` steps in flight while the next is scheduled."""
+    """A scheduler and what it owns, with `ahead` steps pending while the next step is scheduled."""
 
     def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, ahead=0, **config):
         settings = {
@@ -76,23 +87,23 @@ class Engine:
             "stream_interval": 1,
         }
         self.batch = Batch(max_num_seqs, max_model_len, BLOCK, [EOS])
-        self.pool = BlockPool(num_blocks + 1)
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **{**settings, **config}
         )
-        self.scheduler = Scheduler(self.config, self.batch, self.pool, BLOCK)
+        self.cache = KVCacheManager(self.batch, num_blocks + 1, BLOCK)
+        self.pool = self.cache.pool
+        self.scheduler = Scheduler(self.config, self.batch, self.cache)
         self.pause = Pause(self.scheduler, self.end)
         self.states = []
-        """What sleeping and waking up has been noted as."""
+        """Each `SleepState` that was noted."""
         self.memory = Memory(lambda: self.contents.clear())
         self.sleep = Sleep(self.scheduler, self.memory, self.end, self.states.append)
         self.ahead = ahead
-        self.in_flight = deque()
-        """(step, tokens and vectors that it will bring), oldest first."""
+        self.num_launched = 0
         self.latest: dict[int, int] = {}
-        """What the device has sampled last, by row: the scheduler may not know it yet."""
+        """The token that the device sampled last, by row; the scheduler may not know it yet."""
         self.contents: dict[int, list[int]] = {}
-        """What the model has written: the tokens up to and including each block."""
+        """What the model has written, by block: the tokens up to and including the block's."""
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
@@ -111,9 +122,9 @@ class Engine:
         isolate_until_num_tokens=0,
         **params,
     ):
-        """`salt` None: a request that shares nothing. `pooled`: one for a vector, which has no answer.
+        """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
 
-        `output` are tokens of the answer that an earlier engine gave.
+        `output` are output tokens of an earlier core.
         """
         tokens = (
             np.arange(num_prompt_tokens, dtype=np.int32) + 100 * (slot + 1)
@@ -128,39 +139,39 @@ class Engine:
             client=0,
             slot=slot,
             request_id=str(slot),
-            params=SamplingParams(max_tokens=max_tokens, seed=1, **params),
+            params=PoolingParams() if pooled else SamplingParams(max_tokens=max_tokens, seed=1, **params),
             tokens=tokens,
             num_prompt_tokens=num_prompt_tokens,
             max_total_tokens=num_prompt_tokens if pooled else min(self.max_model_len, num_prompt_tokens + max_tokens),
             hashes=[] if salt is None else [root_hash(salt)],
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
-            pooling=PoolingParams() if pooled else None,
             isolate_until_num_tokens=isolate_until_num_tokens,
         )
-        request.rules = LogitRules.of(request.params, [])
+        if not pooled:
+            request.rules = LogitRules.of(request.sampling, [])
         self.scheduler.add(request)
         return request
 
     def step(self, token=7, failing=()):
-        """Launch a step that gives each row `token` or a vector, but those of slots `failing`, and book what is due.
+        """Launch a step and process the pending steps that are due; return the step launched.
 
-        The step, or what was booked instead if there was none to launch; None without work. `token` may be a function
-        of slot and position.
+        Each row gets `token`, which may be a function of slot and position, or a vector; the slots `failing` get
+        neither. Return the step processed if none was launched, and None without work.
         """
         step = self.scheduler.schedule()
         if step is not None:
             self.check_suspects(step)
             self.launch(step, token if callable(token) else lambda slot, position: token, failing)
-        booked = self.finish_all_but(self.ahead if step is not None else 0)
+        processed = self.process_all_but(self.ahead if step is not None else 0)
         self.pause.settle()
         check_invariants(self.scheduler)
-        return booked if step is None else step
+        return processed if step is None else step
 
     def launch(self, step, token, failing):
         assert self.memory.is_whole, "nothing is computed without weights and cache"
         self.compute(step)
-        assert not self.batch.reads_answer[step.rows[step.awaits]].any(), "rules see the whole answer"
+        assert not self.batch.reads_answer[step.rows[step.awaits]].any(), "rules see the whole output"
         rows = step.rows[step.samples]
         positions = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
         tokens = [
@@ -170,29 +181,35 @@ class Engine:
         self.latest |= zip(rows.tolist(), tokens, strict=True)
         slots = self.batch.slot[step.rows[step.pools]].tolist()
         vectors = [np.full(2, np.nan if slot in failing else 1, np.float32) for slot in slots]
-        self.scheduler.launched(step)
-        self.in_flight.append((step, np.array(tokens, np.int64), vectors))
+        self.num_launched += 1
+        output = ReadyOutput(ModelOutput(np.array(tokens, np.int64), vectors=vectors))
+        self.scheduler.launched(step, output, self.num_launched)
 
-    def finish_all_but(self, count):
-        """Book the steps in flight but for the last `count`; one of them, or None."""
-        booked = None
-        while len(self.in_flight) > count:
-            booked, tokens, vectors = self.in_flight.popleft()
-            result = self.scheduler.update(booked, tokens, vectors)
-            for slot, tok, position in zip(result.slots, result.tokens, result.positions, strict=True):
+    def process_all_but(self, count):
+        """Process the pending steps except the last `count`; return the last step processed, or None."""
+        processed = None
+        while len(self.scheduler.pending_steps) > count:
+            processed = self.scheduler.pending_steps.oldest
+            update = self.scheduler.update(processed.output.wait())
+            for slot, tok, position in zip(update.slots, update.tokens, update.positions, strict=True):
                 output = self.outputs.setdefault(int(slot), [])
                 assert position == len(output), "positions are consecutive"
-                assert int(slot) not in self.ends, "nothing comes after the end"
+                assert int(slot) not in self.ends, "no token follows the end"
                 output.append(int(tok))
-            assert not {(client, slot) for client, slot, _ in result.vectors} & result.gone
-            self.end(result.finished)
-        return booked
+            assert not {(client, slot) for client, slot, _ in update.vectors} & update.gone
+            self.end(update.finished)
+        return processed and processed.step
 
     def check_suspects(self, step):
-        """A suspect is alone in its step, and while one may run nothing else does."""
+        """Check that a suspect is alone in its step, and that no other request runs while a suspect may run."""
         in_step = [self.batch.request(row).isolate_until_num_tokens > 0 for row in step.rows.tolist()]
-        in_line = any(request.isolate_until_num_tokens for _, request in self.scheduler._waiting if not request.aborted)
-        assert in_step == [True] or not (in_line or any(in_step))
+        waits = any(request.isolate_until_num_tokens for request in self.waiting)
+        assert in_step == [True] or not (waits or any(in_step))
+
+    @property
+    def waiting(self):
+        """The requests in the waiting queue, in the order of its heap."""
+        return [request for _, request in self.scheduler.waiting._heap if not request.aborted]
 
     def end(self, ends):
         for _, end in ends:
@@ -201,9 +218,9 @@ class Engine:
             self.ends[end.slot] = end.reason
 
     def compute(self, step):
-        """Write the step's blocks as each layer of a model does, then see to it that all that its rows read is there.
+        """Write the blocks of `step` as each layer of a model does, then check that its rows read what they must.
 
-        A layer writes for all rows before it reads for any.
+        A layer writes for all rows before it reads for any row.
         """
         rows = []
         for place, (row, count) in enumerate(zip(step.rows.tolist(), step.counts.tolist(), strict=True)):
@@ -222,8 +239,8 @@ class Engine:
                 assert self.contents[blocks[block]][:until] == tokens[:until]
 
     def pause_for(self, mode, clears_cache):
-        """Pause, and have the model forget its cache where the pause forbids to use it; the answer to come."""
-        self.finish_all_but(0)
+        """Pause, and clear the model's cache if the pause forbids its use; return the future of the pause."""
+        self.process_all_but(0)
         done = self.pause.pause(mode, clears_cache)
         if clears_cache:
             done.add_done_callback(lambda done: done.exception() or self.contents.clear())
@@ -231,7 +248,7 @@ class Engine:
 
     def settle_sleep(self):
         """Carry out the calls of `sleep` that are due."""
-        self.finish_all_but(0)
+        self.process_all_but(0)
         self.sleep.settle()
         check_invariants(self.scheduler)
 
@@ -239,4 +256,4 @@ class Engine:
         for _ in range(10_000):
             if self.step(token) is None:
                 return
-        raise AssertionError("the scheduler does not come to an end")
+        raise AssertionError("the scheduler runs for ever")

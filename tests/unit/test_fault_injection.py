@@ -9,7 +9,7 @@ import torch
 from vllm_mp import EngineArgs, SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.fault_injection import Fault, device_faults, parse_faults
 from vllm_mp.fault_injection.hooks import FaultHooks
 

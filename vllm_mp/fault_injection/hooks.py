@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vllm_mp.core.ipc.request_handler import RequestHandler
     from vllm_mp.core.scheduler.batch import Batch, Rows
-    from vllm_mp.core.scheduler.scheduler import ModelOutput, ScheduledStep, StepUpdate
+    from vllm_mp.core.scheduler.step import ModelOutput, ScheduledStep, StepUpdate
     from vllm_mp.core.worker.model_runner import ModelRunner, PendingOutput
     from vllm_mp.core.worker.sampler import Sampler
 
@@ -81,11 +81,11 @@ class FaultHooks:
                         _strike(fault)
             return launch(step, batch, sampler)
 
-        def faulty_publish(step: int, result: "StepUpdate", computed: "ModelOutput") -> None:
-            faults = due.pop(step, None)
+        def faulty_publish(number: int, update: "StepUpdate", output: "ModelOutput") -> None:
+            faults = due.pop(number, None)
             if not faults:
-                return publish(step, result, computed)
-            messages = server.step_outputs(step, result, computed)
+                return publish(number, update, output)
+            messages = server.step_outputs(number, update, output)
             for client, message in itertools.islice(messages, faults[0].messages):
                 server._send_to(client, message)
             for fault in faults:

@@ -8,7 +8,7 @@ from transformers import BertConfig, GPTNeoXConfig, MixtralConfig
 from vllm_mp import AsyncEngineArgs, PoolingParams, SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.kernels.cpu import decoder
@@ -47,7 +47,7 @@ def test_a_step_beats_at_every_layer(name, tmp_path, monkeypatch):
         batch = Batch(1, 64, BLOCK, [])
         pooling = PoolingParams(pooling_type="mean", normalize=False) if name == "encoder" else None
         prompt = np.arange(COUNT, dtype=np.int32)
-        request = Request(0, 0, "long", SamplingParams(seed=1), prompt, COUNT, 60, (0, 0), pooling=pooling)
+        request = Request(0, 0, "long", pooling or SamplingParams(seed=1), prompt, COUNT, 60, (0, 0))
         batch.add(request, np.arange(1, 1 + COUNT // BLOCK, dtype=np.int32))
         pools = np.array([pooling is not None])
         runner.launch(

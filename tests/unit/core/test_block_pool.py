@@ -4,14 +4,14 @@ import pytest
 from vllm_mp.core.scheduler.block_pool import BlockPool
 
 
-def test_blocks_are_handed_out_once_and_never_the_padding_block():
+def test_each_block_is_allocated_once_and_the_padding_block_never():
     pool = BlockPool(8)
     blocks = np.concatenate([pool.allocate(3), pool.allocate(4)])
     assert sorted(blocks.tolist()) == [1, 2, 3, 4, 5, 6, 7]
     assert pool.num_free == 0
 
 
-def test_freed_blocks_can_be_used_again():
+def test_freed_blocks_can_be_allocated_again():
     pool = BlockPool(5)
     first = pool.allocate(4)
     pool.free(first[:2])
@@ -19,7 +19,7 @@ def test_freed_blocks_can_be_used_again():
     assert set(pool.allocate(2).tolist()) == set(first[:2].tolist())
 
 
-def test_freeing_a_block_twice_or_the_padding_block_is_an_error():
+def test_freeing_a_block_twice_or_the_padding_block_raises():
     pool = BlockPool(4)
     blocks = pool.allocate(2)
     pool.free(blocks)
@@ -29,12 +29,12 @@ def test_freeing_a_block_twice_or_the_padding_block_is_an_error():
         pool.free(np.array([0], np.int32))
 
 
-def test_asking_for_more_than_is_free_is_an_error():
-    with pytest.raises(RuntimeError, match="4 blocks asked for, 3 free"):
+def test_allocating_more_blocks_than_are_free_raises():
+    with pytest.raises(RuntimeError, match="cannot allocate 4 blocks: 3 are free"):
         BlockPool(4).allocate(4)
 
 
-def test_a_registered_block_is_found_until_it_is_handed_out_again():
+def test_registered_block_is_found_until_it_is_allocated_again():
     pool = BlockPool(4)
     blocks = pool.allocate(2)
     pool.register(int(blocks[0]), b"one")
@@ -47,7 +47,7 @@ def test_a_registered_block_is_found_until_it_is_handed_out_again():
     assert pool.find([b"one", b"two"]) == [blocks[0]], "the beginning of a prefix is evicted last"
 
 
-def test_a_shared_block_is_free_when_its_last_user_has_gone():
+def test_shared_block_is_free_after_its_last_user_frees_it():
     pool = BlockPool(3)
     blocks = pool.allocate(1)
     pool.register(int(blocks[0]), b"one")
@@ -61,7 +61,7 @@ def test_a_shared_block_is_free_when_its_last_user_has_gone():
         pool.free(blocks)
 
 
-def test_of_two_blocks_with_the_same_tokens_the_first_is_found():
+def test_first_of_two_blocks_with_the_same_hash_is_found():
     pool = BlockPool(4)
     first, second = pool.allocate(2).tolist()
     pool.register(first, b"same")

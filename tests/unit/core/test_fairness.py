@@ -1,4 +1,4 @@
-"""Who gets how much of which step, counted in steps."""
+"""How steps are shared between requests, and how long requests wait, counted in steps."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ BUDGET, MAX_SEQS, LENGTH = 16, 6, 64
 
 
 class Load:
-    """Requests that arrive at random times, with what happened to each of them."""
+    """Requests that arrive at random times, and a record of what happens to each."""
 
     def __init__(self, monkeypatch, seed, num_requests=60, **config):
         self.random = random.Random(seed)
@@ -24,7 +24,7 @@ class Load:
         self.num_requests = num_requests
         self.num_steps = 0
         self.first_token_at = {}
-        """Number of the step that brought it, by slot."""
+        """Number of the step that computed the first token, by slot."""
         self.num_preempted = Counter()
         self.step = None
         load, preempt, admit = self, Scheduler._preempt, Scheduler._admit
@@ -52,7 +52,11 @@ class Load:
         return request
 
     def steps(self):
-        """Let requests arrive and steps run until all have ended, yielding at each step who was about to decode."""
+        """Add requests and run steps until all requests have ended.
+
+        Yield after each step the requests that were in decode before it, and the preemptions and the numbers of output
+        tokens before it.
+        """
         while True:
             while len(self.requests) < self.num_requests and self.random.random() < 0.4:
                 self.arrive(
@@ -84,7 +88,7 @@ class Load:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_every_step_keeps_to_its_budget_and_no_stream_misses_a_step_unless_it_is_preempted(monkeypatch, seed, policy):
+def test_no_step_exceeds_its_budget_and_every_decode_gets_a_token_unless_preempted(monkeypatch, seed, policy):
     load = Load(monkeypatch, seed, policy=policy, num_blocks=24, max_num_partial_prefills=1 + seed % 3)
     for decoding, preempted, num_outputs in load.steps():
         if load.step is None:
@@ -98,7 +102,7 @@ def test_every_step_keeps_to_its_budget_and_no_stream_misses_a_step_unless_it_is
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_first_tokens_come_in_the_order_of_arrival(monkeypatch, seed):
+def test_first_tokens_come_in_order_of_arrival(monkeypatch, seed):
     load = Load(monkeypatch, seed, num_blocks=24)
     load.run()
     times = [load.first_token_at[slot] for slot in range(load.num_requests)]
@@ -107,8 +111,8 @@ def test_first_tokens_come_in_the_order_of_arrival(monkeypatch, seed):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_requests_do_not_preempt_one_another_for_ever(monkeypatch, seed, policy):
-    """A cache that is just large enough for one of the longest, for a load of six at a time."""
+def test_number_of_preemptions_is_bounded(monkeypatch, seed, policy):
+    """The cache holds just one request of the greatest length, and six requests run at a time."""
     load = Load(monkeypatch, seed, policy=policy, num_blocks=LENGTH // BLOCK)
     load.run()
     assert max(load.num_preempted.values()) <= 4
@@ -117,7 +121,7 @@ def test_requests_do_not_preempt_one_another_for_ever(monkeypatch, seed, policy)
 
 
 def steps_until_first_token(engine, slot, arrive=lambda: None):
-    """Steps until the request in `slot` has its first token, `arrive` being called before each."""
+    """Return the number of steps until the request in `slot` has its first token; call `arrive` before each step."""
     num_steps = 0
     while slot not in engine.outputs:
         arrive()
@@ -128,22 +132,24 @@ def steps_until_first_token(engine, slot, arrive=lambda: None):
 
 
 def short_requests(engine, first_slot):
-    """A function that lets one more short request arrive, under the next slot."""
+    """Return a function that adds one more short request, in the next slot."""
     slots = iter(range(first_slot, 1000))
     return lambda: engine.add(next(slots), num_prompt_tokens=4, max_tokens=3)
 
 
-def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming():
+def test_long_prompt_is_not_delayed_by_a_stream_of_short_prompts():
     engine = Engine(budget=16, max_num_seqs=6, num_blocks=40)
     arrive = short_requests(engine, 1)
     for _ in range(10):
         arrive()
         engine.step()
     engine.add(0, num_prompt_tokens=60)
-    assert steps_until_first_token(engine, 0, arrive) <= -(-60 // (16 - 5)), "five others decode beside it at most"
+    assert steps_until_first_token(engine, 0, arrive) <= -(-60 // (16 - 5)), (
+        "at most five other requests decode beside it"
+    )
 
 
-def test_a_short_prompt_waits_for_the_long_one_before_it_unless_two_may_be_in_progress():
+def test_short_prompt_waits_for_an_earlier_long_prompt_unless_two_prefills_may_run():
     for most, steps in ((1, 200 // 8 + 1), (2, 1)):
         engine = Engine(budget=8, max_model_len=256, max_num_partial_prefills=most)
         engine.add(0, num_prompt_tokens=200)
@@ -153,7 +159,7 @@ def test_a_short_prompt_waits_for_the_long_one_before_it_unless_two_may_be_in_pr
         engine.run()
 
 
-def test_no_more_prompts_are_in_progress_than_may_be():
+def test_number_of_partial_prefills_is_limited():
     for most in (1, 2, 3):
         engine = Engine(budget=6, max_num_seqs=8, max_num_partial_prefills=most)
         for slot in range(8):
@@ -165,14 +171,16 @@ def test_no_more_prompts_are_in_progress_than_may_be():
         assert max(seen) == most
 
 
-def test_a_request_that_needs_the_whole_cache_has_its_turn_among_small_ones():
+def test_request_that_needs_the_whole_cache_runs_among_small_requests():
     engine = Engine(budget=16, max_num_seqs=6, num_blocks=16)
     arrive = short_requests(engine, 1)
     for _ in range(10):
         arrive()
         engine.step()
     engine.add(0, num_prompt_tokens=60, max_tokens=4)
-    assert steps_until_first_token(engine, 0, arrive) <= 3 + 60 // 16 + 1, "those before it end, then it is read"
+    assert steps_until_first_token(engine, 0, arrive) <= 3 + 60 // 16 + 1, (
+        "requests before it end, then its prompt is computed"
+    )
     for _ in range(20):
         arrive()
         engine.step()
@@ -180,7 +188,7 @@ def test_a_request_that_needs_the_whole_cache_has_its_turn_among_small_ones():
     engine.run()
 
 
-def test_a_stream_has_a_token_in_every_step_while_long_prompts_are_read():
+def test_streams_get_a_token_in_every_step_while_long_prompts_are_computed():
     engine = Engine(budget=16, max_num_seqs=8, max_model_len=256, num_blocks=400)
     for slot in range(6):
         engine.add(slot, num_prompt_tokens=2, max_tokens=100)
@@ -193,4 +201,4 @@ def test_a_stream_has_a_token_in_every_step_while_long_prompts_are_read():
         num_steps += 1
         assert [len(engine.outputs[slot]) for slot in range(6)] == [num_steps] * 6
         assert step.counts.sum() <= 16
-    assert num_steps == 1 + 2 * 200 // (16 - 6), "what the streams leave of each step goes to the prompts"
+    assert num_steps == 1 + 2 * 200 // (16 - 6), "prompts get the budget that streams leave in each step"

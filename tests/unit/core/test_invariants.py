@@ -1,4 +1,4 @@
-"""Whatever happens, nothing is lost or used twice; and what would be is noticed."""
+"""The invariants hold after any sequence of events, and each broken invariant is reported."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +11,11 @@ LENGTH = 32
 PROMPTS = st.builds(
     lambda shared, own: [7] * shared + own, st.integers(0, 20), st.lists(st.integers(7, 8), min_size=1, max_size=11)
 )
-"""Prompts that often begin alike, also with what others have generated."""
+"""Prompts that often begin alike, also with output tokens of other requests."""
 
 
 def chosen_token(slot, position):
-    """A token of which few end a request, the same one however often it is computed."""
+    """Return the token for a position, always the same. Few of these tokens end a request."""
     return (7, 8, 8, 7, 8, 7, 7, 8, 7, 8, EOS)[(7 * slot + 3 * position + position // 5) % 11]
 
 
@@ -25,7 +25,7 @@ ACTIONS += ["sleep", "wake_up", "wake_up"]
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_any_interleaving_of_events_keeps_every_request_row_and_block_accounted_for(data):
+def test_no_request_row_or_block_is_lost_in_any_interleaving_of_events(data):
     engine = Engine(
         num_blocks=data.draw(st.integers(LENGTH // BLOCK, 20)),
         max_num_seqs=data.draw(st.integers(1, 6)),
@@ -105,9 +105,9 @@ def test_any_interleaving_of_events_keeps_every_request_row_and_block_accounted_
     assert engine.pool.num_free == engine.pool.num_blocks
 
 
-def running_engine():
-    """Two running requests, one that shares with the first, and two that wait."""
-    engine = Engine(max_num_seqs=2)
+def running_engine(ahead=0):
+    """Two running requests with shared blocks, and two that wait; with `ahead` 1 a step is pending."""
+    engine = Engine(max_num_seqs=2, ahead=ahead)
     for slot in range(4):
         engine.add(slot, prompt=list(range(100, 110)))
     engine.step()
@@ -131,7 +131,7 @@ def forget_a_user(engine):
     engine.pool._num_users[engine.batch.block_table[0, 0]] -= 1
 
 
-def hand_out_the_padding_block(engine):
+def use_the_padding_block(engine):
     engine.batch.block_table[0, 2] = 0
 
 
@@ -148,19 +148,19 @@ def disorder_the_rows(engine):
 
 
 def let_a_request_wait_twice(engine):
-    engine.scheduler._wait(engine.scheduler._waiting[0][1])
+    engine.scheduler.waiting.put_back(engine.scheduler.waiting.first())
 
 
 def let_a_running_request_wait(engine):
-    engine.scheduler._wait(engine.batch.request(0))
+    engine.scheduler.waiting.put_back(engine.batch.request(0))
 
 
 def lose_a_waiting_request(engine):
-    engine.scheduler._waiting.pop()
+    engine.scheduler.waiting._heap.pop()
 
 
 def miscount_the_waiting(engine):
-    engine.scheduler._num_waiting += 1
+    engine.scheduler.waiting._num_queued += 1
 
 
 def run_while_asleep(engine):
@@ -168,16 +168,17 @@ def run_while_asleep(engine):
 
 
 def hold_back_without_a_pause(engine):
-    _, request = engine.scheduler._waiting.pop()
-    engine.scheduler._num_waiting -= 1
-    engine.scheduler._held[0, request.slot] = request
+    queue = engine.scheduler.waiting
+    _, request = queue._heap.pop()
+    queue._num_queued -= 1
+    queue._held[0, request.slot] = request
 
 
-def forget_whose_turn_it_is(engine):
+def forget_which_suspect_runs(engine):
     engine.batch.request(1).isolate_until_num_tokens = 1
 
 
-def compute_more_than_is_known(engine):
+def compute_more_tokens_than_are_known(engine):
     engine.batch.num_computed_tokens[0] = engine.batch.num_tokens[0] + 1
 
 
@@ -202,28 +203,56 @@ def leave_a_hash_behind(engine):
     [
         (lose_a_block, "a block is free exactly if it has no user"),
         (use_a_block_twice, "the users of a block are the rows that have it"),
-        (write_a_shared_block, r"what row 1 will write has no other user"),
+        (write_a_shared_block, "blocks that row 1 will write have no other user"),
         (forget_a_user, "the users of a block are the rows that have it"),
-        (hand_out_the_padding_block, "row 0 has no padding among its blocks"),
+        (use_the_padding_block, "row 0 has no padding among its blocks"),
         (free_a_row_twice, "every row is either in use or free, once; broken by .0"),
         (lose_a_row, r"a live request has a place; broken by \[\(0, 1\)\]"),
         (disorder_the_rows, "rows are in the order of their requests"),
         (let_a_request_wait_twice, r"a live request has one place.*\(0, 2\)"),
         (let_a_running_request_wait, r"a live request has one place.*\(0, 0\)"),
         (lose_a_waiting_request, r"a live request has a place; broken by \[\(0, 3\)\]"),
-        (miscount_the_waiting, "the waiting are counted"),
-        (run_while_asleep, r"nothing runs in a scheduler that sleeps; broken by \[\(0, 0\), \(0, 1\)\]"),
+        (miscount_the_waiting, "waiting requests are counted"),
+        (run_while_asleep, r"no request has a row while the scheduler sleeps; broken by \[\(0, 0\), \(0, 1\)\]"),
         (hold_back_without_a_pause, r"only a paused scheduler holds requests back; broken by \[\(0, 3\)\]"),
-        (forget_whose_turn_it_is, r"a suspect runs exactly if it is its turn; broken by \[\(0, 1\)\]"),
-        (compute_more_than_is_known, "the last token is not computed, .*; broken by .0"),
+        (forget_which_suspect_runs, r"a suspect runs exactly if it is its turn; broken by \[\(0, 1\)\]"),
+        (compute_more_tokens_than_are_known, "the last token is not computed, .*; broken by .0"),
         (register_a_block_under_another_hash, "found under the hash of row 0 at place 0"),
         (register_a_block_too_early, "found under the hash of row 0 at place 2, of computed tokens"),
         (leave_a_hash_behind, "a block and its hash lead to each other"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_is_broken_is_named(damage, words):
+def test_broken_invariant_is_named(damage, words):
     engine = running_engine()
+    damage(engine)
+    with pytest.raises(InvariantError, match=words):
+        check_invariants(engine.scheduler)
+
+
+def queue_a_pending_step_twice(engine):
+    engine.scheduler.pending_steps.append(engine.scheduler.pending_steps.oldest)
+
+
+def forget_the_tokens_of_a_pending_step(engine):
+    engine.batch.num_computed_tokens[0] -= 1
+
+
+def add_a_token_behind_an_awaited_token(engine):
+    engine.batch.num_tokens[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (queue_a_pending_step_twice, r"pending steps are queued once, in their order; broken by \[1, 1\]"),
+        (forget_the_tokens_of_a_pending_step, "the tokens of pending steps count as computed; broken by .0"),
+        (add_a_token_behind_an_awaited_token, "an awaited token is the last of its row; broken by .0"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_invariant_of_pending_steps_is_named(damage, words):
+    engine = running_engine(ahead=1)
     damage(engine)
     with pytest.raises(InvariantError, match=words):
         check_invariants(engine.scheduler)

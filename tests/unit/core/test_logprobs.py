@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_mp import wire
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.scheduler import ScheduledStep
+from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.logit_rules import LogitRules
 from vllm_mp.core.worker.logprobs import Logprobs, StepLogprobs, prompt_logprobs
 from vllm_mp.core.worker.sampler import NO_TOKEN, Sampler

@@ -1,6 +1,6 @@
-"""A step is scheduled while the one before is computed: nobody gets a token too many, too few or twice.
+"""A step is scheduled while the step before is pending: no token is lost, repeated or sent after the end.
 
-The random interleavings of `test_invariants` run with a step in flight, too.
+The random interleavings of `test_invariants` also run with a pending step.
 """
 
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from vllm_mp import AsyncEngineArgs, SamplingParams, wire
 from vllm_mp.core.engine_core import EngineCore
 from vllm_mp.core.ipc.step_messages import step_outputs
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.scheduler import ModelOutput, StepUpdate
+from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.status_page import SleepState, StatusPage
 from vllm_mp.testing.random_models import CONFIGS, save_config
@@ -25,7 +25,7 @@ def overlapping(**options):
     return Engine(ahead=1, **options)
 
 
-def test_a_step_is_scheduled_before_the_tokens_that_it_computes_are_known():
+def test_step_is_scheduled_before_its_input_tokens_are_known():
     engine = overlapping()
     engine.add(0, num_prompt_tokens=5, max_tokens=8)
     engine.step()
@@ -37,22 +37,22 @@ def test_a_step_is_scheduled_before_the_tokens_that_it_computes_are_known():
     assert engine.ends == {0: "length"}
 
 
-def test_no_token_is_computed_past_the_length_that_an_answer_may_have():
+def test_no_token_is_computed_past_the_length_of_a_request():
     engine = overlapping(max_model_len=16)
     engine.add(0, num_prompt_tokens=10, max_tokens=1000)
     engine.add(1, num_prompt_tokens=5, max_tokens=3)
     computed = {0: 0, 1: 0}
-    while (step := engine.scheduler.schedule()) is not None or engine.in_flight:
+    while (step := engine.scheduler.schedule()) is not None or engine.scheduler.pending_steps:
         if step is not None:
             for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
                 computed[engine.batch.request(row).slot] += count
             engine.launch(step, lambda slot, position: 7, ())
-        engine.finish_all_but(step is not None)
+        engine.process_all_but(step is not None)
     assert engine.ends == {0: "length", 1: "length"}
-    assert computed == {0: 10 + 6 - 1, 1: 5 + 3 - 1}, "the last token of an answer is not computed"
+    assert computed == {0: 10 + 6 - 1, 1: 5 + 3 - 1}, "the last output token is not computed"
 
 
-def test_the_last_token_of_an_answer_takes_no_block():
+def test_last_output_token_takes_no_block():
     engine = overlapping()
     engine.add(0, num_prompt_tokens=BLOCK, max_tokens=BLOCK + 1)
     for _ in range(BLOCK + 1):
@@ -63,7 +63,7 @@ def test_the_last_token_of_an_answer_takes_no_block():
     assert len(engine.outputs[0]) == BLOCK + 1
 
 
-def test_what_is_computed_after_the_end_of_sequence_is_nobodys_token():
+def test_token_computed_after_the_end_of_sequence_is_discarded():
     engine = overlapping(max_num_seqs=1)
     engine.add(0)
     engine.add(1, ignore_eos=True, max_tokens=3)
@@ -75,7 +75,7 @@ def test_what_is_computed_after_the_end_of_sequence_is_nobodys_token():
     assert engine.outputs == {0: [EOS], 1: [7] * 3}
 
 
-def test_a_row_is_given_on_while_a_step_of_its_former_request_is_computed():
+def test_row_gets_a_new_request_while_a_step_of_its_former_request_is_pending():
     engine = overlapping(max_num_seqs=1)
     engine.add(0)
     engine.step(token=EOS)
@@ -88,19 +88,19 @@ def test_a_row_is_given_on_while_a_step_of_its_former_request_is_computed():
     assert engine.outputs == {0: [EOS], 1: [8, 8]}
 
 
-def test_an_abort_counts_the_tokens_that_were_sent_and_lets_no_other_follow():
+def test_abort_counts_the_tokens_that_were_sent_and_no_token_follows():
     engine = overlapping()
     engine.add(0)
     for _ in range(3):
         engine.step()
     end = engine.scheduler.abort(0, 0)
     assert end.num_output_tokens == len(engine.outputs[0]) == 2
-    assert engine.step() is not None, "the step in flight is booked"
+    assert engine.step() is not None, "the pending step is processed"
     assert engine.outputs[0] == [7, 7]
     assert engine.step() is None
 
 
-def test_a_token_that_could_not_be_sampled_ends_its_request_with_those_before():
+def test_failed_sampling_ends_the_request_with_the_tokens_before():
     engine = overlapping()
     for slot in range(2):
         engine.add(slot)
@@ -111,7 +111,7 @@ def test_a_token_that_could_not_be_sampled_ends_its_request_with_those_before():
     assert (engine.outputs[1], engine.ends[1]) == ([7] * 8, "length")
 
 
-def test_rules_that_read_the_answer_wait_for_its_last_token_and_others_do_not():
+def test_only_logits_processors_that_read_the_output_wait_for_its_last_token():
     for params, waits in (
         ({"presence_penalty": 1.0}, True),
         ({"repetition_penalty": 1.5}, True),
@@ -128,7 +128,7 @@ def test_rules_that_read_the_answer_wait_for_its_last_token_and_others_do_not():
             assert engine.outputs[0] == [7] * 8
 
 
-def test_before_somebody_is_preempted_the_step_in_flight_may_make_room():
+def test_pending_step_is_processed_before_a_request_is_preempted():
     engine = overlapping(num_blocks=4, max_num_seqs=2, max_model_len=16)
     for slot in range(2):
         engine.add(slot, num_prompt_tokens=BLOCK, max_tokens=8)
@@ -138,7 +138,7 @@ def test_before_somebody_is_preempted_the_step_in_flight_may_make_room():
     assert engine.scheduler.num_preemptions == 0, "the first had ended when the second needed its third block"
 
 
-def test_a_preempted_request_loses_no_token_that_was_in_flight():
+def test_preempted_request_loses_no_pending_token():
     engine = overlapping(num_blocks=8, max_num_seqs=4, max_model_len=32)
     for slot in range(4):
         engine.add(slot, prompt=[slot] * 4, max_tokens=20)
@@ -147,7 +147,7 @@ def test_a_preempted_request_loses_no_token_that_was_in_flight():
     assert engine.outputs == {slot: [20 * slot + 5 + position for position in range(20)] for slot in range(4)}
 
 
-def test_a_block_is_found_by_its_tokens_once_these_are_known():
+def test_block_is_found_once_its_tokens_are_known():
     engine = overlapping()
     engine.add(0, prompt=[1, 2], max_tokens=20, ignore_eos=True)
     for _ in range(3):
@@ -155,14 +155,14 @@ def test_a_block_is_found_by_its_tokens_once_these_are_known():
     assert engine.batch.num_computed_tokens[0] == BLOCK
     early = engine.add(1, prompt=[1, 2, 30, 0, 5], max_tokens=1)
     engine.step(token=lambda slot, position: 30 + position)
-    assert early.num_cached_tokens == 0, "what stood in the place of the awaited token is not taken for it"
+    assert early.num_cached_tokens == 0, "the placeholder of the awaited token is not mistaken for the token"
     late = engine.add(2, prompt=[1, 2, 30, 31, 5], max_tokens=1)
     engine.step(token=lambda slot, position: 30 + position)
     assert late.num_cached_tokens == BLOCK
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_the_last_block_that_an_answer_fills_is_found_by_the_next_turn(ahead):
+def test_last_block_that_an_output_fills_is_found_by_the_next_turn(ahead):
     for max_tokens in range(8, 14):
         engine = Engine(budget=64, ahead=ahead)
         engine.add(0, prompt=list(range(100, 110)), max_tokens=max_tokens)
@@ -172,20 +172,20 @@ def test_the_last_block_that_an_answer_fills_is_found_by_the_next_turn(ahead):
         assert second.num_cached_tokens == (10 + max_tokens - 1) // BLOCK * BLOCK
 
 
-def test_a_suspect_is_alone_with_all_that_the_device_does():
+def test_suspect_is_alone_on_the_device():
     engine = overlapping()
     engine.add(0)
     engine.step()
     engine.add(1, isolate_until_num_tokens=2)
     assert engine.scheduler.schedule() is None
-    engine.finish_all_but(0)
+    engine.process_all_but(0)
     steps = []
     while len(engine.outputs.get(1, [])) < 2:
         step = engine.scheduler.schedule()
         if step is None:
-            engine.finish_all_but(0)
+            engine.process_all_but(0)
         else:
-            assert not engine.in_flight
+            assert not engine.scheduler.pending_steps
             steps.append([engine.batch.request(row).slot for row in step.rows.tolist()])
             engine.launch(step, lambda slot, position: 7, ())
     assert steps == [[1], [1]]
@@ -193,21 +193,21 @@ def test_a_suspect_is_alone_with_all_that_the_device_does():
     assert [len(engine.outputs[slot]) for slot in range(2)] == [8, 8]
 
 
-def test_of_a_request_that_has_ended_nothing_is_sent_any_more():
+def test_nothing_is_sent_about_a_request_that_ended_while_the_step_was_pending():
     none = np.zeros(0, np.uint32)
     logprobs = [(client, wire.TokenLogprobs(slot, 0, b"", b"", b"")) for client, slot in ((0, 1), (0, 2), (1, 1))]
-    result = StepUpdate(none, none, none, none, [], [], [], gone={(0, 1)})
-    computed = ModelOutput(none, [], logprobs, [])
+    update = StepUpdate(none, none, none, none, [], [], [], gone={(0, 1)})
+    output = ModelOutput(none, prompt_logprobs=logprobs)
     sent = {
-        (client, own.slot)
-        for client, message in step_outputs(1, 1, result, computed)
-        for own in message.prompt_logprobs
+        (client, prompt_logprobs.slot)
+        for client, message in step_outputs(1, 1, update, output)
+        for prompt_logprobs in message.prompt_logprobs
     }
     assert sent == {(0, 2), (1, 1)}
 
 
-class Runner:
-    """A model that takes no time; what the core does with it, and what is on the page meanwhile, is noted."""
+class StandInRunner:
+    """A model that takes no time; it logs what the core does, and which requests are on the status page."""
 
     def __init__(self, page):
         self.page = page
@@ -215,33 +215,33 @@ class Runner:
         self.on_page = {}
         self.token = 7
 
-    def note(self, what):
-        self.log.append(what)
-        self.note_page(what)
+    def note(self, event):
+        self.log.append(event)
+        self.note_page(event)
 
-    def note_page(self, what):
-        self.on_page[what] = {slot: num_output_tokens for _, slot, num_output_tokens in self.page.read().step_requests}
+    def note_page(self, event):
+        self.on_page[event] = {slot: num_output_tokens for _, slot, num_output_tokens in self.page.read().step_requests}
 
     def launch(self, step, batch, sampler):
-        number = sum(what.startswith("launch") for what in self.log) + 1
+        number = sum(event.startswith("launch") for event in self.log) + 1
         self.note(f"launch {number}")
         tokens = np.full(int(step.samples.sum()), self.token)
 
         def wait():
             self.note(f"wait {number}")
-            return ModelOutput(tokens, [], [], [])
+            return ModelOutput(tokens)
 
         return SimpleNamespace(wait=wait)
 
 
-class RequestHandler:
-    """Nobody's wishes, but those that a test brings in between two steps."""
+class StandInHandler:
+    """Has no clients; runs one of `actions` between two steps, and stops the core when there is no work."""
 
     num_dropped = num_clients = 0
 
     def __init__(self):
         self.published = []
-        self.wishes = []
+        self.actions = []
         self.stop = None
         self.note = None
 
@@ -251,20 +251,20 @@ class RequestHandler:
     def send_ends(self, ends):
         self.published += [("ends", end.slot) for _, end in ends]
 
-    def publish(self, number, result, computed):
-        self.published.append((number, result.slots.tolist(), result.positions.tolist()))
+    def publish(self, number, update, output):
+        self.published.append((number, update.slots.tolist(), update.positions.tolist()))
         self.note(f"publish {number}")
 
     def receive(self, admit):
-        if self.wishes:
-            self.wishes.pop(0)()
+        if self.actions:
+            self.actions.pop(0)()
         elif not self.scheduler.has_work:
             self.stop.set()
 
 
 @pytest.fixture
 def make_core(tmp_path):
-    """A core that runs until there is no work, its runner and its server."""
+    """Return a function that makes a core that runs until there is no work: (core, runner, handler, add)."""
     context = zmq.Context()
 
     def make(async_scheduling):
@@ -280,9 +280,9 @@ def make_core(tmp_path):
         config.model_config.hf_config["architectures"] = ["LlamaForCausalLM"]
         config.scheduler_config.max_num_batched_tokens = 64
         page = StatusPage.create(None, 1)
-        runner, server, stop = Runner(page), RequestHandler(), StopSignal()
-        server.stop, server.note = stop, runner.note_page
-        core = EngineCore(config, torch.device("cpu"), runner, server, context.socket(zmq.ROUTER), stop, page)
+        runner, handler, stop = StandInRunner(page), StandInHandler(), StopSignal()
+        handler.stop, handler.note = stop, runner.note_page
+        core = EngineCore(config, torch.device("cpu"), runner, handler, context.socket(zmq.ROUTER), stop, page)
 
         def add(slot, num_prompt_tokens=5, max_tokens=3):
             tokens = np.arange(num_prompt_tokens, dtype=np.int32)
@@ -295,89 +295,91 @@ def make_core(tmp_path):
                 tokens,
                 num_prompt_tokens,
                 num_prompt_tokens + max_tokens,
-                server.scheduler.order_of(0),
+                handler.scheduler.order_of(0),
             )
-            server.scheduler.add(request)
+            handler.scheduler.add(request)
 
-        return core, runner, server, add
+        return core, runner, handler, add
 
     yield make
     context.destroy(0)
 
 
-def test_each_step_is_launched_before_the_one_before_is_waited_for(make_core):
-    core, runner, server, add = make_core(True)
+def test_with_overlap_each_step_is_launched_before_the_step_before_is_waited_for(make_core):
+    core, runner, handler, add = make_core(True)
     add(0)
     core.run()
     assert runner.log == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
-    assert server.published == [(1, [0], [0]), (2, [0], [1]), (3, [0], [2])]
+    assert handler.published == [(1, [0], [0]), (2, [0], [1]), (3, [0], [2])]
 
 
-def test_without_overlap_each_step_is_finished_before_the_next_is_launched(make_core):
-    core, runner, server, add = make_core(False)
+def test_without_overlap_each_step_is_processed_before_the_next_is_launched(make_core):
+    core, runner, handler, add = make_core(False)
     add(0)
     core.run()
     assert runner.log == ["launch 1", "wait 1", "launch 2", "wait 2", "launch 3", "wait 3"]
-    assert server.published == [(1, [0], [0]), (2, [0], [1]), (3, [0], [2])]
+    assert handler.published == [(1, [0], [0]), (2, [0], [1]), (3, [0], [2])]
 
 
-def test_the_page_names_the_requests_of_every_step_in_flight_with_the_tokens_they_have(make_core):
+def test_status_page_names_the_requests_of_every_pending_step_and_their_output_tokens(make_core):
     core, runner, _, add = make_core(True)
     add(0, max_tokens=2)
     add(1, max_tokens=4)
     core.run()
     assert runner.on_page["launch 1"] == {0: 0, 1: 0}
     assert runner.on_page["launch 2"] == runner.on_page["wait 1"] == {0: 1, 1: 1}
-    assert runner.on_page["publish 1"] == {0: 1, 1: 1}, "the second is in flight"
+    assert runner.on_page["publish 1"] == {0: 1, 1: 1}, "the second step is pending"
     assert runner.on_page["publish 2"] == {1: 2}
-    assert runner.on_page["launch 3"] == runner.on_page["wait 2"] == {0: 1, 1: 2}, "0 is still in the second"
+    assert runner.on_page["launch 3"] == runner.on_page["wait 2"] == {0: 1, 1: 2}, (
+        "request 0 is still in the second step"
+    )
     assert runner.on_page["launch 4"] == runner.on_page["wait 3"] == {1: 3}
     assert runner.page.read().step_requests == []
 
 
-def test_a_request_that_has_ended_is_not_on_the_page_though_its_token_is_computed(make_core):
-    core, runner, server, add = make_core(True)
+def test_aborted_request_is_not_on_the_status_page_while_its_step_is_pending(make_core):
+    core, runner, handler, add = make_core(True)
     add(0, max_tokens=5)
     add(1, max_tokens=5)
-    server.wishes = [lambda: None, lambda: None, lambda: server.scheduler.abort(0, 0)]
+    handler.actions = [lambda: None, lambda: None, lambda: handler.scheduler.abort(0, 0)]
     core.run()
     assert runner.on_page["wait 1"] == {0: 1, 1: 1}
     assert runner.on_page["launch 3"] == {1: 2}
 
 
-def test_a_step_in_flight_is_finished_before_the_core_waits_for_messages(make_core):
-    core, runner, server, add = make_core(True)
+def test_pending_step_is_processed_before_the_core_waits_for_messages(make_core):
+    core, runner, handler, add = make_core(True)
     add(0, max_tokens=9)
     runner.token = core._batch.eos_token_ids[0]
     polls = []
-    core._poller = SimpleNamespace(poll=lambda timeout: polls.append(len(core._in_flight)))
-    server.wishes = [lambda: None] * 4
+    core._poller = SimpleNamespace(poll=lambda timeout: polls.append(len(core._scheduler.pending_steps)))
+    handler.actions = [lambda: None] * 4
     core.run()
-    assert runner.log == ["launch 1", "launch 2", "wait 1", "wait 2"], "the second brings nobody anything"
-    assert [number for number, slots, _ in server.published if slots] == [1]
+    assert runner.log == ["launch 1", "launch 2", "wait 1", "wait 2"], "the output of the second step is discarded"
+    assert [number for number, slots, _ in handler.published if slots] == [1]
     assert polls
     assert not any(polls)
 
 
-def test_a_pause_comes_between_two_steps_and_after_what_the_last_has_brought(make_core):
-    core, runner, server, add = make_core(True)
+def test_pause_takes_effect_after_all_pending_steps_are_published(make_core):
+    core, runner, handler, add = make_core(True)
     add(0, max_tokens=9)
     seen = []
 
     def pause():
-        assert server.calls["pause"]("keep", True).done()
-        seen.extend(server.published)
-        server.calls["resume"]()
+        assert handler.calls["pause"]("keep", True).done()
+        seen.extend(handler.published)
+        handler.calls["resume"]()
 
-    server.wishes = [lambda: None, lambda: None, pause]
+    handler.actions = [lambda: None, lambda: None, pause]
     core.run()
     assert seen == [(1, [0], [0]), (2, [0], [1])]
-    assert [position for _, _, (position,) in server.published] == list(range(9))
+    assert [position for _, _, (position,) in handler.published] == list(range(9))
     assert runner.log[:5] == ["launch 1", "launch 2", "wait 1", "wait 2", "launch 3"]
 
 
 class Memory:
-    """What the runner of a core gives up when it sleeps."""
+    """Logs which memory the runner releases and restores."""
 
     def __init__(self, runner):
         self.log = runner.log
@@ -386,68 +388,68 @@ class Memory:
         return lambda: self.log.append(name)
 
 
-def test_a_sleep_comes_between_two_steps_and_a_sleeping_core_waits_for_messages(make_core):
-    core, runner, server, add = make_core(True)
+def test_sleep_takes_effect_between_two_steps_and_a_sleeping_core_waits_for_messages(make_core):
+    core, runner, handler, add = make_core(True)
     add(0, max_tokens=4)
     core._sleep._memory = Memory(runner)
     polls, calls = [], []
     core._poller = SimpleNamespace(poll=lambda timeout: polls.append(core.status()["is_sleeping"]))
-    server.wishes = [
+    handler.actions = [
         *[lambda: None] * 2,
-        lambda: calls.append(server.calls["sleep"](1)),
+        lambda: calls.append(handler.calls["sleep"](1)),
         *[lambda: None] * 3,
-        lambda: calls.append(server.calls["wake_up"]("weights")),
-        lambda: calls.append(server.calls["wake_up"]("kv_cache")),
+        lambda: calls.append(handler.calls["wake_up"]("weights")),
+        lambda: calls.append(handler.calls["wake_up"]("kv_cache")),
     ]
     core.run()
     assert all(call.done() for call in calls)
     assert runner.log[:6] == ["launch 1", "launch 2", "wait 1", "wait 2", "offload_weights", "drop_cache"]
     assert runner.log[6:10] == ["restore_weights", "restore_cache", "prepare", "launch 3"]
-    assert polls == [*[True] * 5, False], "with work to do it does not wait"
-    assert [position for _, _, positions in server.published for position in positions] == list(range(4))
+    assert polls == [*[True] * 5, False], "a core with work does not wait"
+    assert [position for _, _, positions in handler.published for position in positions] == list(range(4))
 
 
-def test_sleeping_and_waking_up_again_and_again_loses_no_token(make_core):
-    core, runner, server, add = make_core(True)
+def test_repeated_sleep_and_wake_up_loses_no_token(make_core):
+    core, runner, handler, add = make_core(True)
     add(0, max_tokens=6)
     core._sleep._memory = Memory(runner)
 
     def call():
-        server.calls["sleep"](2)
-        server.calls["wake_up"]()
+        handler.calls["sleep"](2)
+        handler.calls["wake_up"]()
 
-    server.wishes = [lambda: None, lambda: None, call, lambda: None, call, call, lambda: None]
+    handler.actions = [lambda: None, lambda: None, call, lambda: None, call, call, lambda: None]
     core.run()
     assert runner.log.count("drop_cache") == runner.log.count("prepare") == 3
-    assert [position for _, _, positions in server.published for position in positions] == list(range(6))
+    assert [position for _, _, positions in handler.published for position in positions] == list(range(6))
 
 
-def test_a_core_that_is_told_to_stop_while_it_wakes_up_leaves(make_core):
-    core, runner, server, add = make_core(False)
+def test_core_stops_while_it_wakes_up(make_core):
+    core, runner, handler, add = make_core(False)
     add(0)
     core._sleep._memory = memory = Memory(runner)
 
     def stop():
-        server.stop.set()
-        raise StopSignal.Stopped  # as the loading of the weights does
+        handler.stop.set()
+        raise StopSignal.Stopped  # as loading weights does
 
     memory.restore_weights = stop
-    server.wishes = [lambda: server.calls["sleep"](2), lambda: server.calls["wake_up"]()]
+    handler.actions = [lambda: handler.calls["sleep"](2), lambda: handler.calls["wake_up"]()]
     core.run()
     assert runner.log == ["drop_weights", "drop_cache"]
     assert runner.page.read().sleep == SleepState(2, ("weights", "kv_cache"))
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_a_core_that_sleeps_leaves_at_once_when_it_is_told_to(make_core, drains):
-    core, runner, server, add = make_core(True)
+def test_sleeping_core_stops_at_once(make_core, drains):
+    core, runner, handler, add = make_core(True)
     add(0)
     core._sleep._memory = Memory(runner)
 
     def stop():
-        server.stop.drain = drains
-        server.stop.set()
+        handler.stop.drain = drains
+        handler.stop.set()
 
-    server.wishes = [lambda: server.calls["sleep"](1), stop]
+    handler.actions = [lambda: handler.calls["sleep"](1), stop]
     core.run()
-    assert server.published == []
+    assert handler.published == []

@@ -1,11 +1,11 @@
-"""Pausing with a stand-in for the model: who runs, who waits, and when the caller is told."""
+"""Pausing, with a stand-in for the model: which requests run, which wait, and when the caller is answered."""
 
 import pytest
 from support.stand_in_engine import Engine
 
 
 def engine_with(num_requests, steps=1, **config):
-    """An engine that has made `steps` steps with `num_requests` requests of 8 tokens."""
+    """Return an engine that has run `steps` steps with `num_requests` requests of 8 tokens."""
     engine = Engine(**config)
     for slot in range(num_requests):
         engine.add(slot)
@@ -18,7 +18,7 @@ def num_outputs(engine):
     return [len(engine.outputs.get(slot, [])) for slot in range(len(engine.outputs))]
 
 
-def test_abort_ends_every_request_and_what_arrives_waits_for_the_resume():
+def test_abort_ends_every_request_and_new_requests_wait_for_resume():
     engine = engine_with(3, max_num_seqs=2)
     assert engine.pause.pause("abort", True).done()
     assert engine.ends == {0: "abort", 1: "abort", 2: "abort"}
@@ -33,7 +33,7 @@ def test_abort_ends_every_request_and_what_arrives_waits_for_the_resume():
     assert engine.outputs[3] == [7] * 8
 
 
-def test_wait_lets_requests_end_and_holds_back_what_arrives():
+def test_wait_lets_requests_end_and_holds_new_requests_back():
     engine = engine_with(2, max_num_seqs=1, policy="priority")
     done = engine.pause.pause("wait", True)
     engine.add(2, priority=-5)
@@ -65,7 +65,7 @@ def test_wait_is_answered_when_the_last_request_is_aborted():
     assert done.result() is None
 
 
-def test_wait_forgets_the_cache_only_where_that_is_asked_for():
+def test_wait_clears_the_cache_only_if_asked():
     for clears, counts in ((True, [20]), (False, [4])):
         engine = Engine()
         engine.add(0, prompt=list(range(100, 120)))
@@ -77,7 +77,7 @@ def test_wait_forgets_the_cache_only_where_that_is_asked_for():
         assert engine.step().counts.tolist() == counts
 
 
-def test_keep_freezes_running_requests_and_they_go_on_where_they_were():
+def test_keep_stops_running_requests_and_resume_continues_them():
     engine = engine_with(3, steps=3, max_num_seqs=2)
     assert engine.pause.pause("keep", False).done()
     assert engine.step() is None
@@ -92,12 +92,12 @@ def test_keep_freezes_running_requests_and_they_go_on_where_they_were():
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_after_keep_with_a_cleared_cache_everything_is_computed_anew():
+def test_after_keep_with_a_cleared_cache_everything_is_recomputed():
     engine = engine_with(2, steps=3)
     engine.pause_for("keep", True)
     assert engine.pool.num_free == engine.pool.num_blocks
     engine.pause.resume()
-    assert engine.step().counts.tolist() == [8, 8], "five tokens of the prompt and three of the answer"
+    assert engine.step().counts.tolist() == [8, 8], "five prompt tokens and three output tokens"
     engine.run()
     assert num_outputs(engine) == [8, 8]
 
@@ -111,7 +111,7 @@ def test_the_second_of_two_keeps_may_clear_the_cache():
     engine.run()
 
 
-def test_pausing_twice_and_resuming_twice_is_no_error():
+def test_pausing_twice_and_resuming_twice_works():
     engine = engine_with(1)
     first, second = (engine.pause.pause("wait", True) for _ in range(2))
     engine.run()
@@ -126,7 +126,7 @@ def test_pausing_twice_and_resuming_twice_is_no_error():
     assert engine.ends == {0: "length", 1: "length"}
 
 
-def test_what_arrived_during_a_pause_stays_held_when_the_mode_changes():
+def test_requests_held_by_a_pause_stay_held_when_its_mode_changes():
     engine = engine_with(1, steps=2)
     engine.pause.pause("keep", False)
     engine.add(1)
@@ -138,15 +138,15 @@ def test_what_arrived_during_a_pause_stays_held_when_the_mode_changes():
     assert engine.ends == {0: "length", 1: "abort"}
 
 
-def test_a_wait_that_is_overtaken_fails_but_for_an_abort_which_fulfils_it():
-    for overtake, outcome in (
+def test_wait_fails_on_resume_or_keep_and_succeeds_on_abort():
+    for next_call, outcome in (
         (lambda pause: pause.resume(), "resumed"),
         (lambda pause: pause.pause("keep", True), "keep"),
         (lambda pause: pause.pause("abort", False), None),
     ):
         engine = engine_with(1)
         done = engine.pause.pause("wait", True)
-        overtake(engine.pause)
+        next_call(engine.pause)
         engine.pause.settle()
         if outcome is None:
             assert done.result(0) is None
@@ -157,7 +157,7 @@ def test_a_wait_that_is_overtaken_fails_but_for_an_abort_which_fulfils_it():
         engine.run()
 
 
-def test_a_wait_whose_requests_have_just_ended_is_fulfilled_by_what_overtakes_it():
+def test_wait_succeeds_on_resume_if_its_requests_have_just_ended():
     engine = engine_with(1)
     done = engine.pause.pause("wait", True)
     engine.scheduler.abort(0, 0)
@@ -165,7 +165,7 @@ def test_a_wait_whose_requests_have_just_ended_is_fulfilled_by_what_overtakes_it
     assert done.result(0) is None
 
 
-def test_held_and_frozen_requests_can_be_aborted():
+def test_held_and_stopped_requests_can_be_aborted():
     for clears in (True, False):
         engine = engine_with(2, max_num_seqs=1)
         engine.pause.pause("keep", clears)
@@ -178,7 +178,7 @@ def test_held_and_frozen_requests_can_be_aborted():
         assert engine.step() is None
 
 
-def test_other_modes_are_refused_by_name_and_change_nothing():
+def test_invalid_arguments_are_refused_by_name_and_change_nothing():
     engine = engine_with(1)
     for mode, clears, words in (("stop", True, "abort, wait, keep, got 'stop'"), ("keep", 1, "clear_cache")):
         with pytest.raises(ValueError, match=words):

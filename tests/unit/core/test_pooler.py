@@ -6,9 +6,11 @@ import torch
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.block_pool import BlockPool, root_hash
+from vllm_mp.core.scheduler.block_pool import root_hash
+from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.core.scheduler.step import ModelOutput
 from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
@@ -26,11 +28,11 @@ class Engine:
     def __init__(self, num_blocks=100, max_num_seqs=8, budget=16, dtype=torch.float32, **config):
         settings = {"max_num_partial_prefills": 1, "enable_chunked_prefill": True, "policy": "fcfs"}
         self.batch = Batch(max_num_seqs, 64, BLOCK, [])
-        self.blocks = BlockPool(num_blocks + 1)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, stream_interval=1, **{**settings, **config}
         )
-        self.scheduler = Scheduler(config, self.batch, self.blocks, BLOCK)
+        self.scheduler = Scheduler(config, self.batch, KVCacheManager(self.batch, num_blocks + 1, BLOCK))
+        self.blocks = self.scheduler.cache.pool
         self.states = STATES.to(dtype)
         self.pooler = Pooler()
         self.vectors = {}
@@ -48,14 +50,13 @@ class Engine:
                 client=0,
                 slot=slot,
                 request_id=str(slot),
-                params=SamplingParams(max_tokens=max_tokens, seed=1),
+                params=pooling or SamplingParams(max_tokens=max_tokens, seed=1),
                 tokens=tokens,
                 num_prompt_tokens=len(tokens),
                 max_total_tokens=len(tokens) + max_tokens,
                 hashes=[root_hash("")],
                 reads_cache=pooling is None or pooling.pooling_type == "last",
                 order=self.scheduler.order_of(0),
-                pooling=pooling,
             )
         )
 
@@ -69,8 +70,8 @@ class Engine:
             for token in self.batch.token_ids[row, self.batch.num_computed_tokens[row] :][:count].tolist()
         ]
         vectors = self.pooler.pool(self.states[ids], step, self.batch)()
-        self.scheduler.launched(step)
-        result = self.scheduler.update(step, np.full(int(step.samples.sum()), 7), vectors)
+        self.scheduler.launched(step, None, 1)
+        result = self.scheduler.update(ModelOutput(np.full(int(step.samples.sum()), 7), vectors=vectors))
         self.vectors |= {slot: vector for _, slot, vector in result.vectors}
         self.ends |= {end.slot: end for _, end in result.finished}
         self.cached |= {slot: count for _, slot, count in result.cached}

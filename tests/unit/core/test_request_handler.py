@@ -1,4 +1,4 @@
-"""What one client may cost the core and its other clients."""
+"""Bounds on what one client can cost the core and its other clients."""
 
 import time
 from concurrent.futures import Future
@@ -8,7 +8,7 @@ import zmq
 from support.stand_in_engine import Engine
 
 from vllm_mp import AsyncEngineArgs, wire
-from vllm_mp.core.ipc import request_handler
+from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.scheduler import memory_quota
@@ -18,12 +18,12 @@ HELLO = wire.encode(wire.Hello(wire.PROTOCOL_VERSION))
 
 
 class Core:
-    """A server at a real socket, with a scheduler that runs nothing."""
+    """A request handler at a real socket, with a scheduler that runs no step."""
 
     def __init__(self, address, config):
         self.address = address
-        self.listener = BoundSocket(address)
-        self.request_handler = RequestHandler(self.listener.socket, config, 1)
+        self.bound = BoundSocket(address)
+        self.request_handler = RequestHandler(self.bound.socket, config, 1)
         self.engine = Engine()
         self.request_handler.serve(
             self.engine.scheduler, {"echo": lambda value: value, "fail": lambda: 1 // 0, "refuse": _refuse}
@@ -44,7 +44,7 @@ class Core:
         return dealer
 
     def answer(self, dealer):
-        """The next message to `dealer` that is not a mere sign of life."""
+        """Return the next message to `dealer` that is no probe."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             self.request_handler.receive()
@@ -62,7 +62,7 @@ class Core:
         for dealer in self.dealers:
             dealer.close()
         self.context.term()
-        self.listener.close()
+        self.bound.close()
 
 
 @pytest.fixture(scope="module")
@@ -81,20 +81,20 @@ def request(slot, num_tokens=1):
     return wire.AddRequest(1, slot, f"id {slot}", wire.pack_ids([5] * num_tokens), SamplingParams(seed=1))
 
 
-def test_a_flood_of_hellos_costs_the_other_clients_next_to_nothing(core):
+def test_flood_of_hellos_sends_few_probes_to_other_clients(core):
     quiet, loud = core.connect(), core.connect()
     for _ in range(1000):
         loud.send(HELLO)
     for _ in range(1000):
         core.answer(loud)
-    num_bothered = 0
+    num_probes = 0
     while quiet.poll(50):
         quiet.recv()
-        num_bothered += 1
-    assert num_bothered <= 10
+        num_probes += 1
+    assert num_probes <= 10
 
 
-def test_a_client_that_left_without_a_word_is_forgotten_once_another_says_hello(core):
+def test_client_that_left_without_bye_is_forgotten_after_the_next_hello(core):
     leaving = core.connect()
     leaving.send(wire.encode(request(3)))
     while not core.engine.scheduler.num_waiting:
@@ -109,8 +109,8 @@ def test_a_client_that_left_without_a_word_is_forgotten_once_another_says_hello(
     assert not core.engine.scheduler.num_waiting
 
 
-def test_there_is_a_limit_to_clients_and_who_leaves_makes_room(core, monkeypatch):
-    monkeypatch.setattr(request_handler, "_MAX_CLIENTS", 3)
+def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_CLIENTS", 3)
     first, *_ = [core.connect() for _ in range(3)]
     late = core.connect(greet=False)
     late.send(HELLO)
@@ -124,7 +124,7 @@ def test_there_is_a_limit_to_clients_and_who_leaves_makes_room(core, monkeypatch
     assert isinstance(core.ask(late, wire.Hello(wire.PROTOCOL_VERSION)), wire.Welcome)
 
 
-def test_a_request_that_there_is_no_room_for_is_answered_by_the_limit_and_others_have_room(core, monkeypatch):
+def test_request_beyond_the_memory_quota_is_refused_and_other_clients_have_room(core, monkeypatch):
     monkeypatch.setattr(memory_quota, "MAX_BYTES", 20_000)
     greedy, modest = core.connect(), core.connect()
     for slot in range(20):
@@ -146,7 +146,7 @@ def test_a_request_that_there_is_no_room_for_is_answered_by_the_limit_and_others
         core.request_handler.receive()
 
 
-def test_a_flood_of_messages_does_not_hold_up_the_next_step(core):
+def test_flood_of_messages_does_not_delay_the_next_step(core):
     flooding, calls = core.connect(), []
 
     def work():
@@ -158,14 +158,14 @@ def test_a_flood_of_messages_does_not_hold_up_the_next_step(core):
     core.request_handler.serve(core.engine.scheduler, {"work": work})
     for call_id in range(30):
         flooding.send(wire.encode(wire.Call(1, call_id, "work")))
-    while core.listener.socket.poll(100):
+    while core.bound.socket.poll(100):
         before = len(calls)
         core.request_handler.receive()
         assert len(calls) - before <= 2
     assert len(calls) == 30
 
 
-def test_what_is_behind_a_call_that_has_something_to_be_done_first_is_left_for_the_next_receive(core):
+def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
     calls = []
 
     def begin(waits):
@@ -193,7 +193,7 @@ def test_what_is_behind_a_call_that_has_something_to_be_done_first_is_left_for_t
     ]
 
 
-def test_what_is_not_read_waits_with_its_sender(core):
+def test_unread_messages_wait_with_their_sender(core):
     num_sent, frame = 0, wire.encode(wire.Call(1, 1, "echo", ["x" * 2**20]))
     dealer = core.connect(greet=False, limit=1)
     while num_sent < 1000 and dealer.poll(500, zmq.POLLOUT):
@@ -202,14 +202,14 @@ def test_what_is_not_read_waits_with_its_sender(core):
     assert 0 < num_sent < 200
 
 
-def test_a_message_that_cannot_be_handled_is_answered_and_logged_but_not_every_time(core, caplog):
+def test_failing_call_is_answered_every_time_and_logged_sometimes(core, caplog):
     client = core.connect()
     for call_id in range(64):
         assert "ZeroDivisionError" in core.ask(client, wire.Call(1, call_id, "fail")).error
     assert 1 <= len(caplog.records) <= 7
 
 
-def test_an_error_does_not_repeat_megabytes(core):
+def test_error_does_not_repeat_a_large_value(core):
     client = core.connect()
     assert len(core.ask(client, wire.Call(1, 1, "refuse", ["z" * 2**20])).error) < 3000
     assert len(core.ask(client, wire.Call(1, 1, "z" * 2**20)).error) < 3000

@@ -1,11 +1,12 @@
-"""The scheduler with a stand-in for the model: every step's tokens are chosen by the test."""
+"""The scheduler, with a stand-in for the model: the test chooses the tokens of every step."""
 
+import pytest
 from support.stand_in_engine import BLOCK, EOS, Engine
 
 from vllm_mp.core.scheduler.request import NO_ROW
 
 
-def test_a_request_runs_to_its_length_and_gives_everything_back():
+def test_request_runs_to_its_length_and_gives_back_all_blocks():
     engine = Engine()
     engine.add(3, num_prompt_tokens=5, max_tokens=8)
     engine.run()
@@ -15,7 +16,7 @@ def test_a_request_runs_to_its_length_and_gives_everything_back():
     assert not engine.scheduler.has_work
 
 
-def test_the_end_of_sequence_stops_unless_it_is_ignored():
+def test_end_of_sequence_stops_a_request_unless_ignored():
     engine = Engine()
     engine.add(0)
     engine.add(1, ignore_eos=True)
@@ -25,7 +26,7 @@ def test_the_end_of_sequence_stops_unless_it_is_ignored():
     assert [len(engine.outputs[i]) for i in range(3)] == [1, 8, 1]
 
 
-def test_the_answer_ends_at_the_context():
+def test_output_ends_at_the_context_length():
     engine = Engine(max_model_len=16)
     engine.add(0, num_prompt_tokens=10, max_tokens=1000)
     engine.run()
@@ -33,7 +34,7 @@ def test_the_answer_ends_at_the_context():
     assert engine.ends == {0: "length"}
 
 
-def test_a_step_never_exceeds_its_budget_and_long_prompts_take_several():
+def test_step_never_exceeds_its_budget_and_long_prompts_take_several_steps():
     engine = Engine(budget=8, max_num_seqs=4)
     for slot, length in enumerate((20, 3, 9)):
         engine.add(slot, num_prompt_tokens=length)
@@ -46,7 +47,7 @@ def test_a_step_never_exceeds_its_budget_and_long_prompts_take_several():
     assert all(len(engine.outputs[slot]) == 8 for slot in range(3))
 
 
-def test_running_requests_get_a_token_in_every_step_while_a_long_prompt_is_read():
+def test_running_requests_get_a_token_in_every_step_while_a_long_prompt_is_computed():
     engine = Engine(budget=8, max_num_seqs=4)
     engine.add(0, num_prompt_tokens=2, max_tokens=20)
     engine.step()
@@ -56,7 +57,7 @@ def test_running_requests_get_a_token_in_every_step_while_a_long_prompt_is_read(
         assert len(engine.outputs[0]) == count
 
 
-def test_without_chunked_prefill_a_prompt_is_read_in_one_step():
+def test_without_chunked_prefill_a_prompt_is_computed_in_one_step():
     engine = Engine(budget=64, max_num_seqs=8, enable_chunked_prefill=False)
     for slot in range(6):
         engine.add(slot, num_prompt_tokens=30)
@@ -65,7 +66,7 @@ def test_without_chunked_prefill_a_prompt_is_read_in_one_step():
     assert all(len(output) == 8 for output in engine.outputs.values())
 
 
-def test_several_prompts_may_be_in_progress_where_that_is_allowed():
+def test_several_partial_prefills_run_if_allowed():
     engine = Engine(budget=8, max_num_seqs=4, max_num_partial_prefills=2)
     engine.add(0, num_prompt_tokens=60, max_tokens=1)
     engine.add(1, num_prompt_tokens=8)
@@ -75,7 +76,7 @@ def test_several_prompts_may_be_in_progress_where_that_is_allowed():
     engine.run()
 
 
-def test_without_blocks_the_last_in_order_is_preempted_and_loses_nothing():
+def test_last_request_in_order_is_preempted_if_blocks_run_out_and_loses_no_token():
     engine = Engine(num_blocks=8, max_num_seqs=4, max_model_len=32)
     for slot in range(4):
         engine.add(slot, num_prompt_tokens=4, max_tokens=20)
@@ -85,7 +86,7 @@ def test_without_blocks_the_last_in_order_is_preempted_and_loses_nothing():
     assert engine.pool.num_free == 8
 
 
-def test_the_first_in_order_is_never_preempted():
+def test_first_request_in_order_is_never_preempted():
     engine = Engine(num_blocks=8, max_num_seqs=4, max_model_len=32)
     for slot in range(4):
         engine.add(slot, num_prompt_tokens=4, max_tokens=20)
@@ -94,7 +95,7 @@ def test_the_first_in_order_is_never_preempted():
         assert len(engine.outputs[0]) == count
 
 
-def test_fcfs_finishes_equal_requests_in_their_order():
+def test_fcfs_finishes_equal_requests_in_order_of_arrival():
     engine = Engine(max_num_seqs=2)
     for slot in range(6):
         engine.add(slot)
@@ -102,7 +103,7 @@ def test_fcfs_finishes_equal_requests_in_their_order():
     assert list(engine.ends) == [0, 1, 2, 3, 4, 5]
 
 
-def test_priority_runs_lower_values_first_and_preempts_higher_ones():
+def test_priority_runs_lower_values_first():
     engine = Engine(num_blocks=8, max_num_seqs=1, max_model_len=32, policy="priority")
     for slot, priority in enumerate((5, 1, 3)):
         engine.add(slot, priority=priority)
@@ -110,7 +111,7 @@ def test_priority_runs_lower_values_first_and_preempts_higher_ones():
     assert list(engine.ends) == [1, 2, 0]
 
 
-def test_aborting_frees_rows_and_blocks_wherever_the_request_is():
+def test_abort_frees_row_and_blocks_of_running_and_waiting_requests():
     engine = Engine(max_num_seqs=1)
     running, waiting = engine.add(0), engine.add(1)
     engine.step()
@@ -125,7 +126,7 @@ def test_aborting_frees_rows_and_blocks_wherever_the_request_is():
     assert engine.scheduler.num_waiting == 0
 
 
-def test_a_prompt_that_begins_like_an_earlier_one_computes_only_what_is_new():
+def test_prompt_computes_only_tokens_that_are_not_cached():
     engine = Engine(budget=64)
     shared = list(range(100, 120))
     engine.add(0, prompt=[*shared, 1, 2])
@@ -136,7 +137,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_only_what_is_new():
     engine.run()
 
 
-def test_of_a_prompt_that_is_all_in_the_cache_the_last_block_is_computed():
+def test_last_block_of_a_fully_cached_prompt_is_computed():
     engine = Engine(budget=64)
     prompt = list(range(100, 116))
     engine.add(0, prompt=prompt)
@@ -145,7 +146,7 @@ def test_of_a_prompt_that_is_all_in_the_cache_the_last_block_is_computed():
     assert engine.step().counts.tolist() == [BLOCK]
 
 
-def test_what_was_generated_is_found_by_the_next_turn_of_a_conversation():
+def test_next_turn_of_a_conversation_finds_the_output_of_the_turn_before():
     engine = Engine(budget=64)
     engine.add(0, prompt=list(range(100, 110)), max_tokens=12)
     engine.run(token=7)
@@ -154,7 +155,7 @@ def test_what_was_generated_is_found_by_the_next_turn_of_a_conversation():
     assert second.num_cached_tokens == 20, "21 tokens of the first turn were computed: five full blocks"
 
 
-def test_requests_that_run_at_the_same_time_share_blocks():
+def test_running_requests_share_blocks():
     engine = Engine(num_blocks=14, budget=64, max_num_seqs=4, max_model_len=48)
     prompt = list(range(100, 132))
     engine.add(0, prompt=prompt, max_tokens=4)
@@ -162,12 +163,12 @@ def test_requests_that_run_at_the_same_time_share_blocks():
     for slot in (1, 2):
         engine.add(slot, prompt=[*prompt, slot], max_tokens=4)
     engine.step()
-    assert engine.scheduler.num_running == 3, "alone each takes 9 blocks of 14"
+    assert engine.scheduler.num_running == 3, "without sharing, each takes 9 of 14 blocks"
     engine.run()
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_requests_that_arrive_together_compute_their_common_beginning_once():
+def test_requests_that_arrive_together_compute_their_common_prefix_once():
     engine = Engine(num_blocks=200, budget=256, max_num_seqs=64, max_model_len=64)
     prompt = list(range(100, 141))
     requests = [engine.add(slot, prompt=[*prompt, slot], max_tokens=4) for slot in range(64)]
@@ -175,11 +176,11 @@ def test_requests_that_arrive_together_compute_their_common_beginning_once():
     assert step.counts.tolist() == [42] + [2] * 63
     assert [request.num_cached_tokens for request in requests] == [0] + [40] * 63
     engine.run()
-    assert engine.scheduler.num_preemptions == 0, "alone each takes 12 blocks, and there are 200"
+    assert engine.scheduler.num_preemptions == 0, "without sharing, each takes 12 of 200 blocks"
     assert all(output == [7] * 4 for output in engine.outputs.values())
 
 
-def test_a_prompt_that_takes_several_steps_is_shared_as_soon_as_its_last_chunk_is_scheduled():
+def test_long_prompt_is_shared_as_soon_as_its_last_chunk_is_scheduled():
     engine = Engine(budget=16, max_num_seqs=4)
     prompt = list(range(100, 140))
     first, second = (engine.add(slot, prompt=[*prompt, slot]) for slot in range(2))
@@ -187,7 +188,7 @@ def test_a_prompt_that_takes_several_steps_is_shared_as_soon_as_its_last_chunk_i
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40)
 
 
-def test_of_a_prompt_in_progress_what_is_scheduled_is_shared():
+def test_scheduled_chunks_of_a_prompt_in_progress_are_shared():
     engine = Engine(budget=16, max_num_seqs=4, max_num_partial_prefills=2)
     prompt = list(range(100, 140))
     for slot in range(2):
@@ -197,7 +198,7 @@ def test_of_a_prompt_in_progress_what_is_scheduled_is_shared():
     engine.run()
 
 
-def test_a_block_that_a_running_request_fills_is_found_in_the_same_step():
+def test_block_is_found_in_the_step_in_which_a_running_request_fills_it():
     engine = Engine()
     engine.add(0, prompt=[1, 2, 3], max_tokens=20, ignore_eos=True)
     engine.step(token=7)
@@ -206,7 +207,7 @@ def test_a_block_that_a_running_request_fills_is_found_in_the_same_step():
     assert second.num_cached_tokens == BLOCK
 
 
-def test_one_that_builds_on_a_request_of_the_same_step_outlives_its_end():
+def test_request_outlives_the_request_whose_blocks_it_shares():
     engine = Engine()
     for slot in range(2):
         engine.add(slot, prompt=list(range(100, 111)), max_tokens=8)
@@ -216,7 +217,7 @@ def test_one_that_builds_on_a_request_of_the_same_step_outlives_its_end():
     assert engine.outputs[1] == [7] * 8
 
 
-def test_a_request_that_shares_nothing_neither_finds_nor_leaves_anything():
+def test_request_that_shares_nothing_neither_finds_nor_leaves_cached_blocks():
     engine = Engine(budget=128)
     prompt = list(range(100, 120))
     requests = [engine.add(slot, prompt=prompt, salt=salt) for slot, salt in enumerate([None, None, "", None])]
@@ -227,7 +228,7 @@ def test_a_request_that_shares_nothing_neither_finds_nor_leaves_anything():
     assert [request.num_cached_tokens for request in [*requests, again]] == [0, 0, 0, 0, 16]
 
 
-def test_a_request_that_does_not_read_the_cache_is_computed_whole_and_leaves_its_blocks_to_others():
+def test_request_that_does_not_read_the_cache_still_leaves_cached_blocks():
     engine = Engine(budget=64)
     prompt = list(range(100, 120))
     first = engine.add(0, prompt=prompt, reads_cache=False)
@@ -238,7 +239,7 @@ def test_a_request_that_does_not_read_the_cache_is_computed_whole_and_leaves_its
     engine.run()
 
 
-def test_other_salts_share_nothing():
+def test_requests_with_different_salts_share_no_blocks():
     engine = Engine(budget=64)
     prompt = list(range(100, 120))
     engine.add(0, prompt=prompt, salt="one")
@@ -248,33 +249,33 @@ def test_other_salts_share_nothing():
     assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 16)
 
 
-def test_forgetting_the_cache_makes_the_next_request_compute_everything():
+def test_no_block_is_found_after_forget_prefixes():
     engine = Engine(budget=64)
     prompt = list(range(100, 120))
     engine.add(0, prompt=prompt)
     engine.run()
-    engine.scheduler.forget_prefixes()
+    engine.cache.forget_prefixes()
     request = engine.add(1, prompt=prompt)
     assert engine.step().counts.tolist() == [20]
     assert request.num_cached_tokens == 0
 
 
-def test_what_is_computed_behind_forgotten_blocks_is_not_found_either():
+def test_blocks_that_build_on_forgotten_blocks_are_not_found():
     engine = Engine(budget=8)
     prompt = list(range(100, 130))
     engine.add(0, prompt=prompt)
     engine.step()
-    engine.scheduler.forget_prefixes()
+    engine.cache.forget_prefixes()
     engine.run()
     again = engine.add(1, prompt=prompt)
     engine.run()
     assert again.num_cached_tokens == 0
     later = engine.add(2, prompt=prompt)
     engine.step()
-    assert later.num_cached_tokens == 28, "what has been computed since is found"
+    assert later.num_cached_tokens == 28, "blocks of requests that started later are found"
 
 
-def test_a_preempted_prompt_does_not_count_its_own_blocks_as_cached():
+def test_preempted_prompt_does_not_count_its_own_blocks_as_cached():
     engine = Engine(budget=8)
     request = engine.add(0, prompt=list(range(100, 130)))
     engine.step()
@@ -284,7 +285,7 @@ def test_a_preempted_prompt_does_not_count_its_own_blocks_as_cached():
     assert request.num_cached_tokens == 0
 
 
-def test_the_first_in_line_is_looked_up_once_as_long_as_there_is_no_room(monkeypatch):
+def test_prefix_of_the_next_request_is_looked_up_once_while_there_is_no_room(monkeypatch):
     engine = Engine(num_blocks=12, max_num_seqs=4)
     prompt = list(range(100, 130))
     engine.add(0, prompt=prompt, max_tokens=12)
@@ -300,14 +301,14 @@ def test_the_first_in_line_is_looked_up_once_as_long_as_there_is_no_room(monkeyp
     assert engine.ends == {0: "length", 1: "length"}
 
 
-def test_vectors_need_no_room_to_grow():
+def test_pooling_requests_need_no_room_to_grow():
     engine = Engine(num_blocks=8, budget=64)
     for slot in range(8):
         engine.add(slot, num_prompt_tokens=4, pooled=True)
     assert len(engine.step().rows) == 8
 
 
-def test_the_block_that_was_not_used_for_longest_is_evicted_first():
+def test_least_recently_used_block_is_evicted_first():
     engine = Engine(num_blocks=12, budget=64, max_num_seqs=1, max_model_len=32)
     old, recent, filler = list(range(100, 116)), list(range(200, 216)), list(range(300, 325))
     for slot, prompt in enumerate((recent, old, recent, filler)):
@@ -317,3 +318,16 @@ def test_the_block_that_was_not_used_for_longest_is_evicted_first():
     assert engine.step().counts.tolist() == [BLOCK]
     engine.add(5, prompt=old, max_tokens=1)
     assert engine.step().counts[0] > BLOCK
+
+
+def test_sampling_columns_of_a_pooling_request_are_neutral():
+    engine = Engine(max_num_seqs=1)
+    engine.add(0, stop_token_ids=[9], min_tokens=2, max_tokens=3)
+    engine.run()
+    engine.add(1, pooled=True)
+    engine.scheduler.schedule()
+    batch = engine.batch
+    assert [batch.is_pooled[0], batch.stops_at_eos[0], batch.has_stop_ids[0]] == [True, False, False]
+    assert batch.min_total_tokens[0] == 0
+    with pytest.raises(RuntimeError, match="pooling request"):
+        _ = batch.request(0).sampling

@@ -1,0 +1,55 @@
+"""Which requests a step ends, and why."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.step import LiveOutput
+
+_NO_TOKEN_ERROR = (
+    "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias and min_tokens together allow no "
+    "token; lift one of these, or give the model another prompt"
+)
+_NO_VECTOR_ERROR = "the vector is not finite: the model overflows on this prompt"
+
+
+class Ending(NamedTuple):
+    """How a request ends; the fields are those of `wire.Finished`."""
+
+    num_output_tokens: int
+    reason: str
+    stop_reason: int | None = None
+    error: str | None = None
+
+
+def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
+    """Return, by row, the endings of the requests for which `live` is the last output.
+
+    A new token ends its request if it is an end-of-sequence or stop token, or if the request has reached its length.
+    A vector always ends its request. A negative token and a vector that is not finite end theirs with an error.
+    """
+    rows, tokens = live.rows, live.tokens
+    at_eos = batch.stops_at_eos[rows] & (tokens[:, None] == batch.eos_token_ids).any(1)
+    is_last = at_eos | (tokens < 0) | (live.ends + 1 >= batch.max_total_tokens[rows])
+    stopped_by: dict[int, int] = {}
+    for i in np.flatnonzero(batch.has_stop_ids[rows] & ~at_eos).tolist():
+        stop_token_ids = batch.request(int(rows[i])).sampling.stop_token_ids or ()
+        if tokens[i] in stop_token_ids:
+            stopped_by[i] = int(tokens[i])
+            is_last[i] = True
+
+    endings: dict[int, Ending] = {}
+    for i in np.flatnonzero(is_last).tolist():
+        row = int(rows[i])
+        num_output_tokens = int(live.ends[i] - batch.num_prompt_tokens[row])  # without the new token
+        if tokens[i] < 0:
+            endings[row] = Ending(num_output_tokens, "error", error=_NO_TOKEN_ERROR)
+        elif at_eos[i] or i in stopped_by:
+            endings[row] = Ending(num_output_tokens + 1, "stop", stopped_by.get(i))
+        else:
+            endings[row] = Ending(num_output_tokens + 1, "length")
+    for row, vector in zip(live.pooled_rows.tolist(), live.vectors, strict=True):
+        is_finite = bool(np.isfinite(vector).all())
+        endings[row] = Ending(0, "stop") if is_finite else Ending(0, "error", error=_NO_VECTOR_ERROR)
+    return endings

@@ -1,0 +1,174 @@
+"""The life of a step: scheduled, pending, computed, processed.
+
+`Scheduler.schedule` chooses a `ScheduledStep`. From its launch on it is a `PendingStep`, until the scheduler processes
+its `ModelOutput`. The `StepUpdate` says what that changed.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Mask, Rows, Vector
+from vllm_mp.core.scheduler.request import Request, RequestKey
+from vllm_mp.wire import Finished, TokenLogprobs
+
+
+class ScheduledStep(NamedTuple):
+    """What one step computes. Rows that compute a single token come first."""
+
+    rows: Rows
+    """[num_rows] rows of the batch. A row may read blocks that rows before it fill in this step."""
+    counts: npt.NDArray[np.int64]
+    """[num_rows] number of tokens to compute for each row."""
+    num_decodes: int
+    """Number of rows, from the first, that compute a single token."""
+    samples: Mask
+    """[num_rows] rows that reach their last known token, so a new token is sampled for them."""
+    pools: Mask
+    """[num_rows] rows of pooling requests that reach their last token, so their vector is made."""
+    awaits: Rows = NO_ROWS
+    """[n] indexes into `rows`, all among the decodes: rows whose input token the pending step samples."""
+
+    @classmethod
+    def of(
+        cls, batch: Batch, rows: Rows, counts: npt.NDArray[np.int64], num_decodes: int, awaits: Rows = NO_ROWS
+    ) -> "ScheduledStep":
+        """Return the step that computes the next `counts` [num_rows] tokens of `rows` [num_rows] of `batch`."""
+        reaches_end = batch.num_computed_tokens[rows] + counts == batch.num_tokens[rows]
+        is_pooled = batch.is_pooled[rows]
+        return cls(rows, counts, num_decodes, reaches_end & ~is_pooled, reaches_end & is_pooled, awaits)
+
+
+class ModelOutput(NamedTuple):
+    """What the model made of a step."""
+
+    tokens: npt.NDArray[np.int64]
+    """[num_sampled] new tokens of the rows that the step samples, in order. Negative: no token could be sampled."""
+    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    """(client, log-probabilities) of new tokens."""
+    prompt_logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    """(client, log-probabilities) of prompt tokens."""
+    vectors: Sequence[Vector] = ()
+    """[num_pooled] vectors of the rows that the step pools, in order."""
+
+
+class StepUpdate(NamedTuple):
+    """What processing a model output changed: new tokens by column, and the requests that ended."""
+
+    clients: npt.NDArray[np.uint32]
+    """[num_tokens] client of each new token's request."""
+    slots: npt.NDArray[np.uint32]
+    """[num_tokens] slot of each new token's request."""
+    tokens: npt.NDArray[np.int64]
+    """[num_tokens] new tokens."""
+    positions: npt.NDArray[np.int64]
+    """[num_tokens] position of each new token in the output of its request, from 0."""
+    finished: list[tuple[int, Finished]]
+    """(client, end) of each request that the step ended."""
+    cached: list[tuple[int, int, int]]
+    """(client, slot, number of cached tokens) of each request whose first token or vector this is, if the number
+    is above 0."""
+    vectors: list[tuple[int, int, Vector]]
+    """(client, slot, vector) of each pooling request that the step ended."""
+    gone: set[RequestKey]
+    """Requests that ended while the step was pending. Nothing may be sent about them any more."""
+
+
+class OutputHandle(Protocol):
+    """Stands for the output of a launched step, which the device may still be computing."""
+
+    def wait(self) -> ModelOutput:
+        """Return the output; block until the device has computed it."""
+        ...
+
+
+class LiveOutput(NamedTuple):
+    """The part of a model output that belongs to requests that are still live."""
+
+    rows: Rows
+    """[num_sampled] rows with a new token."""
+    ends: npt.NDArray[np.int64]
+    """[num_sampled] number of computed tokens of each row, which is the index of its new token in the row."""
+    tokens: npt.NDArray[np.int64]
+    """[num_sampled] new tokens, negative where none could be sampled."""
+    pooled_rows: Rows
+    """[num_pooled] rows with a vector."""
+    vectors: Sequence[Vector]
+    """[num_pooled] vectors."""
+
+
+class PendingStep(NamedTuple):
+    """A step that was launched and whose output has not been processed."""
+
+    number: int
+    """Number of the step, counted from 1 in each core."""
+    step: ScheduledStep
+    output: OutputHandle
+    ends: npt.NDArray[np.int64]
+    """[num_rows] number of computed tokens of each row after this step."""
+    gone: dict[int, RequestKey]
+    """By row, the request that left the row after the launch."""
+
+    @property
+    def live(self) -> Mask:
+        """[num_rows] rows that still belong to the request that the step was launched for."""
+        if not self.gone:
+            return np.ones(len(self.step.rows), np.bool_)
+        return ~np.isin(self.step.rows, list(self.gone))
+
+    def live_output(self, output: ModelOutput) -> LiveOutput:
+        """Return `output` without the tokens and vectors of requests that ended while the step was pending."""
+        step, tokens, vectors = self.step, output.tokens, output.vectors
+        samples, pools = step.samples, step.pools
+        if self.gone:
+            live = self.live
+            tokens = tokens[live[samples]]
+            vectors = [vector for vector, is_live in zip(vectors, live[pools].tolist(), strict=True) if is_live]
+            samples, pools = samples & live, pools & live
+        return LiveOutput(step.rows[samples], self.ends[samples], tokens, step.rows[pools], vectors)
+
+
+class PendingSteps:
+    """The queue of all pending steps, oldest first. There is at most one while the next step is scheduled."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._steps: deque[PendingStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[PendingStep]:
+        return iter(self._steps)
+
+    @property
+    def oldest(self) -> PendingStep:
+        return self._steps[0]
+
+    def append(self, pending: PendingStep) -> None:
+        self._steps.append(pending)
+
+    def pop_oldest(self) -> PendingStep:
+        return self._steps.popleft()
+
+    def leave(self, request: Request) -> None:
+        """Note that `request` leaves its row, so that what pending steps compute for it is discarded."""
+        for pending in self._steps:
+            pending.gone.setdefault(request.row, request.key)
+
+    def live_rows(self) -> Mask:
+        """[max_num_seqs] rows whose request is in a pending step."""
+        mask = np.zeros(self._max_num_seqs, np.bool_)
+        for pending in self._steps:
+            mask[pending.step.rows[pending.live]] = True
+        return mask
+
+    def awaited_rows(self) -> Mask:
+        """[max_num_seqs] rows whose last token a pending step samples, so that only the device knows it."""
+        mask = np.zeros(self._max_num_seqs, np.bool_)
+        for pending in self._steps:
+            mask[pending.step.rows[pending.step.samples & pending.live]] = True
+        return mask

@@ -1,0 +1,74 @@
+"""The requests that wait for a row of the batch."""
+
+import heapq
+
+from vllm_mp.core.scheduler.request import Request, RequestKey
+
+
+class WaitingQueue:
+    """Orders the waiting requests, suspects first, and holds back requests that arrive during a pause.
+
+    Held requests are not in the queue: `first` finds none of them before `release`.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[bool, int, int], Request]] = []
+        """((is no suspect, *order), request). Requests that were aborted stay until they are the first entry."""
+        self._num_queued = 0
+        """Number of entries without those that were aborted."""
+        self._held: dict[RequestKey, Request] = {}
+        self.is_holding = False
+        """Requests that arrive now are held back."""
+
+    def __len__(self) -> int:
+        """Return the number of requests in the queue, without held requests."""
+        return self._num_queued
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def add(self, request: Request) -> None:
+        """Take in a request that has arrived."""
+        if self.is_holding:
+            self._held[request.key] = request
+        else:
+            self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a request that is not new, also during a pause."""
+        heapq.heappush(self._heap, ((not request.isolate_until_num_tokens, *request.order), request))
+        self._num_queued += 1
+
+    def first(self) -> Request | None:
+        """Return the request that is next, and leave it in the queue."""
+        while self._heap and self._heap[0][1].aborted:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> None:
+        """Remove the request that `first` has just returned."""
+        heapq.heappop(self._heap)
+        self._num_queued -= 1
+
+    def remove(self, request: Request) -> None:
+        """Remove a request wherever it waits."""
+        if self._held.pop(request.key, None) is not None:
+            return
+        request.aborted = True
+        self._num_queued -= 1
+        # The entry stays until it is the first, but aborted entries must not become the majority.
+        if len(self._heap) > 2 * self._num_queued:
+            self._heap = [entry for entry in self._heap if not entry[1].aborted]
+            heapq.heapify(self._heap)
+
+    def hold(self) -> None:
+        """Hold back requests that arrive from now on."""
+        self.is_holding = True
+
+    def release(self) -> None:
+        """Queue all held requests and those that arrive from now on."""
+        self.is_holding = False
+        for request in self._held.values():
+            self.put_back(request)
+        self._held.clear()
