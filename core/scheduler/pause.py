@@ -1,12 +1,12 @@
 """Pausing and resuming generation, for all clients of the core together."""
 
-import reprlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from vllm_mp.call_validation import check_pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
-from vllm_mp.wire import PAUSE_MODES, Finished
+from vllm_mp.wire import Finished
 
 _MAX_DRAINS = 4096
 
@@ -41,10 +41,7 @@ class Pause:
 
         Raises ValueError for another mode, and when too many wait already.
         """
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {reprlib.repr(mode)}")
-        if not isinstance(clear_cache, bool):
-            raise ValueError(f"clear_cache must be true or false, got {reprlib.repr(clear_cache)}")
+        check_pause(mode, clear_cache)
         if mode == "wait" and len(self._drains) >= _MAX_DRAINS:
             raise ValueError(f"{_MAX_DRAINS} calls wait for the pause already, which is the most")
         done: Future[None] = Future()
