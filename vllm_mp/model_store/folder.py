@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 _WEIGHT_INDEX = "model.safetensors.index.json"
 _POINTER_START = b"version https://git-lfs"
 
@@ -17,7 +17,7 @@ def folder_problem(folder: Path, load_format: str) -> str | None:
     if load_format == "tokenizer":
         if has_tokenizer(folder):
             return None
-        return f"{folder} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})"
+        return f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
     config = folder / "config.json"
     if not config.is_file():
         return (
@@ -31,7 +31,7 @@ def folder_problem(folder: Path, load_format: str) -> str | None:
 
 def has_tokenizer(folder: Path) -> bool:
     """Tell whether `folder` holds a tokenizer in one of the usual files."""
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
 
 
 def _json_problem(path: Path) -> str | None:
