@@ -94,7 +94,7 @@ def test_a_death_between_two_loops_is_noticed_at_the_next_use(make_engine):
 
 
 def test_a_core_that_stands_still_is_found_out_in_bounded_time(make_engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.async_llm._PING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 0.5)
     engine = make_engine(recovery=False)
 
     async def run():
@@ -125,7 +125,7 @@ def test_a_core_that_stands_still_for_too_long_is_ended(make_engine):
 
 
 def test_health_is_answered_in_bounded_time_while_there_is_no_core(make_engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.async_llm._PING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 0.05)
     engine = make_engine()
 
     async def run():
@@ -136,7 +136,7 @@ def test_health_is_answered_in_bounded_time_while_there_is_no_core(make_engine, 
             try:
                 await engine.check_health()
             except EngineError as error:
-                return "the next does not serve yet" in str(error)
+                return "its successor is not ready yet" in str(error)
             return False
 
         await eventually(says_so)

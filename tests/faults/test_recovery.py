@@ -261,7 +261,7 @@ def test_calls_that_the_core_leaves_unanswered_are_answered_by_the_next(engine):
         ]
 
         async def sent():
-            return len(engine._link._calls) == len(calls)
+            return len(engine._core_client._calls) == len(calls)
 
         await eventually(sent)
         old = engine._supervisor.core.process.pid
@@ -362,7 +362,7 @@ def test_a_call_to_sleep_or_wake_up_that_a_core_leaves_unanswered_is_carried_out
         unanswered = asyncio.create_task(getattr(engine, call)())
 
         async def sent():
-            return len(engine._link._calls) == 1
+            return len(engine._core_client._calls) == 1
 
         await eventually(sent)
         kill(engine)
@@ -379,7 +379,7 @@ def test_a_core_that_dies_before_it_sleeps_as_the_last_one_did_leaves_that_to_th
     async def run():
         await engine.sleep(1)
         await engine.wake_up(["weights"])
-        link, sent = engine._link, []
+        link, sent = engine._core_client, []
         take = link._call_for_sleep
 
         def kill_first(name, *args):
