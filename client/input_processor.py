@@ -1,9 +1,8 @@
-"""What a caller asks for, turned into what goes to the core."""
+"""The way in: a caller's request is tokenized, completed with defaults, and validated."""
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,146 +11,144 @@ from vllm_mp import wire
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.outputs.completion import Completion, TokenText
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_texts
-from vllm_mp.client.outputs.pooling_stream import PoolingStream
-from vllm_mp.client.outputs.stream import RequestStream
-from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.outputs.stream import GenerationStream, PoolingStream, RequestStream
+from vllm_mp.client.prompt import parse_prompt
+from vllm_mp.client.request import CallerRequest, GenerationRequest, PoolingRequest
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.request_validation import check_pooling, check_request
 from vllm_mp.sampling_params import SEED_LIMIT, SamplingParams
 
-_UNSENT = -1
 
-
-class Prepared(NamedTuple):
-    """A request that has been read and found good; the messages, one an answer, lack slot and incarnation."""
-
-    stream: RequestStream
-    messages: Sequence[wire.AddRequest | wire.AddPooling]
+def check_unserved(**arguments: Any) -> None:
+    """Raise NotImplementedError, naming the argument, unless every argument is None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not served yet; leave it None")
 
 
 class InputProcessor:
-    """Tokenizes, fills in what the caller left open, and checks; the event loop never waits for the tokenizer."""
+    """Turns a caller's request into a stream that holds its record; the event loop never waits for the tokenizer."""
 
     def __init__(self, config: VllmConfig, tokenizer: Any, microbatch: AsyncMicrobatchTokenizer | None) -> None:
-        """Both tokenizers are None where there is none."""
+        """Both tokenizers are None with skip_tokenizer_init."""
         self._config = config
         self._tokenizer = tokenizer
         self._microbatch = microbatch
-        self._texts: TokenText | None = None
+        self._token_texts: TokenText | None = None
 
-    async def generation(
-        self,
-        request_id: str,
-        prompt: PromptType | None,
-        prompt_token_ids: list[int] | None,
-        params: SamplingParams | None,
-        priority: int,
-        arrival_time: float,
-        tokenization_kwargs: dict[str, Any],
-    ) -> Prepared:
-        """Read a request for text. Raises what `AsyncLLM.generate` raises for one that cannot run."""
-        model = self._config.model_config
-        params = SamplingParams(**model.default_sampling_params) if params is None else params.clone()
-        text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
+    async def process(self, given: CallerRequest) -> RequestStream:
+        """Return the stream of a request; raises what `AsyncLLM.add_request` raises for a request that cannot run."""
+        priority, params = given.priority, given.params
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+            raise ValueError(f"priority must be a 32-bit integer, got {priority!r}")
+        if priority and self._config.scheduler_config.policy != "priority":
+            raise ValueError(
+                f"priority={priority} needs an engine with scheduling_policy='priority'; leave it 0, or start the "
+                "engine so"
+            )
+        if isinstance(params, PoolingParams):
+            return await self._pooling(given, params)
+        if params is None:
+            return await self._generation(given, SamplingParams(**self._config.model_config.default_sampling_params))
+        if isinstance(params, SamplingParams):
+            return await self._generation(given, params.clone())
+        raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
+
+    async def _generation(self, given: CallerRequest, params: SamplingParams) -> GenerationStream:
+        """`params` may be changed."""
+        text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
         if token_ids is None:
-            token_ids = await self._tokenize(text, tokenization_kwargs)
+            token_ids = await self._tokenize(text, given.tokenization_kwargs)
         keep = params.truncate_prompt_tokens
         if keep is not None:
             if keep == -1:
-                # Room for an answer that would fill the context by itself cannot be left.
-                room = params.max_tokens or 1
-                keep = model.max_model_len - (room if room < model.max_model_len else 1)
+                # If max_tokens alone fills the context, leave room for one token only.
+                max_model_len, room = self._config.model_config.max_model_len, params.max_tokens or 1
+                keep = max_model_len - (room if room < max_model_len else 1)
             token_ids = token_ids[-keep:]
-        bad_words = await self._bad_words(params.bad_words or [])
+        bad_words = await self._spell_bad_words(params.bad_words or [])
         if params.stop and self._tokenizer is None:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
-        ids = np.asarray(token_ids, np.int32)
-        check_request(request_id, ids, np.zeros(0, np.int32), params, bad_words, self._config)
+        check_request(
+            given.request_id, np.asarray(token_ids, np.int32), np.zeros(0, np.int32), params, bad_words, self._config
+        )
         if params.seed is None:
-            # Drawn here, so that another core could go on with the request.
+            # The client draws it, so that another core can continue the request.
             params.seed = secrets.randbits(63)
-        answers = [self._answer(i, params, token_ids) for i in range(params.n)]
-        # Nobody else's request has this group.
-        group = secrets.token_hex(16) if len(answers) > 1 else ""
+        request = GenerationRequest(
+            request_id=given.request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            packed_prompt=wire.pack_ids(token_ids),
+            params=params,
+            arrival_time=given.arrival_time,
+            priority=given.priority,
+            cache_salt=cache_salt,
+            # No other request can guess this name.
+            group=secrets.token_hex(16) if params.n > 1 else "",
+            bad_words=bad_words,
+        )
+        completions = [self._completion(index, params.seed, request) for index in range(params.n)]
         interval = self._config.scheduler_config.stream_interval
-        texts = self._token_text(params)
-        stream = RequestStream(request_id, text, token_ids, answers, arrival_time, interval, texts)
-        packed = wire.pack_ids(token_ids)
-        messages = [
-            wire.AddRequest(
-                _UNSENT,
-                _UNSENT,
-                request_id,
-                packed,
-                answer.params,
-                priority,
-                cache_salt=cache_salt,
-                group=group,
-                bad_words=bad_words,
-            )
-            for answer in answers
-        ]
-        return Prepared(stream, messages)
+        return GenerationStream(request, completions, interval, self._token_text(params))
 
-    async def pooling(
-        self,
-        request_id: str,
-        prompt: PromptType | None,
-        prompt_token_ids: list[int] | None,
-        params: PoolingParams,
-        priority: int,
-        arrival_time: float,
-        tokenization_kwargs: dict[str, Any],
-    ) -> Prepared:
-        """Read a request for a vector. Raises what `AsyncLLM.encode` raises for one that cannot run."""
+    async def _pooling(self, given: CallerRequest, params: PoolingParams) -> PoolingStream:
         params = msgspec.structs.replace(params)
-        text, token_ids, cache_salt = parse_prompt(prompt, prompt_token_ids)
+        text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
         limit = params.truncate_prompt_tokens
         if limit == -1:
             limit = self._config.model_config.max_model_len
         if token_ids is not None:
             token_ids = token_ids[:limit]
         elif limit is None:
-            token_ids = await self._tokenize(text, tokenization_kwargs)
+            token_ids = await self._tokenize(text, given.tokenization_kwargs)
         else:
-            # By the tokenizer, which knows what tokens must stand at the ends.
-            token_ids = await self._tokenize(text, {**tokenization_kwargs, "truncation": True, "max_length": limit})
+            # The tokenizer truncates, because it knows which tokens must stand at the ends.
+            options = {**given.tokenization_kwargs, "truncation": True, "max_length": limit}
+            token_ids = await self._tokenize(text, options)
             if len(token_ids) > limit:
                 raise ValueError(
                     f"truncate_prompt_tokens must leave room for the tokens that the tokenizer adds, got {limit}"
                 )
-        check_pooling(request_id, np.asarray(token_ids, np.int32), params, self._config)
-        stream = PoolingStream(request_id, text, token_ids, params, arrival_time)
-        packed = wire.pack_ids(token_ids)
-        message = wire.AddPooling(_UNSENT, _UNSENT, request_id, packed, params, priority, cache_salt)
-        return Prepared(stream, [message])
+        check_pooling(given.request_id, np.asarray(token_ids, np.int32), params, self._config)
+        return PoolingStream(
+            PoolingRequest(
+                request_id=given.request_id,
+                prompt=text,
+                prompt_token_ids=token_ids,
+                packed_prompt=wire.pack_ids(token_ids),
+                params=params,
+                arrival_time=given.arrival_time,
+                priority=given.priority,
+                cache_salt=cache_salt,
+            )
+        )
 
-    def _answer(self, index: int, params: SamplingParams, prompt: list[int]) -> Completion:
-        assert params.seed is not None
-        own = params.clone()
-        own.n, own.best_of = 1, None
-        own.seed = (params.seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+    def _completion(self, index: int, seed: int, request: GenerationRequest) -> Completion:
+        params = request.params.clone()
+        params.n, params.best_of = 1, None
+        params.seed = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         if index:
-            own.prompt_logprobs = None  # they are the same for all answers
+            params.prompt_logprobs = None  # the first completion brings them for all
         detokenizer = None
         if params.detokenize and self._tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
                 self._tokenizer,
-                prompt,
+                request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
-        return Completion(index, own, detokenizer, self._token_text(params))
+        return Completion(index, params, detokenizer, self._token_text(params))
 
     def _token_text(self, params: SamplingParams) -> TokenText | None:
-        """What gives log-probabilities their text, where a request has both."""
+        """The function that gives log-probabilities their text; None if the request has no such or no text."""
         wanted = params.logprobs is not None or params.prompt_logprobs is not None
         if not wanted or not params.detokenize or self._tokenizer is None:
             return None
-        if self._texts is None:
-            self._texts = token_texts(self._tokenizer)
-        return self._texts
+        if self._token_texts is None:
+            self._token_texts = token_texts(self._tokenizer)
+        return self._token_texts
 
     async def _tokenize(self, text: str | None, options: dict[str, Any]) -> list[int]:
         if self._microbatch is None:
@@ -162,13 +159,13 @@ class InputProcessor:
         assert token_ids is not None
         return token_ids
 
-    async def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """The token ids of each word, as it is written at the beginning of a text and behind a space."""
+    async def _spell_bad_words(self, words: list[str]) -> list[list[int]]:
+        """The token ids of each word as spelled at the beginning of a text, and after a space; without duplicates."""
         if not words:
             return []
         if self._microbatch is None:
             raise ValueError("bad_words needs a tokenizer: leave skip_tokenizer_init off")
         spellings = [space + word.lstrip() for word in words for space in ("", " ")]
-        ids = await asyncio.gather(*[self._tokenize(one, {"add_special_tokens": False}) for one in spellings])
-        different = {tuple(one): None for one in ids if one}
-        return [list(one) for one in different]
+        ids = await asyncio.gather(*[self._tokenize(text, {"add_special_tokens": False}) for text in spellings])
+        distinct = {tuple(spelling): None for spelling in ids if spelling}
+        return [list(spelling) for spelling in distinct]

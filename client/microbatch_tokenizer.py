@@ -1,4 +1,4 @@
-"""Tokenizing off the event loop, in small batches."""
+"""Tokenization in a worker thread, in small batches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _ALONE = "alone"
 class AsyncMicrobatchTokenizer:
     """Runs a `transformers` tokenizer for many callers on one worker thread, so that the event loop never blocks.
 
-    Requests that arrive together run as one batched call. Encodes batch when they agree on `add_special_tokens` and
-    on truncation (none, or to the model's maximum), decodes when they agree on all keywords; everything else runs
-    one by one. A lone request that finds the tokenizer idle does not wait for others.
+    Requests that arrive together run as one batched call. Encodes share a call if they agree on `add_special_tokens`
+    and on truncation (none, or to the model's maximum), decodes if they agree on all keywords; all other requests run
+    one by one. A single request that finds the tokenizer idle does not wait for others.
 
-    A caller gets what a call of its own would have returned or raised: a batch that fails is run again item by
-    item, and a caller that is cancelled costs the others nothing. The object is tied to no event loop: it may be
-    made before one runs, and used under several.
+    A caller gets what its own call would have returned or raised: a batch that fails is run again item by item, and a
+    cancelled caller does not affect the others. The object belongs to no event loop: it may be constructed before a
+    loop runs, and used in several.
 
     Args:
         tokenizer: the tokenizer to call.
-        max_batch_size: the most requests in one call, at least 1.
-        batch_wait_timeout_s: how long the first of several requests may wait for more of its kind, in seconds.
+        max_batch_size: the maximum number of requests in one call, at least 1.
+        batch_wait_timeout_s: the maximum time, in seconds, that the first of several requests waits for more.
 
     Raises:
         ValueError: `max_batch_size` or `batch_wait_timeout_s` is out of range.
@@ -52,24 +52,22 @@ class AsyncMicrobatchTokenizer:
         self._closed = False
 
     async def __call__(self, prompt: str, **kwargs: Any) -> BatchEncoding:
-        """Encodes `prompt` as `tokenizer(prompt, **kwargs)` does.
+        """Encode `prompt` as `tokenizer(prompt, **kwargs)` does.
 
-        Raises:
-            RuntimeError: the tokenizer was closed. All else is what the tokenizer itself raises.
+        Raises RuntimeError if the tokenizer was closed, and what the tokenizer itself raises.
         """
         return await self._submit(_encode_kind(self.tokenizer, prompt, kwargs), True, prompt, kwargs)
 
     async def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
-        """Decodes `token_ids` as `tokenizer.decode(token_ids, **kwargs)` does.
+        """Decode `token_ids` as `tokenizer.decode(token_ids, **kwargs)` does.
 
-        Raises:
-            RuntimeError: the tokenizer was closed. All else is what the tokenizer itself raises.
+        Raises RuntimeError if the tokenizer was closed, and what the tokenizer itself raises.
         """
         text: str = await self._submit(_decode_kind(token_ids, kwargs), False, token_ids, kwargs)
         return text
 
     def close(self) -> None:
-        """Ends the worker thread; callers that still wait get a RuntimeError. May be called twice, from any thread."""
+        """End the worker thread; callers that still wait get a RuntimeError. Idempotent; from any thread."""
         self._closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
         for loop, batcher in list(self._batchers.items()):
@@ -95,20 +93,22 @@ class AsyncMicrobatchTokenizer:
 @dataclass(slots=True, eq=False)
 class _Request:
     encodes: bool
+    """False: it decodes."""
     payload: Any
+    """The text, or the token ids."""
     kwargs: dict[str, Any]
     future: asyncio.Future[Any]
     arrived: float
-    """In the event loop's seconds."""
+    """In seconds of the event loop's clock."""
 
 
 _Outcome = tuple[_Request, Any, BaseException | None]
 
 
 class _Batcher:
-    """The queues of one event loop, one for each kind of work. All but `_work` runs on that loop.
+    """The queues of one event loop, one for each kind of request. All methods but `_work` run on that loop.
 
-    At most one batch of a loop is at the worker thread; while it runs, the next ones gather.
+    The worker thread has at most one batch of each loop; while it runs, the next requests gather.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class _Batcher:
     def add(self, loop: asyncio.AbstractEventLoop, kind: Hashable, request: _Request) -> None:
         self._queues.setdefault(kind, deque()).append(request)
         if not self._running and not self._dispatch_soon:
-            # Not at once: others may be about to arrive in the same tick.
+            # Dispatch at the end of the loop's tick, because more requests may arrive in it.
             self._dispatch_soon = True
             loop.call_soon(self._dispatch, loop)
 
     def fail_all(self) -> None:
-        """Answers every caller with an error, because the tokenizer was closed."""
+        """Fail every waiting caller, because the tokenizer was closed."""
         waiting = [*self._running, *(request for queue in self._queues.values() for request in queue)]
         self._queues.clear()
         for request in waiting:
@@ -143,7 +143,7 @@ class _Batcher:
                 request.future.set_exception(_closed_error())
 
     def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Sends the batch that is due first to the worker thread, or comes back when one is due."""
+        """Send the batch that is due first to the worker thread, or set a timer until a batch is due."""
         self._dispatch_soon = False
         if self._timer is not None:
             self._timer.cancel()
@@ -170,17 +170,17 @@ class _Batcher:
         try:
             self._executor.submit(self._work, loop, self._running)
         except RuntimeError:
-            # Closed from another thread since, or the interpreter is ending.
+            # Another thread closed the tokenizer meanwhile, or the interpreter is exiting.
             self.fail_all()
 
     def _due(self, kind: Hashable, queue: deque[_Request]) -> float:
-        """When a queue's next batch should run, in the event loop's seconds."""
+        """Return when a queue's next batch should run, in seconds of the event loop's clock."""
         gathers = kind != _ALONE and 1 < len(queue) < self._max_batch_size
         return queue[0].arrived + (self._batch_wait_timeout_s if gathers else 0.0)
 
     def _work(self, loop: asyncio.AbstractEventLoop, batch: list[_Request]) -> None:
         outcomes = _run(self._tokenizer, [request for request in batch if not request.future.cancelled()])
-        # The loop may be closed by now, and its callers gone with it.
+        # The loop may be closed by now, and then it has no callers left.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._finish, loop, outcomes)
 
@@ -197,8 +197,8 @@ class _Batcher:
 
 
 def _encode_kind(tokenizer: PreTrainedTokenizerBase, prompt: Any, kwargs: dict[str, Any]) -> Hashable:
-    """The queue for an encode: those in one queue may share a call, except in the one that runs one by one."""
-    # In a batch, a list would be read as a pair or as words.
+    """Return the queue for an encode. Requests in a queue may share a call, except in the queue `_ALONE`."""
+    # In a batch, the tokenizer would read a list as a pair or as words.
     if not isinstance(prompt, str) or not kwargs.keys() <= {"add_special_tokens", "truncation", "max_length"}:
         return _ALONE
     add_special_tokens = kwargs.get("add_special_tokens", True)
@@ -214,7 +214,7 @@ def _encode_kind(tokenizer: PreTrainedTokenizerBase, prompt: Any, kwargs: dict[s
 
 
 def _decode_kind(token_ids: Any, kwargs: dict[str, Any]) -> Hashable:
-    """The queue for a decode, as `_encode_kind`."""
+    """Return the queue for a decode, as `_encode_kind`."""
     if not isinstance(token_ids, (list, tuple)) or (token_ids and not isinstance(token_ids[0], int)):
         return _ALONE
     try:
@@ -224,9 +224,9 @@ def _decode_kind(token_ids: Any, kwargs: dict[str, Any]) -> Hashable:
 
 
 def _run(tokenizer: PreTrainedTokenizerBase, requests: list[_Request]) -> list[_Outcome]:
-    """The outcome of each request, by one call where possible. Runs on the worker thread."""
+    """Return the outcome of each request, with one call if possible. Runs on the worker thread."""
     if len(requests) > 1:
-        # Any failure, even a panic in the tokenizer, is found again below, by the request that is to blame.
+        # Any failure, even a panic in the tokenizer, occurs again below for the request that caused it.
         with contextlib.suppress(BaseException):
             results = _batch(tokenizer, requests)
             return [(request, result, None) for request, result in zip(requests, results, strict=True)]
@@ -260,7 +260,7 @@ def _alone(tokenizer: PreTrainedTokenizerBase, request: _Request) -> _Outcome:
         cause: BaseException = error
     except BaseException as error:
         cause = error
-    # A panic in the tokenizer's Rust code is no Exception, and would go past the caller's handlers; StopIteration
+    # A panic in the tokenizer's Rust code is not an Exception, so it would pass the caller's handlers. StopIteration
     # cannot be raised through an await.
     failure = RuntimeError(f"the tokenizer failed: {cause!r}")
     failure.__cause__ = cause
@@ -268,4 +268,4 @@ def _alone(tokenizer: PreTrainedTokenizerBase, request: _Request) -> _Outcome:
 
 
 def _closed_error() -> RuntimeError:
-    return RuntimeError("the tokenizer is closed: make a new AsyncMicrobatchTokenizer")
+    return RuntimeError("the tokenizer is closed: create a new AsyncMicrobatchTokenizer")

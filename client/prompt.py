@@ -1,4 +1,4 @@
-"""What callers may pass as a prompt."""
+"""The forms of a prompt that callers may pass, and their validation."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -25,7 +25,7 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class ParsedPrompt(NamedTuple):
-    """Text to tokenize, or token ids; with both, the ids count and the text is only repeated in the outputs."""
+    """Text to tokenize, or token ids. If both are given, the ids count and the text is only repeated in the outputs."""
 
     text: str | None
     token_ids: list[int] | None
@@ -33,10 +33,10 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
-    """Read any form of prompt.
+    """Parse any form of prompt.
 
-    Raises TypeError or ValueError, naming what is wrong, for other types, missing or contradictory parts and
-    text that is not valid Unicode; NotImplementedError for parts that are not served.
+    Raises TypeError or ValueError, naming the fault, for other types, missing or unknown parts and text that is not
+    valid Unicode, and NotImplementedError for parts that are not served.
     """
     text: Any = None
     ids: Any = prompt_token_ids

@@ -1,33 +1,52 @@
-"""What the engine is doing, as a line in the log now and then."""
+"""What the client writes to the log: throughput and load now and then, and each request when it is sent."""
 
 import logging
 import time
 
+from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.config import ObservabilityConfig
+
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 10.0
+_INTERVAL_S = 10.0
 
 
-class StatsLog:
-    """Counts tokens and writes a line at most every ten seconds, only while tokens come."""
+class StatLogger:
+    """Counts tokens, and writes a line at most every 10 seconds, only while tokens arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ObservabilityConfig, supervisor: CoreSupervisor, requests: OutputProcessor) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self._requests = requests
         self._since = time.monotonic()
         self._num_tokens = 0
 
-    def count(self, num_tokens: int) -> bool:
-        """Add tokens that have arrived; True when a line is due."""
+    def count_tokens(self, num_tokens: int) -> None:
+        """Add tokens that have arrived, and write a line if it is due."""
         self._num_tokens += num_tokens
-        return time.monotonic() - self._since >= INTERVAL_S
+        if time.monotonic() - self._since >= _INTERVAL_S and not self._config.disable_log_stats:
+            self.write()
 
-    def write(self, num_live: int, free_blocks: float | None) -> None:
-        """Write a line about the time since the last one.
-
-        `num_live` is the number of live requests of this client, `free_blocks` the share of the KV cache that is free,
-        None where it is not known.
-        """
+    def write(self) -> None:
+        """Write a line about the time since the last line, and about the load now."""
         now = time.monotonic()
         rate = self._num_tokens / max(now - self._since, 1e-9)
-        cache = "" if free_blocks is None else f", KV cache {1 - free_blocks:.1%} in use"
-        logger.info("%d live requests, %.1f tokens/s generated%s", num_live, rate, cache)
+        cache, status = "", self._supervisor.status()
+        if status and status.total_blocks:
+            cache = f", KV cache {1 - status.free_blocks / status.total_blocks:.1%} in use"
+        logger.info("%d live requests, %.1f tokens/s generated%s", len(self._requests), rate, cache)
         self._since, self._num_tokens = now, 0
+
+    def log_request(self, stream: RequestStream) -> None:
+        """Write a line about a request that was sent, unless `disable_log_requests`."""
+        if self._config.disable_log_requests or not logger.isEnabledFor(logging.INFO):
+            return
+        logger.info(
+            "request %s: prompt %r (%d tokens), %s",
+            stream.request_id,
+            None if stream.prompt is None else stream.prompt[: self._config.max_log_len],
+            len(stream.prompt_token_ids),
+            stream.params,
+        )

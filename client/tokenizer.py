@@ -1,30 +1,64 @@
-"""Loading a model's tokenizer from its folder, without torch."""
+"""Loading a model's tokenizer from its folder, without torch.
+
+`python -m vllm_mp.client.tokenizer SOURCE TARGET` is a program too: it writes a folder's tokenizer as a tokenizer.json.
+Only `AutoTokenizer`, which loads torch, knows what tokenizer a folder without that file holds, so this conversion runs
+in a process of its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_mp.client.convert_tokenizer import NO_FAST_TOKENIZER
+from vllm_mp.config import ModelConfig
+from vllm_mp.model_config.json_file import read_json
+from vllm_mp.model_store import cache_root
+from vllm_mp.model_store.folder import TOKENIZER_FILES, has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FAST_FILE = "tokenizer.json"
-_VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
-# Conversion may read any of these; weights are told apart by their suffix.
+_CONFIG_FILE = "tokenizer_config.json"
 _SOURCE_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
+"""Of the files that a conversion may read; weights have others."""
 _CONVERSION_TIMEOUT_S = 600
+_NO_FAST_TOKENIZER = 3
+"""Exit code of the conversion: the tokenizer exists in Python only, and nothing was written."""
+
+
+def load_awaitable_tokenizer(config: ModelConfig) -> Any:
+    """Return the model's tokenizer, or None with skip_tokenizer_init; raises what `load_tokenizer` raises.
+
+    `await` on the tokenizer returns itself, because callers of vLLM's older `get_tokenizer` await its result.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    tokenizer = load_tokenizer(
+        Path(config.tokenizer),
+        mode=config.tokenizer_mode,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.chat_template,
+        cache_dir=cache_root(),
+    )
+    kind = type(tokenizer)
+
+    def wait(self: Any) -> Generator[Any, None, Any]:
+        yield from ()
+        return self
+
+    tokenizer.__class__ = type(kind.__name__, (kind,), {"__await__": wait, "__module__": kind.__module__})
+    return tokenizer
 
 
 def load_tokenizer(
@@ -35,17 +69,17 @@ def load_tokenizer(
     chat_template: str | None = None,
     cache_dir: Path,
 ) -> PreTrainedTokenizerBase:
-    """Loads the `transformers` tokenizer of a local folder.
+    """Load the `transformers` tokenizer of a local folder.
 
-    A folder without tokenizer.json is converted to one once, in a process of its own. torch is loaded
-    into this process only for a tokenizer that exists in Python alone, for one with its own code, and by mode "slow".
+    A folder without tokenizer.json is converted once, in a process of its own. This process loads torch only for a
+    tokenizer that exists in Python alone, for a tokenizer with its own code, and with mode "slow".
 
     Args:
-        folder: where the tokenizer's files are.
-        mode: "auto" takes the fast tokenizer where there is one, "slow" asks `AutoTokenizer` for the Python one.
-        trust_remote_code: run the code that comes with the folder, where its tokenizer has any.
-        chat_template: a Jinja template, or the path of one, in place of the folder's own.
-        cache_dir: where converted tokenizers are kept, by the content of the files they come from.
+        folder: the folder of the tokenizer's files.
+        mode: "auto" prefers the fast tokenizer, "slow" asks `AutoTokenizer` for the Python tokenizer.
+        trust_remote_code: run the code in the folder, if its tokenizer has any.
+        chat_template: a Jinja template or the path of a template, which replaces the folder's own.
+        cache_dir: the folder of converted tokenizers, which are named by the content of their source files.
 
     Raises:
         ValueError: `mode` is unknown, the chat template's file cannot be read, or the folder holds no tokenizer
@@ -54,11 +88,11 @@ def load_tokenizer(
     if mode not in ("auto", "slow"):
         raise ValueError(f"tokenizer_mode={mode!r} is not one of 'auto', 'slow'")
     template = None if chat_template is None else _read_chat_template(chat_template)
-    # The worker thread keeps up alone, and with threads of its own the library warns whenever the user's app forks.
+    # One worker thread is fast enough, and with threads of its own the library warns whenever the user's app forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not folder.is_dir():
         raise ValueError(
-            f"tokenizer folder {folder} does not exist: set `tokenizer` to a folder that does, or a hub id"
+            f"tokenizer folder {folder} does not exist: set `tokenizer` to an existing folder, or to a hub id"
         )
     try:
         tokenizer = _load(folder, mode, trust_remote_code, cache_dir)
@@ -74,17 +108,17 @@ def load_tokenizer(
 
 
 def _load(folder: Path, mode: str, trust_remote_code: bool, cache_dir: Path) -> Any:
-    config = _read_object(folder / "tokenizer_config.json")
+    config = read_json(folder / _CONFIG_FILE, dict) or {}
     if mode == "slow" or (trust_remote_code and "auto_map" in config):
         return _load_auto(folder, use_fast=mode != "slow", trust_remote_code=trust_remote_code)
     if (folder / _FAST_FILE).is_file():
         return _load_fast(folder, config)
-    if not any(path.is_file() for pattern in _VOCABULARY_FILES for path in folder.glob(pattern)):
-        raise ValueError(f"it has no tokenizer files (none of {_FAST_FILE}, {', '.join(_VOCABULARY_FILES)})")
+    if not has_tokenizer(folder):
+        raise ValueError(f"it has no tokenizer files (none of {', '.join(TOKENIZER_FILES)})")
     converted = _convert(folder, cache_dir)
     if converted is None:
         return _load_auto(folder, use_fast=True, trust_remote_code=trust_remote_code)
-    return _load_fast(converted, _read_object(converted / "tokenizer_config.json"))
+    return _load_fast(converted, read_json(converted / _CONFIG_FILE, dict) or {})
 
 
 class _FastFile(msgspec.Struct):
@@ -98,8 +132,8 @@ def _load_fast(folder: Path, config: dict[str, Any]) -> Any:
     if "added_tokens_decoder" not in config and not any(
         (folder / name).exists() for name in ("special_tokens_map.json", "added_tokens.json")
     ):
-        # What the library would find out by reading all of tokenizer.json into Python objects: tens of megabytes
-        # and, for a large vocabulary, seconds.
+        # Without this option the library reads all of tokenizer.json into Python objects: tens of megabytes and, for a
+        # large vocabulary, seconds.
         file = msgspec.json.decode((folder / _FAST_FILE).read_bytes(), type=_FastFile)
         options["added_tokens_decoder"] = {token.pop("id"): token for token in file.added_tokens}
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **options)
@@ -114,7 +148,7 @@ def _load_auto(folder: Path, *, use_fast: bool, trust_remote_code: bool) -> Any:
 
 
 def _convert(folder: Path, cache_dir: Path) -> Path | None:
-    """The folder of the converted tokenizer, from the cache or made now; None if it has no fast form."""
+    """Return the folder of the converted tokenizer, from the cache or made now; None if it has no fast form."""
     target = cache_dir / "tokenizers" / _identity(folder)
     if (target / _FAST_FILE).is_file():
         return target
@@ -122,7 +156,7 @@ def _convert(folder: Path, cache_dir: Path) -> Path | None:
     unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=target.parent))
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "vllm_mp.client.convert_tokenizer", str(folder), str(unfinished)],
+            [sys.executable, "-m", "vllm_mp.client.tokenizer", str(folder), str(unfinished)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -131,15 +165,15 @@ def _convert(folder: Path, cache_dir: Path) -> Path | None:
             timeout=_CONVERSION_TIMEOUT_S,
             check=False,
         )
-        if child.returncode == NO_FAST_TOKENIZER:
+        if child.returncode == _NO_FAST_TOKENIZER:
             return None
         if child.returncode != 0 or not (unfinished / _FAST_FILE).is_file():
-            lines = child.stderr.strip().splitlines() or ["it said nothing"]
+            lines = child.stderr.strip().splitlines() or ["no message"]
             raise ValueError(f"converting it to {_FAST_FILE} failed with exit code {child.returncode}: {lines[-1]}")
         try:
             unfinished.rename(target)
         except OSError:
-            # Another process was faster: what it made is the same.
+            # Another process was faster, and its result is the same.
             if not (target / _FAST_FILE).is_file():
                 raise
         return target
@@ -148,7 +182,7 @@ def _convert(folder: Path, cache_dir: Path) -> Path | None:
 
 
 def _identity(folder: Path) -> str:
-    """A name for the content of the files that a conversion may read, and for the library that does it."""
+    """A hash of the files that a conversion may read, and of the version of the library that converts."""
     digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
     for path in sorted(folder.iterdir()):
         if path.suffix in _SOURCE_SUFFIXES and path.is_file():
@@ -158,21 +192,8 @@ def _identity(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty without the file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path.name} holds a {type(value).__name__}, not an object")
-    return value
-
-
 def _read_chat_template(chat_template: str) -> str:
-    """The template that is given as text or as a path."""
+    """Return the template that is given as text or as a path."""
     if any(mark in chat_template for mark in ("{{", "{%", "{#", "\n")):
         return chat_template
     try:
@@ -182,3 +203,19 @@ def _read_chat_template(chat_template: str) -> str:
             f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read ({error}): "
             "give the text of a template, or the path of one"
         ) from error
+
+
+def _convert_to_fast(source: str, target: str) -> int:
+    """Write the tokenizer in `source` as a tokenizer.json in `target`; return the process's exit code."""
+    from transformers import AutoTokenizer
+
+    # With trust_remote_code None the library would ask on the terminal.
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        return _NO_FAST_TOKENIZER
+    tokenizer.save_pretrained(target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_convert_to_fast(*sys.argv[1:]))

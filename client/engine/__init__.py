@@ -1,1 +1,8 @@
-"""Having a core: its process, the connection to it, its supervision and its replacement."""
+"""Having a core: its process, the socket to it, its supervision, its replacement, and the replay to its successor."""
+
+from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.engine.core_client import EngineCoreClient
+from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
+from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
+
+__all__ = ["CoreConnection", "CoreLauncher", "CoreSupervisor", "EngineCoreClient", "RemoteCore", "RestartLimit"]

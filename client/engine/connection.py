@@ -1,4 +1,8 @@
-"""The client's socket to a core, driven by whatever event loop is running."""
+"""The client's socket to one core, driven by the running event loop.
+
+`CoreConnection` sends and receives messages, and ends with its core. What must be sent again to the next core is kept
+by `EngineCoreClient` (in `core_client.py`).
+"""
 
 import asyncio
 import contextlib
@@ -21,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS = 50
 _HEARTBEAT_MS = 5000
+"""Between two heartbeats of a TCP connection; it breaks after three that are not answered."""
 
 
 class CoreConnection:
     """A DEALER socket to one core.
 
-    It is made, and greets the core, without an event loop. `attach` hands it to a running loop, later also to another
-    one; messages that arrive while no loop runs wait in the socket.
+    Constructing it and greeting the core need no event loop. `attach` hands the socket to the running loop, and may
+    later hand it to another; messages that arrive while no loop runs wait in the socket.
     """
 
     def __init__(self, address: str, key_file: str | None = None) -> None:
@@ -40,11 +45,13 @@ class CoreConnection:
             raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
         self.address = address
         self.num_dropped = 0
+        """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         self._receive: Callable[[], None] = lambda: None
         self._owner = os.getpid()
+        """The process that may close the socket; a forked child may not."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
@@ -54,11 +61,11 @@ class CoreConnection:
             public, secret = keys
             self._socket.curve_serverkey = self._socket.curve_publickey = public
             self._socket.curve_secretkey = secret
-            # A peer that vanishes without closing the connection is only found out by asking.
+            # Only heartbeats show that a peer vanished without closing the connection.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         self.monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        """Readable when the connection has broken; for one thread, which may be another than that of the loop."""
+        """Readable when the connection has broken; to be used by one thread, which need not be the loop's."""
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -66,34 +73,38 @@ class CoreConnection:
             raise ValueError(f"cannot connect to {address}: {error.strerror}; check the address") from error
 
     def greet(self, timeout: float, check: Callable[[], None]) -> tuple[wire.Welcome, VllmConfig]:
-        """Say hello and wait for the core's welcome, which comes when it can serve.
+        """Say hello, and return the core's welcome, which it sends when it can serve, with its configuration.
 
-        `check` is called twenty times a second and raises when waiting is pointless. Raises EngineStartError when the
-        core refuses, speaks another protocol, or has not answered after `timeout` seconds.
+        `check` is called 20 times a second and raises when waiting is pointless. Raises EngineStartError if the core
+        refuses, speaks another protocol version, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         hello = wire.encode(wire.Hello(wire.PROTOCOL_VERSION))
         self._socket.send(hello)
         while True:
-            if self.is_broken():  # a core that died while it loaded: what serves the address next has not been greeted
+            if self.is_broken():  # the core died while it loaded, and the next at the address has not been greeted
                 self._socket.send(hello)
             if self._socket.poll(_POLL_MS):
                 try:
                     message = wire.decode_core_message(self._socket.recv())
                 except (ValueError, RecursionError) as error:
-                    raise EngineStartError(f"what answers at {self.address} is not a core: {error}") from error
+                    raise EngineStartError(
+                        f"the peer at {self.address} is not a core: {error}; check the address"
+                    ) from error
                 if isinstance(message, wire.Welcome):
                     return message, self._accept(message)
                 if isinstance(message, wire.Refused):
                     raise EngineStartError(message.reason)
             check()
             if time.monotonic() > deadline:
-                raise EngineStartError(f"the core at {self.address} did not answer within {timeout:g} s")
+                raise EngineStartError(
+                    f"the core at {self.address} did not answer within {timeout:g} s; check that it runs"
+                )
 
     def _accept(self, welcome: wire.Welcome) -> VllmConfig:
         if welcome.version != wire.PROTOCOL_VERSION:
             raise EngineStartError(
-                f"the core at {self.address} speaks version {welcome.version} of the protocol, this client version "
+                f"the core at {self.address} speaks protocol version {welcome.version}, this client version "
                 f"{wire.PROTOCOL_VERSION}; install the same vllm-mp on both sides"
             )
         self.incarnation = welcome.incarnation
@@ -101,7 +112,8 @@ class CoreConnection:
             return msgspec.json.decode(welcome.config, type=VllmConfig)
         except (ValueError, RecursionError) as error:
             raise EngineStartError(
-                f"the configuration of the core at {self.address} cannot be read: {error}"
+                f"the configuration of the core at {self.address} cannot be read: {error}; install the same vllm-mp on "
+                "both sides"
             ) from error
 
     def is_broken(self) -> bool:
@@ -113,15 +125,15 @@ class CoreConnection:
         return broken
 
     def send(self, message: wire.ClientMessage) -> None:
-        """Send, from the loop's thread; raises ValueError for a message that is too large for the core."""
+        """Send from the loop's thread; raises ValueError for a message that is too large for the core."""
         self._socket.send(wire.encode_bounded(message), zmq.NOBLOCK)
-        # Sending may swallow the wake-up that announced a message, as the descriptor speaks only of changes.
+        # The socket's descriptor signals changes only, and sending may consume the signal of a message that arrived.
         if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop that the connection is attached to."""
+        """The event loop that the connection is attached to, if any."""
         return self._loop
 
     def attach(
@@ -130,10 +142,10 @@ class CoreConnection:
         news_fd: int,
         on_news: Callable[[], None],
     ) -> None:
-        """Deliver to `on_message` on the running loop, taking over from an earlier one that runs no more.
+        """Deliver messages to `on_message` on the running loop, which replaces an earlier loop that has stopped.
 
-        `on_news` is called when the descriptor `news_fd` is readable. Raises RuntimeError if the loop that the
-        connection is attached to runs in another thread.
+        `on_news` is called when the descriptor `news_fd` is readable. Raises RuntimeError if the connection is attached
+        to a loop that runs in another thread.
         """
         loop = asyncio.get_running_loop()
         if loop is self._loop:
@@ -141,7 +153,7 @@ class CoreConnection:
         if self._loop is not None and self._loop.is_running():
             raise RuntimeError(
                 "this engine is in use by an event loop in another thread; call it from there "
-                "(asyncio.run_coroutine_threadsafe), or make an engine for each loop"
+                "(asyncio.run_coroutine_threadsafe), or create an engine for each loop"
             )
         self.detach()
 
@@ -160,7 +172,7 @@ class CoreConnection:
                     if message is not None:
                         on_message(message)
                 except Exception as error:
-                    # Whatever is wrong with one message, those behind it are somebody's answer.
+                    # A message that cannot be handled must not keep the next ones from their requests.
                     self._drop("it could not be handled", error)
 
         self._loop = loop
@@ -168,16 +180,16 @@ class CoreConnection:
         self._watched = {int(self._socket.getsockopt(zmq.FD)): receive, news_fd: on_news}
         for descriptor, callback in self._watched.items():
             loop.add_reader(descriptor, callback)
-        # What came before the loop looked announces itself no more.
+        # Messages that arrived before the descriptor was watched are not signalled again.
         loop.call_soon(receive)
 
     def drain(self) -> None:
-        """Deliver what has arrived, where the loop has not got round to it."""
+        """Deliver now what has arrived and what the loop has not delivered yet."""
         if self._loop is not None:
             self._receive()
 
     def detach(self) -> None:
-        """Leave the loop; from any thread, but not from a process that was forked off the one that attached."""
+        """Leave the loop, from any thread; no-op in a forked child of the process that attached."""
         loop, self._loop = self._loop, None
         watched, self._watched = self._watched, {}
         if loop is None or loop.is_closed() or os.getpid() != self._owner:
@@ -186,9 +198,9 @@ class CoreConnection:
             run_on(loop, loop.remove_reader, descriptor)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket, giving what is under way `linger_ms` milliseconds; idempotent."""
+        """Close the socket, giving unsent messages `linger_ms` milliseconds; idempotent."""
         if os.getpid() != self._owner:
-            return  # a forked child has no threads to close it with
+            return  # a forked child has no ZeroMQ threads to close the socket with
         self.detach()
         if not self._socket.closed:
             with contextlib.suppress(zmq.ZMQError):
@@ -210,10 +222,10 @@ class CoreConnection:
 
     def _drop(self, why: str, cause: Exception | None = None) -> None:
         self.num_dropped += 1
-        # Powers of two, so that a flood of garbage does not flood the log.
+        # Log at powers of two, so that a flood of invalid messages does not flood the log.
         if self.num_dropped & (self.num_dropped - 1) == 0:
             logger.warning(
-                "dropped a message from the core that is not of the protocol (%d so far): %.500s",
+                "dropped an invalid message from the core (%d so far): %.500s",
                 self.num_dropped,
                 why,
                 exc_info=cause,
@@ -221,7 +233,7 @@ class CoreConnection:
 
 
 def run_on(loop: asyncio.AbstractEventLoop, call: Callable[..., Any], *args: Any) -> None:
-    """Run `call(*args)` now, or soon on `loop` if that runs in another thread."""
+    """Run `call(*args)` now, or soon on `loop` if the loop runs in another thread."""
     if loop.is_running() and asyncio._get_running_loop() is not loop:
         loop.call_soon_threadsafe(call, *args)
     else:

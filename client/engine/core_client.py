@@ -1,40 +1,55 @@
-"""The client's end of the wire to whichever core there is: what is sent, what comes back, what outlives a core."""
+"""The requests and calls of a client, and their replay to the next core.
+
+`EngineCoreClient` owns what a core, and its successor, must be told; it outlives every core. `CoreConnection` (in
+`connection.py`) owns the socket to one core and knows nothing of requests.
+"""
 
 import asyncio
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End
 from vllm_mp.client.engine.suspects import Suspects
-from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_processor import OutputProcessor
-from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.errors import EngineDeadError, EngineError
-from vllm_mp.status_page import AWAKE
+from vllm_mp.status_page import AWAKE, CoreState
 
 logger = logging.getLogger(__name__)
 
+_PING_TIMEOUT_S = 5.0
 _HANDOVER_TIMEOUT_S = 5.0
+"""For the event loop, in another thread, to end its streams."""
+
+
+class _PendingCall(NamedTuple):
+    """A call that has not been answered, or the pause that is in force."""
+
+    call_id: int
+    name: str
+    args: tuple[wire.CallArgument, ...]
+    reply: asyncio.Future[Any]
 
 
 class EngineCoreClient:
-    """Sends requests and calls to the core, and to its successor again when it has died.
+    """Sends requests and calls to the core, and replays them to its successor after a death.
 
-    The books say all that a core has to be told: every live answer with its tokens so far, every call that has not been
-    answered, and the pause that is in force. Whether it is to sleep, the dead one's page says. So what happens between
-    two cores is written down and sent later. All methods belong to the thread of the loop, but `close` and the
-    properties.
+    A successor is told everything that is pending: what live streams still await, with the tokens received so far,
+    the calls without a reply, and the pause in force. The status page of the dead core says whether to sleep.
+    So what happens while there is no core is recorded now and sent later.
+
+    All methods but `close` and the properties must be called in the event loop's thread.
     """
 
     def __init__(self, supervisor: CoreSupervisor, requests: OutputProcessor, on_tokens: Callable[[int], None]) -> None:
-        """`on_tokens` is told how many tokens each message has brought."""
+        """`on_tokens` is called with the number of tokens in each message."""
         self.supervisor = supervisor
         self.requests = requests
         self._on_tokens = on_tokens
@@ -42,15 +57,16 @@ class EngineCoreClient:
         self._recovers_from: str | None = None
         """The cause of the death, while there is no core."""
         self._closed_with: EngineDeadError | None = None
-        self._calls: dict[int, tuple[asyncio.Future[Any], wire.Call]] = {}
+        self._calls: dict[int, _PendingCall] = {}
+        """By id: the calls that the core has not answered."""
         self._call_ids = itertools.count()
-        self._pause: wire.Call | None = None
-        """The pause that is in force."""
+        self._pause: _PendingCall | None = None
+        """The pause in force."""
         self._sleep = AWAKE
-        """That the last core died in, for the next to go to."""
+        """The sleep state that the next core must enter, from the status page of the last."""
         self._sleep_calls: set[int] = set()
-        """The ids of the calls that bring it there, as long as they are not answered."""
-        self._suspicion = Suspects()
+        """The ids of the calls that put the core into `_sleep` and have no reply yet."""
+        self._suspects = Suspects()
         calls = self._calls
         supervisor.watch(lambda: bool(requests.num_slots_in_use or calls))
 
@@ -61,16 +77,11 @@ class EngineCoreClient:
         return None if end is None else EngineDeadError(end)
 
     @property
-    def recovers_from(self) -> str | None:
-        """Why there is no core at the moment; None if there is one."""
-        return self._recovers_from
-
-    @property
     def incarnation(self) -> int:
         return self._core.connection.incarnation
 
     def attach(self) -> None:
-        """Hear from the core on the running loop; raises EngineDeadError if there will never be one again."""
+        """Receive from the core on the running loop; raises EngineDeadError if the core is gone for good."""
         if self._closed_with is not None:
             raise EngineDeadError(str(self._closed_with))
         self._listen()
@@ -78,47 +89,64 @@ class EngineCoreClient:
         if (error := self.dead_error) is not None:
             raise error
 
-    def add(self, stream: RequestStream, messages: Sequence[wire.AddRequest | wire.AddPooling]) -> None:
-        """Ask for the answers of `stream`, with one of `messages` each.
+    def add(self, stream: RequestStream) -> None:
+        """Ask the core for all that `stream` awaits, unless the request was aborted meanwhile.
 
-        Raises ValueError where there are too many already, or one is too large.
+        Raises ValueError if there are too many live completions, or if the message would be too large.
         """
         stream.is_held = self._pause is not None
-        self.requests.enter(stream)
+        if not self.requests.enter(stream):
+            return
         num_sent = 0
         try:
-            for answer, message in zip(stream.answers, messages, strict=True):
-                answer.message = message
-                self._ask_for(answer)
+            for awaited in stream.awaited:
+                self._send_request(stream, awaited)
                 num_sent += 1
         except BaseException:
-            self.abort_slots(self.requests.withdraw(stream, num_sent))
+            self._abort_slots(self.requests.withdraw(stream, num_sent))
             raise
 
-    def abort(self, stream: RequestStream) -> None:
-        """End a live stream, for its consumer at once, in the core as soon as it hears of it."""
-        self.abort_slots(self.requests.end_by_abort(stream))
-
-    def abort_slots(self, slots: list[int]) -> None:
-        """Tell the core that nobody waits for these."""
-        if slots:
-            self._send(wire.AbortRequests(self.incarnation, slots))
+    def abort(self, request_id: str) -> None:
+        """End a live request: for its consumer now, in the core when the message arrives. No-op for other ids."""
+        self._abort_slots(self.requests.abort(request_id))
 
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core, or in its successor if it dies before it has answered.
 
-        Raises TimeoutError when there is no answer within `timeout` seconds, EngineError when it is an error.
+        Raises TimeoutError without an answer after `timeout` seconds, and EngineError if the answer is an error.
         """
-        call = wire.Call(self.incarnation, next(self._call_ids), name, list(args))
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call.call_id] = reply, call
-        self._note_pause(call)
-        self._send(call)
+        call = _PendingCall(next(self._call_ids), name, args, reply)
+        self._calls[call.call_id] = call
+        if name == "pause":
+            self._pause = call
+        elif name == "resume":
+            self._pause = None
+            for stream in self.requests.streams():
+                stream.is_held = False
+        self._send_call(call)
         try:
             async with asyncio.timeout(timeout):
                 return await reply
         finally:
             self._calls.pop(call.call_id, None)
+
+    async def check_health(self, limit: float) -> None:
+        """Return if the core is well; `limit` is the age in seconds of a heartbeat that means a hang.
+
+        Raises EngineError if the core does not answer within 5 s, unless it is in a long step or waking up.
+        """
+        try:
+            await self.call("ping", _PING_TIMEOUT_S)
+        except TimeoutError as error:
+            if self._recovers_from is not None:
+                raise EngineError(
+                    f"the core died and its successor is not ready yet: {self._recovers_from}; try again later"
+                ) from error
+            status = self.supervisor.status()
+            if status and status.state in (CoreState.STEPPING, CoreState.LOADING) and status.heartbeat_age < limit:
+                return
+            raise EngineError(f"the core has not answered for {_PING_TIMEOUT_S:g} s: {status}") from error
 
     def close(self, error: EngineDeadError, timeout: float | None) -> None:
         """End every stream and call with `error`, and the core by force after `timeout` seconds; from any thread."""
@@ -129,72 +157,79 @@ class EngineCoreClient:
             self.supervisor.stop(timeout)
 
     def _listen(self) -> None:
-        # The loop must not keep a link alive that its owner has dropped.
+        # The loop must not keep a client alive that its owner has dropped.
         this = weakref.ref(self)
 
         def on_message(message: wire.CoreMessage) -> None:
-            if (link := this()) is not None:
-                link._on_message(message)
+            if (client := this()) is not None:
+                client._on_message(message)
 
         def on_news() -> None:
-            if (link := this()) is not None:
-                link._take_news()
+            if (client := this()) is not None:
+                client._take_news()
 
         self._core.connection.attach(on_message, self.supervisor.news_fd, on_news)
 
     def _send(self, message: wire.ClientMessage) -> None:
-        """Send what the books hold anyway, if there is a core that is not known to be dead."""
+        """Send, unless there is no core: then the message is dropped, and its content is replayed to the next one."""
         if self._recovers_from is None and self._closed_with is None and self.supervisor.end is None:
             self._core.connection.send(message)
 
-    def _ask_for(self, answer: Completion) -> None:
-        """Ask the core for the rest of an answer; raises ValueError if that takes too large a message."""
-        message = answer.message
-        assert message is not None
-        message.incarnation, message.slot = self.incarnation, answer.slot
-        message.isolate_until_num_tokens = self._suspicion.suspect_until(answer)
-        if isinstance(message, wire.AddRequest):
-            message.output = wire.pack_ids(answer.token_ids)
+    def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
+        """Ask the core for the rest of `awaited`; raises ValueError if the message would be too large."""
+        isolate_until = self._suspects.isolate_until(awaited)
+        message = stream.add_message(awaited.index, self.incarnation, isolate_until)
         if self._recovers_from is None:
             self._send(message)
         else:
-            wire.encode_bounded(message)
+            wire.encode_bounded(message)  # so that the caller hears of its size now
+
+    def _send_call(self, call: _PendingCall) -> None:
+        self._send(wire.Call(self.incarnation, call.call_id, call.name, list(call.args)))
+
+    def _abort_slots(self, slots: list[int]) -> None:
+        if slots:
+            self._send(wire.AbortRequests(self.incarnation, slots))
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         if isinstance(message, wire.StepOutput):
-            self.abort_slots(self.requests.take_in(message))
+            self._abort_slots(self.requests.process(message))
             self._on_tokens(len(message.tokens) // 4)
         elif isinstance(message, wire.Reply):
-            reply, call = self._calls.pop(message.call_id, (None, None))
-            if message.call_id in self._sleep_calls:
-                self._sleep_calls.remove(message.call_id)
-                if message.error is not None:
-                    logger.warning("the core does not sleep as the one before it did: %s", message.error)
-            if message.error is not None and call is not None and call is self._pause:
-                self._pause = None  # it was ended by somebody else
-            if reply is not None and not reply.done() and not reply.get_loop().is_closed():
-                if message.error is None:
-                    reply.set_result(message.result)
-                else:
-                    reply.set_exception(EngineError(message.error))
+            self._on_reply(message)
+
+    def _on_reply(self, reply: wire.Reply) -> None:
+        call = self._calls.pop(reply.call_id, None)
+        if reply.call_id in self._sleep_calls:
+            self._sleep_calls.remove(reply.call_id)
+            if reply.error is not None:
+                logger.warning("the core does not enter the sleep state of its predecessor: %s", reply.error)
+        if call is None:
+            return
+        if reply.error is not None and call is self._pause:
+            self._pause = None  # another client ended it
+        if reply.error is None:
+            _settle(call, reply.result, None)
+        else:
+            _settle(call, None, EngineError(reply.error))
 
     def _take_news(self) -> None:
         for news in self.supervisor.take_news():
             if isinstance(news, Death):
                 self._on_death(news)
             elif isinstance(news, Core):
-                self._go_on_with(news)
+                self._replay_to(news)
             else:
                 self._on_end(news)
 
     def _on_death(self, death: Death) -> None:
         self._core.connection.drain()
         self._recovers_from = death.cause
-        if not self._sleep_calls:  # else it was not yet where it was to be
+        if not self._sleep_calls:  # otherwise the dead core had not reached `_sleep` yet
             self._sleep = death.sleep
         requests = self.requests
-        logger.warning("%s; %d requests go on with the next", death.cause.partition(";")[0], len(requests))
-        culprit = self._suspicion.note(death, requests.live())
+        logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
+        culprit = self._suspects.record(death, requests.live())
         if culprit is not None:
             requests.fail(
                 culprit,
@@ -202,33 +237,37 @@ class EngineCoreClient:
                 f"{death.cause}",
             )
 
-    def _go_on_with(self, core: Core) -> None:
-        """Tell a new core all that it has to know."""
+    def _replay_to(self, core: Core) -> None:
+        """Make `core` the current core, and tell it everything that is pending."""
         old, self._core = self._core, core
         old.connection.drain()
         old.connection.detach()
         self._recovers_from = None
         self._listen()
         self.supervisor.release(old)
-        self._sleep_again()
-        requests = self.requests
-        requests.forget_core()
-        live = requests.live()
+        self._restore_sleep()
+        self.requests.forget_core()
+        live = self.requests.live()
         if self._pause is not None and self._pause.args[0] == "wait":
-            # What was there before the pause runs to its end.
-            self._ask_again([entry for entry in live if not entry[0].is_held])
+            # Requests from before such a pause run to their ends.
+            self._replay([entry for entry in live if not entry[0].is_held])
             live = [entry for entry in live if entry[0].is_held]
         if self._pause is not None:
-            self._pause.incarnation = self.incarnation
-            self._send(self._pause)
-        self._ask_again(live)
-        for _, call in list(self._calls.values()):
+            self._send_call(self._pause)
+        self._replay(live)
+        for call in list(self._calls.values()):
             if call is not self._pause:
-                call.incarnation = self.incarnation
-                self._send(call)
+                self._send_call(call)
 
-    def _sleep_again(self) -> None:
-        """Have a new core sleep before it is told anything else, if the last one did."""
+    def _replay(self, live: list[tuple[RequestStream, Awaited]]) -> None:
+        for stream, awaited in live:
+            try:
+                self._send_request(stream, awaited)
+            except ValueError as error:
+                self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {error}"))
+
+    def _restore_sleep(self) -> None:
+        """Put a new core to sleep before it is told anything else, if its predecessor slept."""
         self._sleep_calls.clear()
         level, missing = self._sleep
         if not missing:
@@ -242,36 +281,20 @@ class EngineCoreClient:
         self._sleep_calls.add(call.call_id)
         self._send(call)
 
-    def _ask_again(self, answers: list[tuple[RequestStream, Completion]]) -> None:
-        for stream, answer in answers:
-            try:
-                self._ask_for(answer)
-            except ValueError as error:
-                self.abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {error}"))
-
-    def _note_pause(self, call: wire.Call) -> None:
-        if call.name == "pause":
-            self._pause = call
-        elif call.name == "resume":
-            self._pause = None
-            for stream, _ in self.requests.live():
-                stream.is_held = False
-
     def _on_end(self, end: End) -> None:
         self._core.connection.drain()
-        logger.error("%s", end.cause.partition(";")[0])  # the errors carry all of it
+        logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
         self._fail_everything(EngineDeadError(end.cause))
 
     def _fail_everything(self, error: EngineDeadError) -> None:
-        """End every stream and call with `error`, on the loop that they belong to, which may run in another thread."""
+        """End every stream and call with `error`, on their event loop, which may run in another thread."""
         done = threading.Event()
 
         def fail() -> None:
             self._core.connection.detach()
             self.requests.fail_all(error)
-            for reply, _ in self._calls.values():
-                if not reply.done() and not reply.get_loop().is_closed():
-                    reply.set_exception(EngineDeadError(str(error)))
+            for call in self._calls.values():
+                _settle(call, None, EngineDeadError(str(error)))
             self._calls.clear()
             done.set()
 
@@ -281,3 +304,13 @@ class EngineCoreClient:
         else:
             run_on(loop, fail)
             done.wait(_HANDOVER_TIMEOUT_S)
+
+
+def _settle(call: _PendingCall, result: Any, error: EngineError | None) -> None:
+    """Answer a call, unless its caller or the caller's event loop is gone."""
+    if call.reply.done() or call.reply.get_loop().is_closed():
+        return
+    if error is None:
+        call.reply.set_result(result)
+    else:
+        call.reply.set_exception(error)

@@ -1,4 +1,4 @@
-"""Where a client's cores come from: processes of its own, or one that others run at an address."""
+"""The sources of a client's cores: its own processes, or a shared core at an address."""
 
 import contextlib
 import os
@@ -24,23 +24,23 @@ class Core(NamedTuple):
 
     connection: CoreConnection
     client: int
-    """The number that the core knows this client by."""
+    """The core's number for this client."""
     config: VllmConfig
     """As the core has resolved it."""
     page: StatusPage | None
-    """None where it cannot be seen."""
+    """None if this process cannot see it, as over TCP."""
     process: CoreProcess | None
-    """None for a core that others run."""
+    """None for a shared core."""
 
 
 _RETRY_S = 0.2
 
 Check = Callable[[], None]
-"""Called now and then while a core comes up; raises when nobody waits for it any more."""
+"""Called repeatedly while a core starts; raises when the wait must end."""
 
 
 class CoreLauncher:
-    """Starts cores, each with its files in one private folder, which `close` removes."""
+    """Starts cores as processes of this client, with their files in one private folder, which `close` removes."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
@@ -54,11 +54,11 @@ class CoreLauncher:
 
     @property
     def standby_pid(self) -> int | None:
-        """The process that would be the next core; None while there is none."""
+        """The process id of the standby; None if there is none."""
         return self._standby.pid if self._standby is not None else None
 
     def begin(self) -> None:
-        """Start a core, which `finish` waits for."""
+        """Start a core, or make the standby the core; `finish` waits for it."""
         self._num_started += 1
         self._process, self._standby = self._standby, None
         if self._process is not None and not self._process.is_alive():
@@ -70,10 +70,10 @@ class CoreLauncher:
         self._connection = CoreConnection(self._process.address)
 
     def finish(self, check: Check) -> Core:
-        """Wait until the core that was begun serves.
+        """Wait until the core that `begin` started serves.
 
-        Raises EngineStartError, with the cause, when it does not come up, and what `check` raises; nothing of it is
-        left then but its log.
+        Raises EngineStartError, with the cause, if it does not start, and what `check` raises; then only its log is
+        left.
         """
         process, connection = self._process, self._connection
         assert process is not None
@@ -85,7 +85,9 @@ class CoreLauncher:
             if not process.is_alive():
                 raise EngineStartError(f"the engine did not start: {process.describe_end(log_stays=False)}")
             if hang.is_stopped_for_too_long():
-                raise EngineStartError(f"the engine did not start: its process {process.pid} was stopped by a signal")
+                raise EngineStartError(
+                    f"the engine did not start: a signal stopped its process {process.pid}; start it again"
+                )
 
         try:
             welcome, config = connection.greet(self._limits.start_timeout_s, look)
@@ -98,14 +100,14 @@ class CoreLauncher:
         return Core(connection, welcome.client, config, process.status_page(), process)
 
     def prepare_standby(self) -> None:
-        """See to it that the process of the next core has imported everything before it is needed."""
+        """Start a standby, if one is wanted and none is alive."""
         if self._limits.warm_standby and (self._standby is None or not self._standby.is_alive()):
             if self._standby is not None:
                 self._standby.stop()
             self._standby = CoreProcess(self.folder, self._num_started + 1, standby=True)
 
     def discard(self, process: CoreProcess) -> None:
-        """Remove what is left of a core that has ended, but the log of the latest."""
+        """Remove the files of a core that has ended, except the log of the latest."""
         process.stop()
         process.remove_files(keep_log=True)
         for log in self.folder.glob("core-*.log"):
@@ -115,7 +117,7 @@ class CoreLauncher:
                     log.unlink()
 
     def close(self, timeout: float | None, core: Core | None) -> None:
-        """End `core` and whatever else runs, by force after `timeout` seconds, and remove the folder."""
+        """End `core`, a core that starts and the standby, by force after `timeout` seconds; remove the folder."""
         if os.getpid() != self._owner:
             return
         if self._connection is not None:
@@ -127,23 +129,25 @@ class CoreLauncher:
 
 
 class RemoteCore:
-    """The core at an address, whichever process it is, as long as it serves the same model."""
+    """The shared core at an address. After its death, the source of whichever core serves the same model there."""
 
     def __init__(self, address: str, key_file: str | None, timeout: float) -> None:
-        """`timeout`: seconds to wait for the core to answer."""
+        """`timeout`: seconds that `finish` waits for the core to answer."""
         self.address = address
         self.timeout = timeout
         self.standby_pid: int | None = None
         self._key_file = key_file
         self._model: object = None
+        """Configuration and dtype of the model that the first core served."""
 
     def begin(self) -> None:
-        """Nothing: whoever runs the core starts it."""
+        """No-op: a shared core is started by its operator."""
 
     def finish(self, check: Check) -> Core:
-        """Wait until there is a core that serves; raises EngineStartError after `timeout` seconds, and as `check`.
+        """Wait until a core serves at the address.
 
-        At once when the first one refuses, or a later one has another model.
+        Raises what `check` raises, and EngineStartError after `timeout` seconds, or at once if the first core refuses
+        or a later core has another model.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -155,7 +159,7 @@ class RemoteCore:
                 connection.close()
                 if self._model is None or time.monotonic() >= deadline:
                     raise
-                time.sleep(_RETRY_S)  # it could not load, and is about to end: perhaps another one can
+                time.sleep(_RETRY_S)  # this core could not load and is about to end; its successor may load
             except BaseException:
                 connection.close()
                 raise
@@ -164,7 +168,7 @@ class RemoteCore:
             connection.close()
             raise EngineStartError(
                 f"the core that now serves {self.address} has another model or dtype "
-                f"({config.model_config.model} in {config.model_config.dtype}); connect to it anew"
+                f"({config.model_config.model} in {config.model_config.dtype}); connect to it again"
             )
         self._model = model
         page = None
@@ -173,19 +177,19 @@ class RemoteCore:
         return Core(connection, welcome.client, config, page, None)
 
     def prepare_standby(self) -> None:
-        """Nothing, as above."""
+        """No-op, as `begin`."""
 
     def discard(self, process: CoreProcess) -> None:
-        """Nothing, as above."""
+        """No-op, as `begin`."""
 
     def close(self, timeout: float | None, core: Core | None) -> None:
-        """Nothing, as above."""
+        """No-op, as `begin`."""
 
 
 CoreSource = CoreLauncher | RemoteCore
 
 
 def _socket_root() -> str | None:
-    """The usual folder for temporary files, or /tmp where a socket below that would have too long a path."""
+    """None for the usual folder of temporary files, or /tmp if the path of a socket there would be too long."""
     longest = len(os.fsencode(tempfile.gettempdir())) + len("/vllm_mp-xxxxxxxx/core-99999.sock.lock")
     return None if longest <= zmq.IPC_PATH_MAX_LEN else "/tmp"

@@ -1,4 +1,4 @@
-"""A core process that this process started: its launch, its end and the cause of it."""
+"""A core process that this process started: its launch, its end and the cause of its end."""
 
 import contextlib
 import logging
@@ -20,21 +20,21 @@ from vllm_mp.status_page import StatusPage
 logger = logging.getLogger(__name__)
 
 _LOG_LINES = 8
+"""Of the core's log, in errors."""
 _STOP_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 20.0
-"""Until a process that was killed is gone; a device takes its time to give back many GB, one that has failed for ever.
-"""
+"""For a killed process to be gone: a device needs seconds to release many GB, and a failed device may never do so."""
 
 
 class CoreProcess:
     """`python -m vllm_mp.core`, with its socket, status page and log in a private folder.
 
-    The core's standard input stays open for as long as this process lives: its end tells the core to leave, also when
-    this process is killed.
+    The core's standard input stays open while this process lives. When it closes, also because this process was
+    killed, the core exits.
     """
 
     def __init__(self, folder: Path, incarnation: int, standby: bool = False) -> None:
-        """Start the process, which waits for `launch`; with `standby` it imports meanwhile all that it will need."""
+        """Start the process, which waits for `launch`; with `standby` it imports all its modules meanwhile."""
         self._owner = os.getpid()
         self.incarnation = incarnation
         self._folder = folder
@@ -46,14 +46,14 @@ class CoreProcess:
         parent = Path(vllm_mp.__file__).resolve().parents[1]
         environment = core_environment()
         if not {"site-packages", "dist-packages"} & set(parent.parts):
-            # A source tree that is not installed is found by this process alone.
+            # The core does not find a source tree that is not installed without this.
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))
-        folder.mkdir(mode=0o700, exist_ok=True)  # something that cleans up temporary files may have removed it
+        folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         with self._open_log() as log:
-            # A process group of its own, so that Ctrl-C in the terminal reaches this process alone, which then
-            # decides what becomes of the core.
+            # The core has its own process group, so that Ctrl-C in the terminal reaches this process alone, which
+            # then decides about the core.
             self._popen = subprocess.Popen(
-                # -P: nothing from the current folder
+                # -P: import nothing from the current folder
                 [sys.executable, "-P", "-m", "vllm_mp.core", *(["--standby"] if standby else [])],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -65,10 +65,10 @@ class CoreProcess:
         self.pid_fd = _exit_descriptor(self.pid)
         """Readable once the core has ended."""
         self._is_given_up = False
-        """It was killed, and the system does not get it to its end."""
+        """The core was killed, and the system does not let it end."""
 
     def launch(self, config: VllmConfig) -> None:
-        """Tell the process what core to be."""
+        """Send the process its configuration, with which it becomes a core."""
         launch = CoreLaunch(
             config=config,
             address=self.address,
@@ -79,7 +79,7 @@ class CoreProcess:
             parent_pid=os.getpid(),
         )
         assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a core that died already is found out by whoever waits for it
+        with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
             self._popen.stdin.write(msgspec.json.encode(launch) + b"\n")
             self._popen.stdin.flush()
 
@@ -88,24 +88,24 @@ class CoreProcess:
 
     @property
     def was_killed(self) -> bool:
-        """The core, which must have ended or have been killed, was ended by SIGKILL."""
+        """SIGKILL ended the core; ask only after its end or after `kill`."""
         return self._popen.poll() == -signal.SIGKILL
 
     def status_page(self) -> StatusPage | None:
-        """The core's status page, once there is one."""
+        """The core's status page; None until the core has created it."""
         if self._page is None:
             self._page = StatusPage.open(self._status_path)
         return self._page
 
     def describe_end(self, log_stays: bool = True) -> str:
-        """How the core, which must have ended or have been killed, came to its end: signal or exit code, and its log.
+        """Describe how the core ended: signal or exit code, and the last lines of its log.
 
-        Of that the last lines, and the path if `log_stays` after the error that this is for.
+        Call it only after the core's end or after `kill`. `log_stays`: the log outlives the error; name its path.
         """
         code = self._popen.poll()
         cause = f"exit code {code}"
         if code is None:
-            cause = "SIGKILL, but the system has not let it go"
+            cause = "SIGKILL, but the system still holds it"
         elif code < 0:
             cause = f"signal {-code}"
             with contextlib.suppress(ValueError):
@@ -116,7 +116,7 @@ class CoreProcess:
         return f"the core process {self.pid} ended with {cause}{log}"
 
     def last_log_lines(self) -> list[str]:
-        """The end of the core's log."""
+        """The last 8 lines of the core's log; empty if there is none."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
@@ -125,7 +125,7 @@ class CoreProcess:
             return []
 
     def kill(self) -> None:
-        """End the core at once, also one that is stopped; one that its device keeps from ending is given up."""
+        """End the core at once, even if a signal stopped it; give it up if its device keeps it from ending."""
         self._popen.kill()
         if self._is_given_up:
             return
@@ -134,8 +134,8 @@ class CoreProcess:
         except subprocess.TimeoutExpired:
             self._is_given_up = True
             logger.warning(
-                "the core process %d was killed %g s ago and is still there, with what it has of its device; if the "
-                "next core finds no memory there, restart the device or the machine",
+                "the core process %d was killed %g s ago and still exists, with its device memory; if the next core "
+                "finds no memory, restart the device or the machine",
                 self.pid,
                 _KILL_TIMEOUT_S,
             )
@@ -143,11 +143,11 @@ class CoreProcess:
     def stop(self, timeout: float | None = None) -> None:
         """End the core, by force after `timeout` seconds (10 by default); idempotent."""
         if os.getpid() != self._owner:
-            return  # a forked child of this process: the core is not its own
+            return  # a forked child does not own the core
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.close()
-        # A child that the app forked may hold the other end of the pipe open.
+        # Closing the pipe is not enough: a child that the app forked may hold it open.
         self._popen.terminate()
         if self._is_given_up:
             timeout = 0.0
@@ -160,7 +160,7 @@ class CoreProcess:
             self.pid_fd = -1
 
     def remove_files(self, keep_log: bool) -> None:
-        """Remove what a core that has ended has left behind."""
+        """Remove the files of a core that has ended, except its log with `keep_log`."""
         paths = [self._socket_path, self._status_path, self._socket_path.with_name(self._socket_path.name + ".lock")]
         for path in paths if keep_log else [*paths, self.log_path]:
             with contextlib.suppress(OSError):
@@ -169,15 +169,15 @@ class CoreProcess:
     def _open_log(self) -> IO[bytes]:
         try:
             return self.log_path.open("wb")
-        except OSError:  # a full disk shall cost the log, not the core
+        except OSError:  # a full disk must cost the log only, not the core
             return open(os.devnull, "wb")
 
 
 def _exit_descriptor(pid: int) -> int:
-    """A descriptor that becomes readable when the child process `pid` ends."""
+    """Return a descriptor that becomes readable when the child process `pid` ends."""
     try:
         return os.pidfd_open(pid)
-    except OSError:  # some sandboxes do not have it: a thread waits instead, and leaves the child to be reaped
+    except OSError:  # some sandboxes have no pidfd: a thread waits instead, without reaping the child
         reader, writer = os.pipe()
 
         def wait() -> None:

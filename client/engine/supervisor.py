@@ -1,4 +1,4 @@
-"""Keeps a core at hand: watches the one there is, and has the next one come when it dies or hangs."""
+"""The supervisor: a thread that watches the core, ends it when it hangs, and starts its successor."""
 
 import contextlib
 import logging
@@ -12,39 +12,40 @@ from typing import NamedTuple
 import zmq
 
 from vllm_mp import wire
-from vllm_mp.client.engine.health import HangWatch, is_stopped
+from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource
-from vllm_mp.client.engine.oom_kills import count_oom_kills
-from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.errors import EngineStartError
 from vllm_mp.status_page import AWAKE, CoreStatus, SleepState
 
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 1.0
-"""From the end of a connection to that of the process, of which it is usually the first sign."""
+"""From the end of a connection to the end of its process, which it usually announces."""
 _BYE_LINGER_MS = 500
 _STANDBY_DELAY_S = 2.0
-"""After a core has come up, while the requests of its predecessor are computed anew."""
+"""After a restart, while the new core recomputes the requests of its predecessor."""
 _STANDBY_RETRY_S = 30.0
+_FIRST_DELAY_S = 0.1
+"""After a core that died before it served; it doubles for each further such core in a row."""
+_LONGEST_DELAY_S = 5.0
 
 
 class Death(NamedTuple):
-    """The core has ended; another is under way."""
+    """The core has died; its successor is being started."""
 
     cause: str
     in_step: dict[int, int]
-    """By the slot of each of this client's requests that were in the step that was executing: the tokens it had."""
+    """The number of output tokens of each request of this client in the step that was executing, by slot."""
     num_in_step: int
     """Requests in that step, of all clients."""
     is_from_outside: bool
-    """Somebody has killed it, which no request can have brought about."""
+    """Another process killed or stopped the core, which no request can have caused."""
     sleep: SleepState = AWAKE
-    """That it was in, where that can be seen."""
+    """The state in which the core died, if its status page is visible."""
 
 
 class End(NamedTuple):
-    """The core is gone for good."""
+    """The core is gone for good; there is no successor."""
 
     cause: str
 
@@ -52,19 +53,45 @@ class End(NamedTuple):
 News = Death | Core | End
 
 
-class CoreSupervisor:
-    """A thread that watches the core, so that a busy or blocked event loop delays no restart.
+class RestartLimit:
+    """Counts the deaths of cores in a sliding window, and delays restarts."""
 
-    What happens is put in a queue for the event loop, in order; `news_fd` is readable while there is something in it.
+    def __init__(self, max_restarts: int | None, window_s: float) -> None:
+        """Allow `max_restarts` within `window_s` seconds; None: any number."""
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._deaths: deque[float] = deque()
+        self._num_useless = 0
+        """The latest cores in a row that died before they served."""
+
+    def delay_after(self, now: float, has_served: bool) -> float | None:
+        """Record a death at `now` (seconds); return the seconds to wait before the restart, None for no restart.
+
+        The delay is 0 after a core that served, and grows with each core in a row that did not.
+        """
+        deaths = self._deaths
+        deaths.append(now)
+        while deaths[0] <= now - self._window_s:
+            deaths.popleft()
+        if self._max_restarts is not None and len(deaths) > self._max_restarts:
+            return None
+        self._num_useless = 0 if has_served else self._num_useless + 1
+        return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._num_useless - 1)) if self._num_useless else 0.0
+
+
+class CoreSupervisor:
+    """Watches the core in a thread, so that a busy or blocked event loop delays no restart.
+
+    News for the event loop is queued in order; `news_fd` is readable while the queue is not empty.
     """
 
     def __init__(self, source: CoreSource, core: Core, restarts: RestartLimit | None) -> None:
-        """`core` is what `source` gave first; with `restarts` None its end is that of everything.
+        """`core` is the first core of `source`; with `restarts` None there is no successor.
 
-        Nothing is watched before `watch`.
+        Watching begins with `watch`.
         """
         self.core = core
-        """The latest."""
+        """The latest core."""
         self.num_restarts = 0
         self.end: str | None = None
         """Why the core is gone for good; None while it is not."""
@@ -81,17 +108,18 @@ class CoreSupervisor:
         self._stops = threading.Event()
         self._is_closed = False
         self._connections = [core.connection]
+        """Those that are open: of the latest core, and of its predecessors until `release`."""
         self._oom_kills = count_oom_kills()
         self._has_work: Callable[[], bool] = lambda: False
         self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
 
     def watch(self, has_work: Callable[[], bool]) -> None:
-        """Begin to watch. `has_work` says, in any thread, whether this client waits for something from the core."""
+        """Begin to watch. `has_work` returns, in any thread, whether this client waits for the core."""
         self._has_work = has_work
         self._thread.start()
 
     def take_news(self) -> list[News]:
-        """What has happened since the last call."""
+        """Return the news since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._reader, 4096)
         news = []
@@ -105,25 +133,25 @@ class CoreSupervisor:
         core.connection.close()
 
     def status(self) -> CoreStatus | None:
-        """What the status page of the latest core says; None where it cannot be seen."""
+        """Read the status page of the latest core; None if it is not visible."""
         return self.core.page.read() if self.core.page else None
 
     @property
     def standby_pid(self) -> int | None:
-        """The process that would be the next core; None while there is none."""
+        """The process id of the standby; None if there is none."""
         return self._source.standby_pid
 
     def stop(self, timeout: float | None = None) -> None:
-        """End the thread, every connection, and what the source has started, by force after `timeout` seconds.
+        """End the thread, every connection and every process of the source, by force after `timeout` seconds.
 
-        Idempotent. A core that others run is told that this client leaves.
+        Idempotent. A shared core is told that this client leaves.
         """
         if self._is_closed or os.getpid() != self._owner:
             return  # a forked child has neither the thread nor the core
         self._is_closed = True
         self._stops.set()
         os.write(self._wake_writer, b"\0")
-        # The collector of garbage may call this from the thread itself, which then ends on its return.
+        # The garbage collector may call this in the thread itself, which then ends on return.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
         if self.core.process is None:
@@ -145,8 +173,8 @@ class CoreSupervisor:
                 core = self._replace(core, death)
         except Exception as error:  # a defect here must not leave streams waiting for ever
             if not self._stops.is_set():
-                logger.exception("the watch over the core failed")
-                self._tell(End(f"the watch over the core failed: {error!r}"))
+                logger.exception("the supervisor failed")
+                self._tell(End(f"the supervisor of the core failed: {error!r}"))
 
     def _tell(self, news: News) -> None:
         if isinstance(news, End):
@@ -155,11 +183,11 @@ class CoreSupervisor:
             self._connections.append(news.connection)
             self.core = news
         self._news.append(news)
-        with contextlib.suppress(BlockingIOError):  # full: the loop has been told often enough
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop has unread news anyway
             os.write(self._writer, b"\0")
 
     def _watch(self, core: Core) -> Death | None:
-        """Wait until `core` has died, ending it if it hangs; None when told to stop."""
+        """Wait for the death of `core`, ending it if it hangs; return None when told to stop."""
         process = core.process
         limits = self._limits
         pid = process.pid if process else None
@@ -192,14 +220,14 @@ class CoreSupervisor:
             if time.monotonic() > standby_at:
                 try:
                     self._source.prepare_standby()
-                except OSError as error:  # no memory for another process, say: nothing that the core needs
-                    logger.warning("there is no standby: %s", error)
+                except OSError as error:  # no memory for another process, for example; the core does not need a standby
+                    logger.warning("cannot start a standby: %s", error)
                     standby_at = time.monotonic() + _STANDBY_RETRY_S
 
     def _end_hung(self, core: Core) -> Death:
         assert core.process is not None
         status = core.page and core.page.read()
-        was_stopped = is_stopped(core.process.pid)  # by a signal, for which a request has no means
+        was_stopped = is_stopped(core.process.pid)  # by a signal, which no request can have caused
         core.process.kill()
         limit, how = self._limits.engine_iteration_timeout_s, ", stopped by a signal" if was_stopped else ""
         cause = f"the core process {core.process.pid} made no progress for {limit:g} s{how}: {status}"
@@ -218,7 +246,7 @@ class CoreSupervisor:
         return Death(cause, own, len(in_step), was_killed or core.process is None, sleep)
 
     def _replace(self, core: Core, death: Death) -> Core | None:
-        """Have the successor of `core` come; None if there will be none."""
+        """Start the successor of `core`; return None if there is none."""
         cause, has_served = death.cause, True
         if core.process is not None:
             self._source.discard(core.process)
@@ -233,11 +261,11 @@ class CoreSupervisor:
                 self._tell(
                     End(
                         f"the core has died more than max_core_restarts={limits.max_core_restarts} times within "
-                        f"core_restart_window_s={limits.core_restart_window_s:g}; at last {cause}"
+                        f"core_restart_window_s={limits.core_restart_window_s:g}; the last time, {cause}"
                     )
                 )
                 return None
-            if not is_told:  # after the last death nothing is to be said about single requests
+            if not is_told:  # the last death ends all requests, so no request is blamed for it
                 self._tell(death)
                 is_told = True
             if self._stops.wait(delay):
@@ -264,4 +292,4 @@ class CoreSupervisor:
 
 
 class _Stopped(Exception):
-    """Nobody waits for the next core any more."""
+    """The supervisor was told to stop while a core started."""

@@ -1,4 +1,4 @@
-"""One answer to a prompt as it arrives: tokens, their log-probabilities, and the text they make."""
+"""One completion as it arrives: its tokens, their log-probabilities, and their text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,13 @@ from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.outputs.stop_strings import StopStrings
 from vllm_mp.outputs import CompletionOutput, Logprob, LogprobsOnePosition
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
-from vllm_mp.wire import AddPooling, AddRequest, Finished, TokenLogprobs
+from vllm_mp.wire import Finished, TokenLogprobs
 
 TokenText = Callable[[int], str]
 
 
 class Completion:
-    """Takes tokens in by position and reads them into text: when the consumer asks, or at once to find stop strings."""
+    """Takes tokens in by position and turns them into text: when the consumer asks, or at once to find stop strings."""
 
     def __init__(
         self,
@@ -24,33 +24,40 @@ class Completion:
         detokenizer: IncrementalDetokenizer | None = None,
         token_text: TokenText | None = None,
     ) -> None:
-        """`token_text` gives the text of one token, for log-probabilities; None: they have no text."""
+        """`params` are of this completion alone (n=1, its own seed).
+
+        `detokenizer` None leaves the text empty. `token_text` returns the text of one token for log-probabilities; None
+        leaves these without text.
+        """
         self.index = index
         self.slot = -1
-        """What names the answer on the wire, once its request has been sent."""
-        self.message: AddRequest | AddPooling | None = None
-        """What asked a core for it, and asks the next one for the rest."""
+        """The name of the completion on the wire, once its request has been sent."""
         self.params = params
         self.token_ids: list[int] = []
-        """Every token received; recovery sends these to the next core."""
+        """Every token received; after the core's death its successor is told these."""
         self.finish: Finished | None = None
         self._detokenizer = detokenizer
         self._token_text = token_text
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._logprobs: list[LogprobsOnePosition] | None = None if params.logprobs is None else []
         self._cumulative_logprobs: list[float] = []
-        """Of the answer up to each token."""
+        """Entry i is the sum over tokens 0 to i."""
         self._text = ""
-        """All of it, or with DELTA what the consumer has not taken yet."""
+        """All text so far; with DELTA the text that the consumer has not taken yet."""
         self._num_read = 0
-        self._is_read = False
-        """The text is all there is."""
+        """Tokens that have been turned into text."""
+        self._text_is_complete = False
         self._num_taken = 0
+        """Tokens that the consumer has seen."""
         self._end_is_taken = False
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def wants_stop_strings(self) -> bool:
-        """The text has to be read as it comes, because it may end the answer."""
+        """The text must be read as it arrives, because it may end the completion."""
         return self._stops is not None
 
     @property
@@ -59,9 +66,9 @@ class Completion:
         return self._end_is_taken
 
     def take_in(self, token_id: int, position: int) -> bool:
-        """Add a token whose position has the lower 16 bits `position`; False if tokens are missing before it.
+        """Add a token; return False if tokens are missing before it.
 
-        A token that came before is ignored.
+        `position` is the lower 16 bits of the token's position. A token that was received before is ignored.
         """
         ahead = (position - len(self.token_ids)) & 0xFFFF
         if ahead == 0:
@@ -70,33 +77,36 @@ class Completion:
         return ahead >= 0x8000
 
     def take_in_logprobs(self, message: TokenLogprobs) -> None:
-        """Add the log-probabilities of tokens; those of positions that came before are ignored."""
+        """Add log-probabilities of tokens; repeated positions are ignored.
+
+        Raises ValueError as `append_logprobs` does.
+        """
         if self._logprobs is None:
             return
         start = len(self._logprobs)
         append_logprobs(self._logprobs, message, self._token_text)
         sums = self._cumulative_logprobs
         for entry in self._logprobs[start:]:
-            chosen = next(iter(entry.values()))
-            sums.append((sums[-1] if sums else 0.0) + chosen.logprob)
+            sampled = next(iter(entry.values()))
+            sums.append((sums[-1] if sums else 0.0) + sampled.logprob)
 
     def has_news(self, interval: int) -> bool:
-        """The consumer has not seen the end, the first token, or at least `interval` of the others."""
+        """Whether the consumer has not seen the end, the first token, or at least `interval` later tokens."""
         if self.finish is not None:
             return not self._end_is_taken
         num_new = len(self.token_ids) - self._num_taken
         return num_new >= interval or (num_new > 0 and self._num_taken == 0)
 
     def read(self) -> None:
-        """Turn the tokens that have arrived since the last call into text; ends the answer at a stop string."""
+        """Turn the tokens received since the last call into text; end the completion at a stop string."""
         detokenizer, finish = self._detokenizer, self.finish
-        if detokenizer is None or self._is_read:
+        if detokenizer is None or self._text_is_complete:
             return
         new_ids = self.token_ids[self._num_read :]
         start, self._num_read = self._num_read, len(self.token_ids)
-        self._is_read = finish is not None
+        self._text_is_complete = finish is not None
         if new_ids and finish and finish.reason == "stop" and not self.params.include_stop_str_in_output:
-            new_ids.pop()  # the token that stopped it came with the end, so it is among these
+            new_ids.pop()  # the stop token: it arrives together with the end, so it is the last of these
         if self._stops is None:
             self._text += detokenizer.append(new_ids)
             if finish:
@@ -120,9 +130,9 @@ class Completion:
                 rest += self._stops.flush()
             self._text += rest
 
-    def completion(self) -> CompletionOutput:
-        """What the consumer sees now: everything, or with DELTA what it has not seen."""
-        # Before its end, a text that is searched has been read already, by whoever can tell the core of a stop.
+    def output(self) -> CompletionOutput:
+        """Return what the consumer sees now: everything, or with DELTA what it has not seen, and mark it as seen."""
+        # Until its end, OutputProcessor reads a text that is searched, because the core must be told of a stop.
         if not self.wants_stop_strings or self.finish is not None:
             self.read()
         delta = self.params.output_kind == RequestOutputKind.DELTA
@@ -144,16 +154,16 @@ class Completion:
         )
 
     def _cut(self, count: int, stop: str) -> None:
-        """End the answer for `stop`, which its token number `count` completes."""
+        """End the completion for the stop string `stop`, which token number `count` completes."""
         del self.token_ids[count:]
         if self._logprobs is not None:
             del self._logprobs[count:], self._cumulative_logprobs[count:]
         self.finish = Finished(self.slot, count, "stop", stop)
-        self._is_read = True
+        self._text_is_complete = True
 
 
 def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenText | None) -> None:
-    """Append to `known`, which has an entry a position, those of `message` that are not in it yet.
+    """Append the new positions of `message` to `known`, which has one entry for each position.
 
     Raises ValueError for a message that leaves a gap or whose parts disagree.
     """
@@ -166,9 +176,9 @@ def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenT
         raise ValueError(f"log-probabilities of position {message.position} came where {len(known)} were awaited")
     for i in range(len(known) - message.position, len(ranks)):
         entry: LogprobsOnePosition = {}
-        for place, (token_id, value) in enumerate(zip(ids[i].tolist(), values[i].tolist(), strict=True)):
-            # The chosen token comes first, and again in its place if it is among the most likely.
+        for column, (token_id, value) in enumerate(zip(ids[i].tolist(), values[i].tolist(), strict=True)):
+            # The sampled token comes first, and a second time at its rank if it is among the most likely.
             if token_id not in entry:
-                rank = int(ranks[i]) if place == 0 else place
+                rank = int(ranks[i]) if column == 0 else column
                 entry[token_id] = Logprob(value, rank, token_text(token_id) if token_text else None)
         known.append(entry)

@@ -6,17 +6,17 @@ import codecs
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
-# UTF-8 spends at most 4 bytes on a character, so at most 4 tokens with any bytes hold parts of one.
 _MAX_CHAR_TOKENS = 4
-# In tokens, the preferred size first. A run of byte tokens can only be cut between characters, and the last whole one
-# starts at most 7 tokens before the end: 3 of an incomplete character, and its own 4.
+"""Tokens that may hold parts of one character: UTF-8 uses at most 4 bytes for it."""
 _CONTEXT_SIZES = (6, 5, 7, 4, 3, 2, 1)
+"""In tokens, the preferred size first. A run of byte tokens can only be cut between characters, and the last whole
+character starts at most 7 tokens before the end: 3 tokens of an incomplete character, and its own 4."""
 _MAX_WINDOW = 16
 _REMEMBERED_TEXTS = 65_536
 
@@ -24,23 +24,22 @@ _REMEMBERED_TEXTS = 65_536
 class IncrementalDetokenizer:
     """Turns a growing list of token ids into text, and never emits half a character.
 
-    All that `append` and `flush` return, put together, is the text of prompt + output without the text of the
-    prompt. The prompt matters because text depends on what is before it: a sentencepiece word keeps its leading
-    space only where it is not the first, and a prompt may end in the middle of a character, which then counts as
-    output.
+    The results of `append` and `flush`, joined, are the text of prompt + output without the text of the prompt. The
+    prompt matters because text depends on the tokens before it: a sentencepiece word keeps its leading space only if it
+    is not the first word, and a prompt may end in the middle of a character, which then counts as output.
 
-    Ids that the tokenizer does not know (models pad their vocabularies) are empty text. The tokenizer's
-    vocabulary is read once per tokenizer: tokens added to it later may be missed.
+    Ids that the tokenizer does not know (models pad their vocabularies) have empty text. The tokenizer's vocabulary is
+    read once per tokenizer: tokens that are added to it later may be missed.
 
     Args:
         tokenizer: a `transformers` tokenizer, fast or slow.
-        prompt_token_ids: the ids that the output continues; only the last few are looked at.
+        prompt_token_ids: the ids that the output continues; only the last few are used.
         skip_special_tokens: leave special tokens (end of text, …) out of the text.
-        spaces_between_special_tokens: False joins added tokens that follow each other without the space that
-            some tokenizers put there. Without effect when special tokens are skipped.
+        spaces_between_special_tokens: False joins consecutive added tokens without the space that some tokenizers put
+            between them. Without effect if special tokens are skipped.
     """
 
-    __slots__ = ("_stream",)
+    __slots__ = ("append", "flush")
 
     def __init__(
         self,
@@ -51,34 +50,24 @@ class IncrementalDetokenizer:
         spaces_between_special_tokens: bool = True,
     ) -> None:
         vocabulary = _vocabulary_of(tokenizer)
-        self._stream: _Stream
+        text: _ByteStream | _TextWindow
         if vocabulary.token_bytes is not None:
-            # These tokenizers never put a space between special tokens, so that option has nothing to do.
-            self._stream = _ByteStream(vocabulary.token_bytes[skip_special_tokens], prompt_token_ids)
-            return
-        skipped: frozenset[int] = vocabulary.special_ids if skip_special_tokens else frozenset()
-        joined = {} if skip_special_tokens or spaces_between_special_tokens else vocabulary.added_tokens
-        self._stream = _TextWindow(_decoder(tokenizer, vocabulary), skipped, joined, prompt_token_ids)
-
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Adds output tokens, any number at once, and returns the text that became certain, possibly ""."""
-        return self._stream.append(token_ids)
-
-    def flush(self) -> str:
-        """Returns what is still held back when the output ends: an incomplete character as U+FFFD, or ""."""
-        return self._stream.flush()
-
-
-class _Stream(Protocol):
-    def append(self, token_ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
+            # These tokenizers never put a space between special tokens, so spaces_between_special_tokens has no effect.
+            text = _ByteStream(vocabulary.token_bytes[skip_special_tokens], prompt_token_ids)
+        else:
+            skipped: frozenset[int] = vocabulary.special_ids if skip_special_tokens else frozenset()
+            joined = {} if skip_special_tokens or spaces_between_special_tokens else vocabulary.added_tokens
+            text = _TextWindow(_decoder(tokenizer, vocabulary), skipped, joined, prompt_token_ids)
+        self.append: Callable[[Sequence[int]], str] = text.append
+        """Adds output tokens, any number at once; returns the text that became certain, possibly ""."""
+        self.flush: Callable[[], str] = text.flush
+        """Returns the text that is still held back at the end: an incomplete character as U+FFFD, or ""."""
 
 
 class _ByteStream:
-    """Detokenization for byte-level tokenizers, where every token is a fixed string of bytes.
+    """Detokenization for byte-level tokenizers, whose tokens are fixed strings of bytes.
 
-    The text is those bytes read as UTF-8, whatever the tokens' borders, so Python's incremental decoder does it all.
+    The text is these bytes read as UTF-8, regardless of the borders of tokens, by Python's incremental decoder.
     """
 
     __slots__ = ("_decode", "_token_bytes")
@@ -104,15 +93,15 @@ class _ByteStream:
 
 
 class _TextWindow:
-    """Detokenization for any other tokenizer, by decoding a short window of the last tokens over and over.
+    """Detokenization for any other tokenizer, by decoding a short window of the last tokens again and again.
 
-    The window begins with tokens whose text is out already, as context. `_emitted` is the part of the window's text
-    that is out; the text after it is new, except for a trailing run of U+FFFD, which is a character in the
-    making and is held back. Nothing is emitted while the window's text does not start with `_emitted`: byte-fallback
-    decoders turn a whole run of byte tokens into U+FFFD for as long as its last character is incomplete.
+    The window begins with context: tokens whose text has been emitted. `_emitted` is the part of the window's text that
+    has been emitted; the text after it is new, except for a trailing run of U+FFFD, which is an incomplete character
+    and is held back. Nothing is emitted while the window's text does not start with `_emitted`: byte-fallback decoders
+    turn a whole run of byte tokens into U+FFFD while its last character is incomplete.
 
-    The work per token is bounded. A window that has grown long is cut to a few tokens whose text is a suffix of
-    what was emitted; where there are none, because only broken bytes come, all but the last 4 tokens are final.
+    The work per token is bounded. A long window is cut to a few tokens whose text is a suffix of the emitted text. If
+    there are no such tokens, because only invalid bytes arrive, all but the last 4 tokens become final.
     """
 
     __slots__ = ("_decode", "_emitted", "_follows_added", "_joined", "_skipped", "_whole", "_window")
@@ -134,8 +123,8 @@ class _TextWindow:
             self._emitted, spoiling = self._certain(self._window, self._decode(self._window))
             if self._emitted[:1] not in ("", _REPLACEMENT):
                 break
-        # How many of the window's tokens, all of them emitted, last ended with a whole character.
         self._whole = len(self._window) - spoiling
+        """The longest prefix of the window, in emitted tokens, that ended with a whole character."""
 
     def append(self, token_ids: Sequence[int]) -> str:
         if self._joined:
@@ -165,7 +154,7 @@ class _TextWindow:
             self._emitted = text
             self._whole = len(window)
             if not delta and emitted:
-                # Tokens without text are no context for what follows, and must not crowd out those that are.
+                # Tokens without text are no context for later tokens, and must not displace tokens with text.
                 del window[before:]
                 self._whole = before
         else:
@@ -183,13 +172,13 @@ class _TextWindow:
         return delta
 
     def _certain(self, window: list[int], text: str) -> tuple[str, int]:
-        """`text`, decoded from `window`, without the character in the making at its end.
+        """Return `text`, decoded from `window`, without the incomplete character at its end.
 
-        With it, how many tokens at the end are all that keeps the text from being whole; 0 where that is not so.
+        Also return the number of tokens at the end without which the text is whole; 0 if there is no such number.
         """
         certain = text.rstrip(_REPLACEMENT)
         if len(text) - len(certain) > 1:
-            # Maybe a run of byte tokens that only its last ones spoil.
+            # This may be a run of byte tokens of which only the last are incomplete.
             for spoiling in range(1, min(_MAX_CHAR_TOKENS, len(window))):
                 shorter = self._decode(window[:-spoiling])
                 if shorter[-1:] != _REPLACEMENT:
@@ -197,14 +186,14 @@ class _TextWindow:
         return certain, 0
 
     def _new_part(self, text: str, size: int) -> str:
-        """What `text`, decoded from the window's first `size` tokens, adds to what was emitted."""
+        """Return what `text`, decoded from the window's first `size` tokens, adds to the emitted text."""
         if text.startswith(self._emitted):
             return text[len(self._emitted) :]
-        # The decoder rewrote emitted text, which cannot be taken back: broken bytes spoil the run they are in.
+        # Invalid bytes made the decoder rewrite the whole run of bytes, but emitted text cannot be taken back.
         return self._decode(self._window[self._whole : size])
 
     def _slide(self) -> bool:
-        """Cuts the window to its last few tokens, if some number of them will do as context."""
+        """Cut the window to its last few tokens if they are sufficient context; return whether they are."""
         window = self._window
         for size in _CONTEXT_SIZES:
             tail = window[-size:]
@@ -217,7 +206,7 @@ class _TextWindow:
         return False
 
     def _cut(self) -> str:
-        """Takes all but the window's last 4 tokens as final, and returns their new text."""
+        """Make all but the window's last 4 tokens final, and return their new text."""
         final = self._window[:-_MAX_CHAR_TOKENS]
         text = self._decode(final)
         tail = self._window[-2 * _MAX_CHAR_TOKENS :]
@@ -232,7 +221,7 @@ class _TextWindow:
         return delta
 
     def _append_apart(self, token_id: int) -> str:
-        """Adds one token, where an added token right after another stands without the decoder's space."""
+        """Add one token; consecutive added tokens are joined without the decoder's space."""
         content = self._joined.get(token_id)
         follows, self._follows_added = self._follows_added, content is not None
         if content is None or not follows:
@@ -244,7 +233,7 @@ class _TextWindow:
         return held + content
 
     def _last_kept(self, token_ids: Sequence[int], size: int) -> list[int]:
-        """The last `size` of `token_ids` that are not skipped, or all of them if there are fewer."""
+        """Return the last `size` ids that are not skipped, or all of them if there are fewer."""
         kept: list[int] = []
         for token_id in reversed(token_ids):
             if token_id not in self._skipped:
@@ -256,9 +245,9 @@ class _TextWindow:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte for each character of a byte-level vocabulary (GPT-2's `bytes_to_unicode`, turned around).
+    """Return the byte for each character of a byte-level vocabulary (the inverse of GPT-2's `bytes_to_unicode`).
 
-    Printable Latin-1 stands for itself, the other bytes for U+0100 and up.
+    Printable Latin-1 characters stand for themselves, U+0100 and up for the other bytes.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -269,7 +258,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of each token of a byte-level vocabulary, worked out when first asked for."""
+    """The bytes of each token of a byte-level vocabulary, computed on first use."""
 
     def __init__(self, id_to_token: Callable[[int], str | None], skipped: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(skipped, b""))
@@ -289,15 +278,16 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class _Vocabulary:
-    """What the detokenizers of one tokenizer share. Holds no reference to the tokenizer itself."""
+    """The data that detokenizers of one tokenizer share. It holds no reference to the tokenizer itself."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_ids: frozenset[int]
-        # By skip_special_tokens; only for byte-level tokenizers.
         self.token_bytes: tuple[_TokenBytes, _TokenBytes] | None = None
+        """For skip_special_tokens False and True; only for byte-level tokenizers."""
         self.known_ids: frozenset[int] | None = None
+        """Only for slow tokenizers, which fail on other ids."""
         if not tokenizer.is_fast:
             self.special_ids = frozenset(tokenizer.all_special_ids)
             self.known_ids = frozenset(tokenizer.get_vocab().values()) | added.keys()
@@ -325,7 +315,7 @@ def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary) -> Callable[[list[int]], str]:
-    """A function that decodes ids as they are: nothing skipped, nothing cleaned up, unknown ids without text."""
+    """Return a function that decodes ids without skipping or cleaning up; unknown ids have no text."""
     if vocabulary.known_ids is not None:
         known = vocabulary.known_ids
 
@@ -348,6 +338,6 @@ def _decoder(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary) -> Cal
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
-    """A function that gives the text of one token alone, special ones included, and remembers it."""
+    """Return a function that gives the text of a single token, also of a special token, and remembers it."""
     decode = _decoder(tokenizer, _vocabulary_of(tokenizer))
     return functools.lru_cache(maxsize=_REMEMBERED_TEXTS)(lambda token_id: decode([token_id]))

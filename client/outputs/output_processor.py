@@ -1,31 +1,32 @@
-"""The live requests of a client, by the caller's id and by the slots that name their answers on the wire."""
+"""The live requests of a client: where a core's outputs reach their streams, and the one place where streams end."""
 
 import heapq
-import logging
 import time
 
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
-from vllm_mp.client.outputs.pooling_stream import PoolingStream
-from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.client.outputs.stream import Awaited, GenerationStream, PoolingStream, RequestStream
 from vllm_mp.errors import EngineGenerateError
-
-logger = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """Who is waiting for what.
+    """Knows each live request by the caller's id, and by the slots of what it awaits.
 
-    A slot is taken when an answer is asked of the core and is free again when the core has said that it has ended,
-    which may be after its stream has. Until then whatever still comes for the slot belongs to that answer.
+    A completion or vector takes a slot when it is asked of the core. The slot is free again when the core has reported
+    its end, which may be after its stream has ended. Until then, whatever arrives for the slot belongs to it.
+
+    Methods that end a stream return the slots that the core must be told to abort.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[str, RequestStream | None] = {}
-        """None while the prompt is being tokenized."""
+        """In the order of arrival; None while the prompt is being tokenized."""
         self._aborted_early: set[str] = set()
-        """Of those, the ones that have been aborted meanwhile."""
-        self._by_slot: dict[int, tuple[RequestStream, Completion]] = {}
+        """The ids of requests that were aborted while their prompt was being tokenized."""
+        self._completions: dict[int, tuple[GenerationStream, Completion]] = {}
+        """By slot."""
+        self._vectors: dict[int, PoolingStream] = {}
+        """By slot."""
         self._free_slots: list[int] = []
         self._num_slots = 0
 
@@ -35,10 +36,12 @@ class OutputProcessor:
 
     @property
     def num_slots_in_use(self) -> int:
-        return len(self._by_slot)
+        return len(self._completions) + len(self._vectors)
 
     def reserve(self, request_id: str) -> None:
-        """Note that a request is about to be admitted; raises ValueError if there is a live one of that id."""
+        """Reserve an id for a request whose prompt must be tokenized; raises ValueError if a live request has it."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
         if request_id in self._by_id:
             raise ValueError(f"request_id {request_id!r} is in use by a live request; choose another")
         self._by_id[request_id] = None
@@ -48,61 +51,64 @@ class OutputProcessor:
         self._by_id.pop(request_id, None)
         self._aborted_early.discard(request_id)
 
-    def abort_early(self, request_id: str) -> None:
-        """Note that a reserved request shall not be sent; of other ids, nothing."""
-        if self._by_id.get(request_id, ...) is None:
-            self._aborted_early.add(request_id)
+    def enter(self, stream: RequestStream) -> bool:
+        """Give each of what `stream` awaits a slot; return False, and end `stream`, if it was aborted meanwhile.
 
-    def was_aborted_early(self, request_id: str) -> bool:
-        return request_id in self._aborted_early
-
-    def find(self, request_id: str) -> RequestStream | None:
-        """The live stream of that id, if its request has been sent."""
-        return self._by_id.get(request_id)
-
-    def enter(self, stream: RequestStream) -> None:
-        """Give each answer of `stream` a slot; raises ValueError when there are not enough."""
-        missing = len(stream.answers) - len(self._free_slots)
+        Raises ValueError if there are not enough slots.
+        """
+        if stream.request_id in self._aborted_early:
+            self.cancel(stream.request_id)
+            stream.end_all("abort")
+            return False
+        missing = len(stream.awaited) - len(self._free_slots)
         if self._num_slots + missing > wire.MAX_LIVE_REQUESTS:
-            raise ValueError(f"{len(self._by_slot)} answers are being written, which is the most; wait for some to end")
-        for answer in stream.answers:
+            raise ValueError(
+                f"too many live completions: {self.num_slots_in_use}, and the limit is {wire.MAX_LIVE_REQUESTS}; wait "
+                "for some to end"
+            )
+        for awaited in stream.awaited:
             if self._free_slots:
-                answer.slot = heapq.heappop(self._free_slots)
+                awaited.slot = heapq.heappop(self._free_slots)
             else:
-                answer.slot = self._num_slots
+                awaited.slot = self._num_slots
                 self._num_slots += 1
-            self._by_slot[answer.slot] = stream, answer
+        if isinstance(stream, GenerationStream):
+            self._completions |= {completion.slot: (stream, completion) for completion in stream.completions}
+        elif isinstance(stream, PoolingStream):
+            self._vectors[stream.vector.slot] = stream
         self._by_id[stream.request_id] = stream
+        return True
 
     def withdraw(self, stream: RequestStream, num_sent: int) -> list[int]:
-        """Undo `enter` for a stream of which only the first `num_sent` answers were sent; returns their slots."""
-        for answer in stream.answers[num_sent:]:
-            self._free(answer.slot)
-        self.end_by_abort(stream)
-        return [answer.slot for answer in stream.answers[:num_sent]]
+        """Undo `enter` for a stream of which only the first `num_sent` slots were sent; return these slots."""
+        for awaited in stream.awaited[num_sent:]:
+            self._free(awaited.slot)
+        self.abort(stream.request_id)
+        return [awaited.slot for awaited in stream.awaited[:num_sent]]
 
-    def take_in(self, message: wire.StepOutput) -> list[int]:
-        """Give the streams what a step brought them; returns slots whose answers the core must abort.
+    def process(self, message: wire.StepOutput) -> list[int]:
+        """Give the streams what a step brought them; return the slots that the core must abort.
 
         Raises ValueError for a message whose parts disagree.
         """
-        entries = self._by_slot
-        touched: dict[int, tuple[RequestStream, Completion]] = {}
+        completions = self._completions
+        touched: dict[int, tuple[GenerationStream, Completion]] = {}
         unwanted: list[int] = []
         for own in message.prompt_logprobs:
-            if (entry := entries.get(own.slot)) is not None and not entry[0].is_over:
+            if (entry := completions.get(own.slot)) is not None and not entry[0].is_over:
                 try:
                     entry[0].take_in_prompt_logprobs(own)
-                except ValueError as error:  # of this request; the rest of the message is others' answers
+                except ValueError as error:  # it concerns this request alone
                     unwanted += self.fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
-            entry = entries.get(slot)
-            if entry is None or entry[1].finish is not None or entry[0].is_over:
+            entry = completions.get(slot)
+            # A stream with a completion that has not ended is over only after an error.
+            if entry is None or entry[1].finish is not None or entry[0].error is not None:
                 continue
             if entry[1].take_in(token, position):
                 touched[slot] = entry
             else:
-                unwanted += self._lose(*entry)
+                unwanted += self._fail_for_lost_tokens(*entry)
         for own in message.logprobs:
             if (entry := touched.get(own.slot)) is not None:
                 try:
@@ -110,102 +116,119 @@ class OutputProcessor:
                 except ValueError as error:
                     unwanted += self.fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, vector in message.vectors:
-            if slot in entries and isinstance(stream := entries[slot][0], PoolingStream):
+            if (pooling := self._vectors.get(slot)) is not None and not pooling.is_over:
                 try:
-                    stream.take_in_vector(vector)
+                    pooling.vector.take_in(vector)
                 except ValueError as error:
-                    unwanted += self.fail(stream, f"request {stream.request_id}: {error}")
+                    unwanted += self.fail(pooling, f"request {pooling.request_id}: {error}")
         for slot, count in message.cached:
-            if slot in entries and entries[slot][1].index == 0:
-                entries[slot][0].num_cached_tokens = count
+            if (found := self._at(slot)) is not None and found[1].index == 0:
+                found[0].num_cached_tokens = count
         for finish in message.finished:
-            entry = self._free(finish.slot)
-            if entry is not None:
-                unwanted += self._end(*entry, finish)
+            if (found := self._free(finish.slot)) is not None:
+                unwanted += self._end(*found, finish)
         now = time.time()
-        for stream, answer in touched.values():
-            if answer.wants_stop_strings:
-                unwanted += self._look_for_stop(stream, answer)
+        for stream, completion in touched.values():
+            if completion.wants_stop_strings:
+                unwanted += self._end_at_stop_string(stream, completion)
             stream.wake_for_tokens(now)
         return unwanted
 
-    def end_by_abort(self, stream: RequestStream) -> list[int]:
-        """End a live stream for its consumer; returns its slots, which stay taken until the core answers."""
+    def abort(self, request_id: str) -> list[int]:
+        """End a live request for its consumer, and return its slots, which stay taken until the core answers.
+
+        A request whose prompt is being tokenized ends when it would `enter`. No-op for ids that are not live.
+        """
+        if request_id not in self._by_id:
+            return []
+        stream = self._by_id[request_id]
+        if stream is None:
+            self._aborted_early.add(request_id)
+            return []
         slots = self._slots_of(stream)
         stream.end_all("abort")
         self._forget(stream)
         return slots
 
     def fail(self, stream: RequestStream, why: str) -> list[int]:
-        """End a live stream with EngineGenerateError; returns its slots, as `end_by_abort` does."""
+        """End a live stream with EngineGenerateError, and return its slots, which stay taken until the core answers."""
         slots = self._slots_of(stream)
         stream.fail(EngineGenerateError(why))
         self._forget(stream)
         return slots
 
-    def live(self) -> list[tuple[RequestStream, Completion]]:
-        """The answers that still have to come, in the order in which their requests arrived."""
-        streams = [stream for stream in self._by_id.values() if stream is not None]
-        return [(stream, answer) for stream in streams for answer in stream.answers if answer.finish is None]
-
-    def forget_core(self) -> None:
-        """Free the slots that were kept for a core, which is gone, to say that their answers have ended."""
-        kept = {answer.slot for _, answer in self.live()}
-        for slot in [slot for slot in self._by_slot if slot not in kept]:
-            self._free(slot)
-
     def fail_all(self, error: Exception) -> None:
         """End every stream with `error`."""
-        for stream, _ in self._by_slot.values():
+        for stream in self.streams():
             stream.fail(error)
             self._forget(stream)
-        self._by_slot.clear()
+        self._completions.clear()
+        self._vectors.clear()
 
-    def _free(self, slot: int) -> tuple[RequestStream, Completion] | None:
-        """End the use of a slot that the core knows nothing of, or nothing any more."""
-        entry = self._by_slot.pop(slot, None)
+    def streams(self) -> list[RequestStream]:
+        """The live streams whose requests have been sent, in the order of arrival."""
+        return [stream for stream in self._by_id.values() if stream is not None]
+
+    def live(self) -> list[tuple[RequestStream, Awaited]]:
+        """What live streams still await of the core, in the order in which the requests arrived."""
+        return [(stream, awaited) for stream in self.streams() for awaited in stream.awaited if awaited.finish is None]
+
+    def forget_core(self) -> None:
+        """Free the slots that only waited for a core, which is dead now, to report an end."""
+        kept = {awaited.slot for _, awaited in self.live()}
+        for slot in (self._completions.keys() | self._vectors.keys()) - kept:
+            self._free(slot)
+
+    def _at(self, slot: int) -> tuple[RequestStream, Awaited] | None:
+        if (pooling := self._vectors.get(slot)) is not None:
+            return pooling, pooling.vector
+        return self._completions.get(slot)
+
+    def _free(self, slot: int) -> tuple[RequestStream, Awaited] | None:
+        """Free a slot that the core does not know, or has forgotten; return what had it."""
+        entry = self._at(slot)
         if entry is not None:
+            self._completions.pop(slot, None)
+            self._vectors.pop(slot, None)
             heapq.heappush(self._free_slots, slot)
         return entry
 
     def _slots_of(self, stream: RequestStream) -> list[int]:
-        """The slots under which the core may still be writing answers to `stream`."""
-        live = (answer.slot for answer in stream.answers if answer.finish is None)
-        # A slot that one of its answers had may be another request's by now.
-        return [slot for slot in live if slot in self._by_slot and self._by_slot[slot][0] is stream]
+        """The slots under which the core may still be working for `stream`."""
+        live = (awaited.slot for awaited in stream.awaited if awaited.finish is None)
+        # A slot that the stream had before may belong to another request now.
+        return [slot for slot in live if (entry := self._at(slot)) is not None and entry[0] is stream]
 
-    def _end(self, stream: RequestStream, answer: Completion, finish: wire.Finished) -> list[int]:
-        if stream.is_over or answer.finish is not None:
+    def _end(self, stream: RequestStream, awaited: Awaited, finish: wire.Finished) -> list[int]:
+        if stream.is_over or awaited.finish is not None:
             return []
         if finish.reason == "error":
             return self.fail(stream, f"request {stream.request_id} failed: {finish.error}")
-        if finish.num_output_tokens != len(answer.token_ids):
-            return self._lose(stream, answer)
-        stream.end(answer, finish)
+        if finish.num_output_tokens != awaited.num_tokens:
+            return self._fail_for_lost_tokens(stream, awaited)
+        stream.end(awaited, finish)
         self._forget_if_over(stream)
         return []
 
-    def _look_for_stop(self, stream: RequestStream, answer: Completion) -> list[int]:
-        finish = answer.finish
-        answer.read()
-        if answer.finish is finish:
+    def _end_at_stop_string(self, stream: GenerationStream, completion: Completion) -> list[int]:
+        """Read the new text of `completion`, and end it if the text has a stop string."""
+        finish = completion.finish
+        completion.read()
+        if completion.finish is finish:
             return []
         stream.note_end()
         self._forget_if_over(stream)
-        return [answer.slot] if finish is None else []
+        return [completion.slot] if finish is None else []
 
-    def _lose(self, stream: RequestStream, answer: Completion) -> list[int]:
-        """Fail a stream of which tokens are missing."""
-        return self.fail(
-            stream,
-            f"request {stream.request_id}: tokens after the first {len(answer.token_ids)} were lost on the way",
-        )
+    def _fail_for_lost_tokens(self, stream: RequestStream, awaited: Awaited) -> list[int]:
+        why = f"tokens after the first {awaited.num_tokens} were lost between core and client"
+        return self.fail(stream, f"request {stream.request_id}: {why}")
 
     def _forget_if_over(self, stream: RequestStream) -> None:
         if stream.is_over:
             self._forget(stream)
 
     def _forget(self, stream: RequestStream) -> None:
-        """Let the id of `stream`, which is over, be used again, unless it is already."""
+        """Make the id of a stream that is over available, unless another request has it already."""
         if self._by_id.get(stream.request_id) is stream:
             del self._by_id[stream.request_id]

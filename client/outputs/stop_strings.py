@@ -1,18 +1,20 @@
-"""Finding stop strings in a text that arrives in pieces."""
+"""The search for stop strings in a text that arrives in pieces."""
 
 import re
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, and nothing that may turn out to be the beginning of one.
+    """Passes text on up to the first stop string, and holds back text that may be the beginning of one.
 
-    Of several in the text the one that begins first counts, and of those the longest.
+    If a piece completes several stop strings, the one that begins first counts, and the longest of those that begin
+    there.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
-        """`include`: the stop string belongs to the text that is passed on."""
+        """`include`: the stop string is part of the text that is passed on."""
         self.found: str | None = None
+        """The stop string that was found."""
         self._stops = stops
         self._include = include
         self._pattern = re.compile("|".join(re.escape(stop) for stop in sorted(stops, key=len, reverse=True)))
@@ -20,7 +22,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, piece: str) -> str:
-        """The text that `piece` makes certain; once `found` is set, that is the last of it."""
+        """Return the text that `piece` makes certain; if that sets `found`, no text follows."""
         text = self._held + piece
         match = self._pattern.search(text)
         if match is not None:
@@ -32,12 +34,12 @@ class StopStrings:
         return text[:certain]
 
     def flush(self) -> str:
-        """What is still held back when no more text will come."""
+        """Return the text that is still held back, when no more text will arrive."""
         held, self._held = self._held, ""
         return held
 
     def _length_of_beginning(self, text: str) -> int:
-        """How much of the end of `text` is the beginning of a stop string."""
+        """The number of characters at the end of `text` that begin a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -1,134 +1,217 @@
-"""One request as its consumer sees it."""
+"""A request as its consumer sees it: a stream of completions, or of one vector."""
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion, TokenText, append_logprobs
-from vllm_mp.outputs import LogprobsOnePosition, RequestMetrics, RequestOutput
-from vllm_mp.sampling_params import RequestOutputKind
-from vllm_mp.wire import Finished, TokenLogprobs
+from vllm_mp.client.request import GenerationRequest, PoolingRequest
+from vllm_mp.errors import EngineGenerateError
+from vllm_mp.outputs import LogprobsOnePosition, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
+from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+
+AddMessage = wire.AddRequest | wire.AddPooling
 
 
-class RequestStream:
-    """Collects the answers to one prompt and hands outputs out as the consumer asks.
+class PooledVector:
+    """The vector of a pooling request, which takes one slot on the wire as a completion does."""
 
-    Between two requests of the consumer tokens merely pile up, so a slow consumer gets fewer, larger outputs, holds up
-    nobody and loses nothing. Text is made when it is taken, unless it has to be searched for stop strings.
+    index = 0
+    num_tokens = 0
+
+    def __init__(self) -> None:
+        self.slot = -1
+        """The name of the vector on the wire, once its request has been sent."""
+        self.finish: wire.Finished | None = None
+        self.data: npt.NDArray[np.float32] | None = None
+        """float32 [dimensions]; None until it has arrived."""
+
+    def take_in(self, data: bytes) -> None:
+        """Keep the vector, given as little-endian float32; raises ValueError if the length does not fit."""
+        self.data = np.frombuffer(data, "<f4").astype(np.float32)
+
+
+Awaited = Completion | PooledVector
+"""What one slot on the wire brings."""
+
+
+class RequestStream(ABC):
+    """A live request and its consumer: common to generation and pooling.
+
+    Only `OutputProcessor` ends a stream or anything that the stream awaits.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        answers: Sequence[Completion],
-        arrival_time: float,
-        interval: int = 1,
-        token_text: TokenText | None = None,
-    ) -> None:
-        """`answers` differ in index and seed alone; `interval` is the number of tokens between two outputs."""
-        self.request_id = request_id
-        self.params = answers[0].params
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.answers = answers
+    def __init__(self, request: GenerationRequest | PoolingRequest) -> None:
+        self.request_id = request.request_id
+        self.params: SamplingParams | PoolingParams = request.params
+        self.prompt = request.prompt
+        self.prompt_token_ids = request.prompt_token_ids
         self.is_held = False
-        """It has arrived during a pause, whose end it waits for."""
+        """The request arrived during a pause and waits for the pause to end."""
         self.num_cached_tokens = 0
-        """Prompt tokens whose keys and values were in the core's cache already when the first answer began."""
-        self._interval = interval
-        self._metrics = RequestMetrics(arrival_time)
-        self._token_text = token_text
-        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
-        if self.params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None]
-        self._error: Exception | None = None
+        """Prompt tokens whose keys and values were already in the core's cache when the first completion began."""
+        self.error: Exception | None = None
+        """The error that ended the stream."""
+        self._metrics = RequestMetrics(request.arrival_time)
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    @abstractmethod
+    def awaited(self) -> Sequence[Awaited]:
+        """What the core must bring, each under a slot of its own."""
+
+    @abstractmethod
+    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> AddMessage:
+        """Return the message that asks a core for the rest of `awaited[index]`, which must have its slot."""
 
     @property
     def is_over(self) -> bool:
         """Nothing more will arrive."""
-        if self._error is not None:
+        if self.error is not None:
             return True
-        for answer in self.answers:  # noqa: SIM110, as a generator takes longer, at every token of every stream
-            if answer.finish is None:
+        for awaited in self.awaited:  # noqa: SIM110, because a generator is slower and this runs for every message
+            if awaited.finish is None:
                 return False
         return True
 
-    def take_in_prompt_logprobs(self, message: TokenLogprobs) -> None:
-        """Add the log-probabilities of prompt tokens; those that came before are ignored."""
-        if self._prompt_logprobs is not None:
-            append_logprobs(self._prompt_logprobs, message, self._token_text)
-
-    def end(self, answer: Completion, finish: Finished) -> None:
-        """Note the end of an answer, unless there was one already, and wake the consumer."""
-        if answer.finish is None and self._error is None:
-            answer.finish = finish
+    def end(self, awaited: Awaited, finish: wire.Finished) -> None:
+        """Record the end of `awaited` and wake the consumer; no-op after an earlier end or error."""
+        if awaited.finish is None and self.error is None:
+            awaited.finish = finish
             self.note_end()
 
     def end_all(self, reason: str) -> None:
-        """End the answers that have no end yet, for `reason`."""
-        for answer in self.answers:
-            self.end(answer, Finished(answer.slot, len(answer.token_ids), reason))
-
-    def note_end(self) -> None:
-        """Wake the consumer, after an answer has got its end."""
-        if self.is_over:
-            self._metrics.finished_time = time.time()
-        if self.is_over or self.params.output_kind != RequestOutputKind.FINAL_ONLY:
-            self._wake()
+        """End, for `reason`, everything that has not ended."""
+        for awaited in self.awaited:
+            self.end(awaited, wire.Finished(awaited.slot, awaited.num_tokens, reason))
 
     def fail(self, error: Exception) -> None:
-        """End with an error, unless there was an end already, and wake the consumer."""
+        """End the stream with an error and wake the consumer; no-op if the stream is over."""
         if not self.is_over:
-            self._error = error
+            self.error = error
             self._wake()
 
-    def wake_for_tokens(self, now: float) -> None:
-        """Wake the consumer, if it wants to see what has arrived; `now` is in seconds of `time.time()`."""
-        self._metrics.last_token_time = now
-        if self._metrics.first_token_time is None:
-            self._metrics.first_token_time = now
+    def note_end(self) -> None:
+        """Wake the consumer after one of the awaited has ended."""
+        if self.is_over:
+            self._metrics.finished_time = time.time()
         if self._has_news():
             self._wake()
 
-    async def next(self) -> RequestOutput:
-        """The next output, when there is news; raises what `fail` was given. One consumer at a time."""
+    async def next(self) -> RequestOutput | PoolingRequestOutput:
+        """Return the next output as soon as there is news.
+
+        Raises what `fail` was given, and EngineGenerateError where a vector was awaited and none arrived. At most one
+        consumer may wait at a time.
+        """
         while not self._has_news():
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self._error is not None:
-            # A new one each time, or the traceback of a shared one would grow with every stream.
-            raise type(self._error)(*self._error.args)
+        if self.error is not None:
+            # A copy each time: the traceback of a shared exception would grow with every stream.
+            raise type(self.error)(*self.error.args)
         return self._output()
 
+    @abstractmethod
     def _has_news(self) -> bool:
-        if self.params.output_kind == RequestOutputKind.FINAL_ONLY:
-            return self.is_over
-        known = self._prompt_logprobs
-        if known is not None and len(known) < len(self.prompt_token_ids) and not self.is_over:
-            # Another answer may be ahead of the first, which brings these; the first output has all of them.
-            return False
-        if self._error is not None:
-            return True
-        for answer in self.answers:  # noqa: SIM110, as in `is_over`
-            if answer.has_news(self._interval):
-                return True
-        return False
+        """Whether the consumer wants to see what has arrived."""
+
+    @abstractmethod
+    def _output(self) -> RequestOutput | PoolingRequestOutput:
+        """The output to hand to the consumer now."""
 
     def _wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
             waiter.set_result(None)
 
+
+class GenerationStream(RequestStream):
+    """Collects the completions of one prompt and hands out outputs when the consumer asks.
+
+    Tokens accumulate until the consumer asks again: a slow consumer gets fewer and larger outputs, delays no other
+    stream and loses nothing. Text is made when it is taken, unless it must be searched for stop strings.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        completions: Sequence[Completion],
+        interval: int = 1,
+        token_text: TokenText | None = None,
+    ) -> None:
+        """`completions` differ in index and seed alone; `interval` is the number of tokens between two outputs."""
+        super().__init__(request)
+        self.params: SamplingParams = request.params
+        self.completions = completions
+        self._request = request
+        self._interval = interval
+        self._token_text = token_text
+        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+
+    @property
+    def awaited(self) -> Sequence[Completion]:
+        return self.completions
+
+    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> wire.AddRequest:
+        request, completion = self._request, self.completions[index]
+        return wire.AddRequest(
+            incarnation=incarnation,
+            slot=completion.slot,
+            request_id=request.request_id,
+            prompt=request.packed_prompt,
+            params=completion.params,
+            priority=request.priority,
+            output=wire.pack_ids(completion.token_ids),
+            cache_salt=request.cache_salt,
+            group=request.group,
+            bad_words=list(request.bad_words),
+            isolate_until_num_tokens=isolate_until_num_tokens,
+        )
+
+    def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:
+        """Add log-probabilities of prompt tokens; repeated positions are ignored."""
+        if self._prompt_logprobs is not None:
+            append_logprobs(self._prompt_logprobs, message, self._token_text)
+
+    def wake_for_tokens(self, now: float) -> None:
+        """Wake the consumer if it wants to see the new tokens; `now` is in seconds of `time.time()`."""
+        self._metrics.last_token_time = now
+        if self._metrics.first_token_time is None:
+            self._metrics.first_token_time = now
+        if self._has_news():
+            self._wake()
+
+    def _has_news(self) -> bool:
+        if self.params.output_kind == RequestOutputKind.FINAL_ONLY:
+            return self.is_over
+        known = self._prompt_logprobs
+        if known is not None and len(known) < len(self.prompt_token_ids) and not self.is_over:
+            # The first completion brings these, and another may be ahead of it; the first output has all of them.
+            return False
+        if self.error is not None:
+            return True
+        for completion in self.completions:  # noqa: SIM110, as in `is_over`
+            if completion.has_news(self._interval):
+                return True
+        return False
+
     def _output(self) -> RequestOutput:
         delta = self.params.output_kind == RequestOutputKind.DELTA
-        shown = [answer for answer in self.answers if answer.has_news(1)] if delta else self.answers
-        completions = [answer.completion() for answer in shown]
+        completions = self.completions
+        shown = [completion for completion in completions if completion.has_news(1)] if delta else completions
+        outputs = [completion.output() for completion in shown]
         prompt_logprobs = self._prompt_logprobs
         if delta:
             self._prompt_logprobs = None
@@ -136,9 +219,53 @@ class RequestStream:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=completions,
-            finished=all(answer.is_taken for answer in self.answers),
+            outputs=outputs,
+            finished=all(completion.is_taken for completion in completions),
             prompt_logprobs=prompt_logprobs,
+            metrics=self._metrics,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+class PoolingStream(RequestStream):
+    """Waits for the vector of one prompt, which is its only output."""
+
+    def __init__(self, request: PoolingRequest) -> None:
+        super().__init__(request)
+        self.vector = PooledVector()
+        self._request = request
+
+    @property
+    def awaited(self) -> Sequence[PooledVector]:
+        return (self.vector,)
+
+    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> wire.AddPooling:
+        request = self._request
+        return wire.AddPooling(
+            incarnation=incarnation,
+            slot=self.vector.slot,
+            request_id=request.request_id,
+            prompt=request.packed_prompt,
+            params=request.params,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            isolate_until_num_tokens=isolate_until_num_tokens,
+        )
+
+    def _has_news(self) -> bool:
+        return self.is_over
+
+    def _output(self) -> PoolingRequestOutput:
+        """Raises EngineGenerateError if there is no vector, as for a request that was aborted."""
+        vector, finish = self.vector.data, self.vector.finish
+        if vector is None:
+            why = "was aborted" if finish and finish.reason == "abort" else "ended without its vector"
+            raise EngineGenerateError(f"request {self.request_id} {why}")
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=PoolingOutput(vector),
             metrics=self._metrics,
             num_cached_tokens=self.num_cached_tokens,
         )

@@ -1,12 +1,12 @@
 """Pausing and resuming generation, for all clients of the core together."""
 
-import reprlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from vllm_mp.call_validation import check_pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
-from vllm_mp.wire import PAUSE_MODES, Finished
+from vllm_mp.wire import Finished
 
 _MAX_DRAINS = 4096
 
@@ -44,10 +44,7 @@ class Pause:
 
         Raises ValueError for another mode, and if too many calls wait already.
         """
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {reprlib.repr(mode)}")
-        if not isinstance(clear_cache, bool):
-            raise ValueError(f"clear_cache must be true or false, got {reprlib.repr(clear_cache)}")
+        check_pause(mode, clear_cache)
         if mode == "wait" and len(self._drains) >= _MAX_DRAINS:
             raise ValueError(f"too many calls wait for a pause: the limit is {_MAX_DRAINS}; resume generation first")
         done: Future[None] = Future()

@@ -1,14 +1,14 @@
 """Sleeping and waking up, for all clients of the core together: memory that others need for a while."""
 
-import reprlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
+from vllm_mp.call_validation import check_sleep, check_wake_up
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.status_page import AWAKE, SleepState
-from vllm_mp.wire import KV_CACHE, SLEEP_LEVELS, SLEEP_MODES, SLEEP_TAGS, WEIGHTS, Finished
+from vllm_mp.wire import KV_CACHE, SLEEP_TAGS, WEIGHTS, Finished
 
 _SETBACKS = (ValueError, OSError, MemoryError, RuntimeError)
 """What a lack of memory, or weights that are gone, shows as. A device that has failed raises again when its memory is
@@ -75,16 +75,7 @@ class Sleep:
         the two levels. The result is a RuntimeError where the weights find no room, and the core goes on then. Raises
         ValueError for another level or mode.
         """
-        if type(level) is not int or level not in SLEEP_LEVELS:
-            raise ValueError(
-                f"level must be 1, which keeps the weights in host memory, or 2, which keeps none, got "
-                f"{reprlib.repr(level)}"
-            )
-        if mode not in SLEEP_MODES:
-            raise ValueError(
-                f"mode must be one of {', '.join(SLEEP_MODES)}, got {reprlib.repr(mode)}; to let requests end, pause "
-                "generation with mode 'wait' before"
-            )
+        check_sleep(level, mode)
         return self._wish(lambda: self._fall_asleep(level, mode))
 
     def wake_up(self, *tags: str) -> "Future[None]":
@@ -93,10 +84,8 @@ class Sleep:
         Of what is there, and of a core that is awake, nothing. The result is a RuntimeError where it cannot be had, and
         the core is as before then. Raises ValueError for other tags.
         """
-        for tag in tags:
-            if tag not in SLEEP_TAGS:
-                raise ValueError(f"tags must be of {', '.join(SLEEP_TAGS)}, got {reprlib.repr(tag)}")
-        return self._wish(lambda: self._wake(tags or SLEEP_TAGS))
+        wanted = check_wake_up(tags or None)
+        return self._wish(lambda: self._wake(wanted))
 
     @property
     def is_due(self) -> bool:

@@ -111,7 +111,7 @@ async def main():
         "prompt": outputs[0].prompt_token_ids,
         "pieces": [output.outputs[0].text for output in outputs],
         "answer": [token for output in outputs for token in output.outputs[0].token_ids],
-        "conversions": sum("vllm_mp.client.convert_tokenizer" in command for command in commands),
+        "conversions": sum("vllm_mp.client.tokenizer" in command for command in commands),
         "torch": "torch" in sys.modules,
     }))
 

@@ -1,6 +1,8 @@
 """A bad request gets a message that names the fault, and does not disturb other requests."""
 
 import asyncio
+import enum
+import re
 
 import pytest
 
@@ -56,7 +58,7 @@ def test_bad_prompt_is_refused_by_name(llm, prompt, words):
     ("arguments", "words"),
     [
         ({"lora_request": object()}, "lora_request"),
-        ({"trace_headers": {}}, "trace_headers"),
+        ({"trace_headers": {"traceparent": "00-0-0-00"}}, "trace_headers"),
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
         ({"priority": 3}, "scheduling_policy"),
         ({"priority": 1.5}, "priority"),
@@ -67,6 +69,46 @@ def test_bad_prompt_is_refused_by_name(llm, prompt, words):
 )
 def test_bad_argument_is_refused_by_name(llm, arguments, words):
     assert words in refusal(llm, PROMPT, **arguments)
+
+
+def test_empty_trace_headers_are_accepted_everywhere(llm):
+    async def run():
+        outputs = [output async for output in llm.generate(PROMPT, greedy(2), trace_headers={})]
+        vectors = [output async for output in llm.encode(PROMPT, trace_headers={})]
+        streamed = [output async for output in await llm.add_request(None, PROMPT, greedy(2), trace_headers={})]
+        assert outputs[-1].finished
+        assert vectors[-1].finished
+        assert streamed[-1].finished
+
+    asyncio.run(run())
+
+
+def test_tokenizer_of_an_adapter_is_refused_because_lora_is_not_enabled(llm):
+    assert llm.get_tokenizer(None) is llm.get_tokenizer()
+    with pytest.raises(ValueError, match=r"lora_request must be None, got 'adapter': LoRA is not enabled"):
+        llm.get_tokenizer("adapter")
+
+
+class Device(enum.Enum):
+    """As vLLM's callers name a device."""
+
+    GPU = enum.auto()
+    CPU = enum.auto()
+
+
+def test_prefix_cache_is_reset_only_on_the_device_that_holds_it(llm):
+    own = llm.vllm_config.device_config.device
+    names = {"cpu": ("cpu", Device.CPU, "CPU"), "cuda": ("cuda", Device.GPU, "gpu", "cuda:0")}
+
+    async def run():
+        await llm.reset_prefix_cache()
+        for device in names[own]:
+            await llm.reset_prefix_cache(device)
+        for device in (*names["cpu" if own == "cuda" else "cuda"], "disk", 0):
+            with pytest.raises(ValueError, match=f"device must be None or '{own}'.*{re.escape(repr(device))}"):
+                await llm.reset_prefix_cache(device)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

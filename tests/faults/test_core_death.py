@@ -94,7 +94,7 @@ def test_death_between_two_event_loops_is_noticed_at_the_next_use(make_engine):
 
 
 def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.async_llm._PING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 0.5)
     engine = make_engine(recovery=False)
 
     async def run():
@@ -125,7 +125,7 @@ def test_core_without_progress_is_ended_after_the_timeout(make_engine):
 
 
 def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.async_llm._PING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 0.05)
     engine = make_engine()
 
     async def run():
@@ -136,7 +136,7 @@ def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_engine,
             try:
                 await engine.check_health()
             except EngineError as error:
-                return "the next does not serve yet" in str(error)
+                return "its successor is not ready yet" in str(error)
             return False
 
         await eventually(next_core_is_awaited)

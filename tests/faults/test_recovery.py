@@ -261,7 +261,7 @@ def test_unanswered_calls_are_answered_by_the_next_core(engine):
         ]
 
         async def sent():
-            return len(engine._link._calls) == len(calls)
+            return len(engine._core_client._calls) == len(calls)
 
         await eventually(sent)
         old = engine._supervisor.core.process.pid
@@ -362,7 +362,7 @@ def test_unanswered_sleep_or_wake_up_is_carried_out_by_the_next_core(engine, cal
         unanswered = asyncio.create_task(getattr(engine, call)())
 
         async def sent():
-            return len(engine._link._calls) == 1
+            return len(engine._core_client._calls) == 1
 
         await eventually(sent)
         kill(engine)
@@ -379,7 +379,7 @@ def test_sleep_is_restored_by_a_third_core_if_the_second_dies_first(engine):
     async def run():
         await engine.sleep(1)
         await engine.wake_up(["weights"])
-        link, sent = engine._link, []
+        link, sent = engine._core_client, []
         take = link._call_for_sleep
 
         def kill_first(name, *args):

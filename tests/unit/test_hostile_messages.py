@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_processor import OutputProcessor
-from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.client.outputs.stream import GenerationStream
+from vllm_mp.client.request import GenerationRequest
 from vllm_mp.core.scheduler.memory_quota import MAX_BYTES, MemoryQuota
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
@@ -33,8 +34,8 @@ def test_a_core_reads_a_message_or_refuses_it_with_a_documented_error(seed):
 
 
 def stream_of(book, request_id, **params):
-    answers = [Completion(0, SamplingParams(**params), token_text=chr)]
-    stream = RequestStream(request_id, None, [1, 2, 3], answers, 0.0)
+    request = GenerationRequest(request_id, None, [1, 2, 3], wire.pack_ids([1, 2, 3]), SamplingParams(**params), 0.0)
+    stream = GenerationStream(request, [Completion(0, request.params, token_text=chr)])
     book.reserve(request_id)
     book.enter(stream)
     return stream
@@ -46,13 +47,13 @@ def test_no_message_about_some_requests_touches_the_others(seed):
     book, frames = OutputProcessor(), CoreFrames(seed, 1, VOCAB_SIZE)
     wanting = ({}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0})
     calm = [stream_of(book, f"calm {i}", **wanting[i]) for i in range(4)]
-    spared = {stream.answers[0].slot for stream in calm}
+    spared = {stream.completions[0].slot for stream in calm}
     victims = {}
     names = itertools.count()
     for _ in range(60):
         while len(victims) < 6:
             stream = stream_of(book, f"victim {next(names)}", **random.Random(seed).choice(wanting))
-            victims[stream.answers[0].slot] = 0
+            victims[stream.completions[0].slot] = 0
         for frame in frames.draw(victims, spared).frames:
             try:
                 message = wire.decode_core_message(frame)
@@ -60,14 +61,14 @@ def test_no_message_about_some_requests_touches_the_others(seed):
                 continue
             if isinstance(message, wire.StepOutput) and not slots_named(message) & spared:
                 try:
-                    unwanted = book.take_in(message)
+                    unwanted = book.process(message)
                 except ValueError as error:
                     assert "disagree" in str(error)  # noqa: PT017
                     unwanted = []
                 assert not {*unwanted} & spared
-        victims = {slot: count for slot, count in victims.items() if slot in book._by_slot}
-    assert all(not stream.is_over and stream.answers[0].token_ids == [] for stream in calm)
-    assert spared <= book._by_slot.keys()
+        victims = {slot: count for slot, count in victims.items() if slot in book._completions}
+    assert all(not stream.is_over and stream.completions[0].token_ids == [] for stream in calm)
+    assert spared <= book._completions.keys()
 
 
 @pytest.mark.parametrize("field", ["guided_decoding", "structured_outputs", "extra_args"])

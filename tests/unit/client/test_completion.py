@@ -1,4 +1,4 @@
-"""Answers as the core's messages make them: text, tokens and log-probabilities, cut at stop strings, put together."""
+"""Completions and their requests, as messages of the core make them: text, tokens, log-probabilities, stops, slots."""
 
 import asyncio
 import codecs
@@ -14,7 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion, append_logprobs
 from vllm_mp.client.outputs.output_processor import OutputProcessor
-from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.client.outputs.stream import GenerationStream
+from vllm_mp.client.request import GenerationRequest
 from vllm_mp.errors import EngineGenerateError
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 from vllm_mp.wire import Finished, TokenLogprobs
@@ -27,7 +28,7 @@ EOS = 999
 
 
 class Detokenizer:
-    """Half a character is held back; the end-of-sequence token has a text too, if it is let in."""
+    """Holds back half a character; the end-of-sequence token has a text too, if it is decoded."""
 
     def __init__(self):
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -53,26 +54,32 @@ def ids_of(text):
     return list(text.encode())
 
 
-def make_stream(book, n=1, interval=1, prompt=(1,), **params):
-    answers = [
+def make_stream(processor, n=1, interval=1, prompt=(1,), **params):
+    completions = [
         Completion(index, SamplingParams(**params), Detokenizer(), lambda token_id: f"<{token_id}>")
         for index in range(n)
     ]
-    stream = RequestStream(f"id {len(book)} {time.monotonic_ns()}", None, list(prompt), answers, 0.0, interval)
-    book.reserve(stream.request_id)
-    book.enter(stream)
+    stream = GenerationStream(
+        request_of(f"id {len(processor)} {time.monotonic_ns()}", prompt, **params), completions, interval
+    )
+    processor.reserve(stream.request_id)
+    processor.enter(stream)
     return stream
 
 
+def request_of(request_id, prompt=(1,), **params):
+    return GenerationRequest(request_id, None, list(prompt), wire.pack_ids(list(prompt)), SamplingParams(**params), 0.0)
+
+
 def logprobs_message(slot, position, token_ids):
-    """One position each: the token's log-probability is a function of the token, and token 0 is the likeliest."""
+    """One position for each token, whose log-probability is a function of the token; token 0 is the most likely."""
     ids = np.array([[token_id, 0] for token_id in token_ids], "<i4")
     values = np.array([[-token_id / 64, -0.5] for token_id in token_ids], "<f4")
     return TokenLogprobs(slot, position, ids.tobytes(), values.tobytes(), np.full(len(ids), 7, "<u4").tobytes())
 
 
 def message(*entries, finished=(), logprobs=()):
-    """What a step brought; an entry is (slot, position, tokens)."""
+    """A step output; an entry is (slot, position, tokens)."""
     columns = [(slot, token, position + i) for slot, position, ids in entries for i, token in enumerate(ids)]
     slots, tokens, positions = (np.array([column[i] for column in columns], np.int64) for i in range(3))
     return wire.StepOutput(
@@ -80,16 +87,16 @@ def message(*entries, finished=(), logprobs=()):
     )
 
 
-def deliver(book, answer, token_ids, reason=None, logprobs=False):
-    """Bring `token_ids`, the next of `answer`, in one message, with its end for `reason`; what is to be aborted."""
-    slot, position = answer.slot, len(answer.token_ids)
+def deliver(processor, completion, token_ids, reason=None, logprobs=False):
+    """Deliver the next tokens of `completion` in one message, with its end for `reason`; return the slots to abort."""
+    slot, position = completion.slot, len(completion.token_ids)
     finished = [Finished(slot, position + len(token_ids), reason)] if reason else []
     own = [logprobs_message(slot, position, token_ids)] if logprobs and token_ids else []
-    return book.take_in(message((slot, position, token_ids), finished=finished, logprobs=own))
+    return processor.process(message((slot, position, token_ids), finished=finished, logprobs=own))
 
 
 async def take(stream):
-    """The output that waits for the consumer; None if there is none."""
+    """The output that is ready for the consumer; None if there is none."""
     task = asyncio.ensure_future(stream.next())
     await asyncio.sleep(0)
     if task.done():
@@ -103,38 +110,38 @@ def taken(stream):
 
 
 def whole(outputs, kind, index=0):
-    """(text, token ids, logprobs, cumulative, finish, stop) of one answer, from all outputs of its stream."""
-    own = [one for output in outputs for one in output.outputs if one.index == index]
+    """(text, token ids, logprobs, cumulative, finish, stop) of a completion, from all outputs of its stream."""
+    own = [part for output in outputs for part in output.outputs if part.index == index]
     last = own[-1]
     if kind != DELTA:
         for earlier, later in itertools.pairwise(own):
             assert later.text.startswith(earlier.text)
         text, ids, logprobs = last.text, last.token_ids, last.logprobs
     else:
-        text, ids = "".join(one.text for one in own), [token for one in own for token in one.token_ids]
-        logprobs = None if last.logprobs is None else [entry for one in own for entry in one.logprobs]
+        text, ids = "".join(part.text for part in own), [token for part in own for token in part.token_ids]
+        logprobs = None if last.logprobs is None else [entry for part in own for entry in part.logprobs]
     return text, ids, logprobs, last.cumulative_logprob, last.finish_reason, last.stop_reason
 
 
 def play(token_ids, reason, sizes, reads, kind, **params):
-    """The answer that comes in messages of `sizes` tokens, read after those messages that `reads` says."""
-    book = OutputProcessor()
-    stream = make_stream(book, output_kind=kind, logprobs=1, **params)
-    (answer,) = stream.answers
+    """The completion that arrives in messages of `sizes` tokens and is read after the messages marked in `reads`."""
+    processor = OutputProcessor()
+    stream = make_stream(processor, output_kind=kind, logprobs=1, **params)
+    (completion,) = stream.completions
     outputs = []
 
     async def run():
         rest = list(token_ids)
         for size, read in itertools.zip_longest(sizes, reads[: len(sizes)]):
             part, rest = rest[:size], rest[size:]
-            aborted = deliver(book, answer, part, logprobs=True)
+            aborted = deliver(processor, completion, part, logprobs=True)
             if read and (output := await take(stream)):
                 outputs.append(output)
-            if answer.finish is not None:
-                assert aborted == [answer.slot]
+            if completion.finish is not None:
+                assert aborted == [completion.slot]
                 break
         else:
-            assert deliver(book, answer, rest, reason, logprobs=True) == []
+            assert deliver(processor, completion, rest, reason, logprobs=True) == []
         while not (outputs and outputs[-1].finished):
             output = await take(stream)
             assert output is not None
@@ -145,7 +152,7 @@ def play(token_ids, reason, sizes, reads, kind, **params):
 
 
 def expected(token_ids, reason, stop=(), include_stop_str_in_output=False, min_tokens=0):
-    """(text, number of tokens, finish, stop), found by looking at all the text again after every token."""
+    """(text, number of tokens, finish, stop), found by searching the whole text again after every token."""
     shown = token_ids[:-1] if reason == "stop" and not include_stop_str_in_output else token_ids
 
     def certain(count):
@@ -157,11 +164,11 @@ def expected(token_ids, reason, stop=(), include_stop_str_in_output=False, min_t
         if count == len(shown):
             texts.append(text_of(shown))
         for number, text in enumerate(texts):
-            places = [(text.find(one, start), -len(one), one) for one in stop if one in text[start:]]
+            places = [(text.find(string, start), -len(string), string) for string in stop if string in text[start:]]
             if places:
                 at, _, found = min(places)
                 end = at + len(found) if include_stop_str_in_output else at
-                # What only the end of the answer makes certain is found with all of its tokens.
+                # Text that only the end makes certain is found with all tokens of the completion.
                 return text[:end], len(token_ids) if number else count, "stop", found
     return text_of(shown), len(token_ids), reason, None
 
@@ -183,7 +190,7 @@ STOPS = st.lists(
     include=st.booleans(),
     min_tokens=st.integers(0, 8),
 )
-def test_an_answer_is_the_same_however_it_comes_and_is_read(
+def test_completion_does_not_depend_on_how_it_arrives_and_is_read(
     tokens, reason, sizes, reads, kind, stop, include, min_tokens
 ):
     token_ids = [*tokens, EOS] if reason == "stop" else [*tokens, 97]
@@ -201,7 +208,7 @@ def test_an_answer_is_the_same_however_it_comes_and_is_read(
 
 @pytest.mark.parametrize("burst", [False, True])
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_across_token_borders_cuts_text_tokens_and_log_probabilities(include, burst):
+def test_stop_string_across_token_borders_cuts_text_tokens_and_log_probabilities(include, burst):
     ids = ids_of("one two three")
     sizes = [] if burst else [1] * (len(ids) - 1)
     text, got, logprobs, _, *end = play(
@@ -213,28 +220,28 @@ def test_a_stop_across_token_borders_cuts_text_tokens_and_log_probabilities(incl
     assert end == ["stop", "wo t"]
 
 
-def test_the_beginning_of_a_stop_is_shown_once_it_is_none():
-    book = OutputProcessor()
-    stream = make_stream(book, output_kind=DELTA, stop=["END"])
+def test_beginning_of_a_stop_string_is_shown_once_the_stop_is_ruled_out():
+    processor = OutputProcessor()
+    stream = make_stream(processor, output_kind=DELTA, stop=["END"])
     shown = []
     for character in "an ENd":
-        deliver(book, stream.answers[0], ids_of(character))
+        deliver(processor, stream.completions[0], ids_of(character))
         shown.append(taken(stream).outputs[0].text)
     assert shown == ["a", "n", " ", "", "", "ENd"]
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_what_was_held_back_is_shown_when_the_request_is_aborted(kind):
+def test_text_that_was_held_back_is_shown_when_the_request_is_aborted(kind):
     for by_core in (False, True):
-        book = OutputProcessor()
-        stream = make_stream(book, output_kind=kind, stop=["END"])
-        (answer,) = stream.answers
-        deliver(book, answer, [*ids_of("the EN"), 0xC3])
+        processor = OutputProcessor()
+        stream = make_stream(processor, output_kind=kind, stop=["END"])
+        (completion,) = stream.completions
+        deliver(processor, completion, [*ids_of("the EN"), 0xC3])
         outputs = [] if (first := taken(stream)) is None else [first]
         if by_core:
-            book.take_in(message(finished=[Finished(answer.slot, len(answer.token_ids), "abort")]))
+            processor.process(message(finished=[Finished(completion.slot, len(completion.token_ids), "abort")]))
         else:
-            assert book.end_by_abort(stream) == [answer.slot]
+            assert processor.abort(stream.request_id) == [completion.slot]
         outputs.append(taken(stream))
         text, ids, *_, finish, _ = whole(outputs, kind)
         assert text == "the EN�"
@@ -242,7 +249,7 @@ def test_what_was_held_back_is_shown_when_the_request_is_aborted(kind):
         assert finish == "abort"
 
 
-def test_the_text_of_the_first_min_tokens_is_not_searched():
+def test_text_of_the_first_min_tokens_is_not_searched():
     def answered(min_tokens):
         return play(ids_of("a.b.c."), "length", [1] * 5, [True] * 5, CUMULATIVE, stop=["."], min_tokens=min_tokens)
 
@@ -251,24 +258,24 @@ def test_the_text_of_the_first_min_tokens_is_not_searched():
     assert (text, ids, finish) == ("a.b.c.", ids_of("a.b.c."), "length")
 
 
-def test_half_a_character_of_the_first_min_tokens_is_not_searched_either():
+def test_half_a_character_of_the_first_min_tokens_is_not_searched():
     text, *_, finish, stop = play([97, 0xC3], "length", [], [], FINAL_ONLY, stop=["�"], min_tokens=2, max_tokens=2)
     assert (text, finish, stop) == ("a�", "length", None)
 
 
 @pytest.mark.parametrize(("interval", "expected_sizes"), [(1, [1] * 7), (3, [1, 3, 3]), (10, [1, 6])])
-def test_the_stream_interval_spaces_outputs_but_for_the_first_and_the_last(interval, expected_sizes):
-    book = OutputProcessor()
-    stream = make_stream(book, interval=interval, output_kind=DELTA)
+def test_stream_interval_spaces_outputs_except_the_first_and_the_last(interval, expected_sizes):
+    processor = OutputProcessor()
+    stream = make_stream(processor, interval=interval, output_kind=DELTA)
     sizes = []
     for token_id in range(97, 104):
-        deliver(book, stream.answers[0], [token_id], reason="length" if token_id == 103 else None)
+        deliver(processor, stream.completions[0], [token_id], reason="length" if token_id == 103 else None)
         if output := taken(stream):
             sizes.append(len(output.outputs[0].token_ids))
     assert sizes == expected_sizes
 
 
-def test_log_probabilities_that_come_again_are_taken_once_and_a_gap_is_an_error():
+def test_repeated_log_probabilities_are_ignored_and_a_gap_is_an_error():
     known = []
     append_logprobs(known, logprobs_message(0, 0, [5, 6]), None)
     append_logprobs(known, logprobs_message(0, 0, [5, 6]), None)
@@ -279,42 +286,42 @@ def test_log_probabilities_that_come_again_are_taken_once_and_a_gap_is_an_error(
     assert len(known) == 3
 
 
-def test_the_chosen_token_comes_first_with_its_own_rank_and_only_once():
+def test_sampled_token_comes_first_with_its_own_rank_and_only_once():
     known = []
     ids, values = np.array([[5, 3, 5, 4]], "<i4"), np.array([[-2, -1, -2, -3]], "<f4")
     message = TokenLogprobs(0, 0, ids.tobytes(), values.tobytes(), np.array([2], "<u4").tobytes())
     append_logprobs(known, message, "text {}".format)
     assert list(known[0]) == [5, 3, 4]
-    assert [(one.logprob, one.rank, one.decoded_token) for one in known[0].values()] == [
+    assert [(entry.logprob, entry.rank, entry.decoded_token) for entry in known[0].values()] == [
         (-2, 2, "text 5"),
         (-1, 1, "text 3"),
         (-3, 3, "text 4"),
     ]
 
 
-def test_tokens_and_log_probabilities_that_are_sent_again_change_nothing():
-    book = OutputProcessor()
-    stream = make_stream(book, output_kind=DELTA, logprobs=1)
-    slot = stream.answers[0].slot
+def test_repeated_tokens_and_log_probabilities_change_nothing():
+    processor = OutputProcessor()
+    stream = make_stream(processor, output_kind=DELTA, logprobs=1)
+    slot = stream.completions[0].slot
     for position, ids in ((0, [97, 98]), (0, [97, 98, 99]), (1, [98, 99]), (3, [100])):
         sent = message((slot, position, ids), logprobs=[logprobs_message(slot, position, ids)])
-        assert book.take_in(sent) == []
+        assert processor.process(sent) == []
     completion = taken(stream).outputs[0]
     assert completion.text == "abcd"
     assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids == [97, 98, 99, 100]
     assert completion.cumulative_logprob == pytest.approx(-(97 + 98 + 99 + 100) / 64)
 
 
-def test_a_message_that_is_wrong_for_one_request_reaches_the_others():
-    book = OutputProcessor()
-    wrong, prompted, fine = (make_stream(book, logprobs=1, prompt_logprobs=1, output_kind=DELTA) for _ in range(3))
-    slots = [stream.answers[0].slot for stream in (wrong, prompted, fine)]
+def test_message_that_is_wrong_for_one_request_reaches_the_others():
+    processor = OutputProcessor()
+    wrong, prompted, fine = (make_stream(processor, logprobs=1, prompt_logprobs=1, output_kind=DELTA) for _ in range(3))
+    slots = [stream.completions[0].slot for stream in (wrong, prompted, fine)]
     sent = message(
         *[(slot, 0, [97]) for slot in slots],
         logprobs=[logprobs_message(slot, 3 if slot == slots[0] else 0, [97]) for slot in slots],
     )
     sent.prompt_logprobs = [logprobs_message(slot, 9 if slot == slots[1] else 1, [5]) for slot in slots]
-    assert sorted(book.take_in(sent)) == sorted(slots[:2])
+    assert sorted(processor.process(sent)) == sorted(slots[:2])
     for stream in (wrong, prompted):
         with pytest.raises(EngineGenerateError, match="log-probabilities of position"):
             taken(stream)
@@ -323,215 +330,223 @@ def test_a_message_that_is_wrong_for_one_request_reaches_the_others():
     assert len(output.prompt_logprobs) == 2
 
 
-def test_outputs_show_the_answers_in_order_and_with_delta_those_that_have_news():
-    book = OutputProcessor()
-    stream = make_stream(book, n=3, output_kind=DELTA)
-    deliver(book, stream.answers[2], [97])
-    deliver(book, stream.answers[0], [98])
-    assert [(one.index, one.text) for one in taken(stream).outputs] == [(0, "b"), (2, "a")]
-    deliver(book, stream.answers[1], [99], "length")
+def test_outputs_show_completions_in_order_and_with_delta_only_those_with_news():
+    processor = OutputProcessor()
+    stream = make_stream(processor, n=3, output_kind=DELTA)
+    deliver(processor, stream.completions[2], [97])
+    deliver(processor, stream.completions[0], [98])
+    assert [(part.index, part.text) for part in taken(stream).outputs] == [(0, "b"), (2, "a")]
+    deliver(processor, stream.completions[1], [99], "length")
     output = taken(stream)
-    assert [(one.index, one.text, one.finish_reason) for one in output.outputs] == [(1, "c", "length")]
+    assert [(part.index, part.text, part.finish_reason) for part in output.outputs] == [(1, "c", "length")]
     assert not output.finished
     for index in (0, 2):
-        deliver(book, stream.answers[index], [100], "length")
+        deliver(processor, stream.completions[index], [100], "length")
     output = taken(stream)
-    assert [(one.index, one.text, one.finish_reason) for one in output.outputs] == [
+    assert [(part.index, part.text, part.finish_reason) for part in output.outputs] == [
         (0, "d", "length"),
         (2, "d", "length"),
     ]
     assert output.finished
-    assert book.num_slots_in_use == len(book) == 0
+    assert processor.num_slots_in_use == len(processor) == 0
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
-def test_the_first_output_has_all_log_probabilities_of_the_prompt_whichever_answer_is_first(kind):
-    book = OutputProcessor()
-    stream = make_stream(book, n=2, prompt=[1, 2, 3, 4], prompt_logprobs=1, output_kind=kind)
-    first, second = stream.answers
-    book.take_in(wire.StepOutput(0, 1, b"", b"", b"", prompt_logprobs=[logprobs_message(first.slot, 1, [2, 3])]))
-    deliver(book, second, [98])
+def test_first_output_has_all_prompt_log_probabilities_whichever_completion_is_ahead(kind):
+    processor = OutputProcessor()
+    stream = make_stream(processor, n=2, prompt=[1, 2, 3, 4], prompt_logprobs=1, output_kind=kind)
+    first, second = stream.completions
+    processor.process(wire.StepOutput(0, 1, b"", b"", b"", prompt_logprobs=[logprobs_message(first.slot, 1, [2, 3])]))
+    deliver(processor, second, [98])
     assert taken(stream) is None
-    book.take_in(wire.StepOutput(0, 1, b"", b"", b"", prompt_logprobs=[logprobs_message(first.slot, 3, [4])]))
-    deliver(book, first, [97])
+    processor.process(wire.StepOutput(0, 1, b"", b"", b"", prompt_logprobs=[logprobs_message(first.slot, 3, [4])]))
+    deliver(processor, first, [97])
     output = taken(stream)
-    assert [one.text for one in output.outputs] == ["a", "b"]
+    assert [part.text for part in output.outputs] == ["a", "b"]
     assert [entry and next(iter(entry)) for entry in output.prompt_logprobs] == [None, 2, 3, 4]
-    deliver(book, first, [97])
+    deliver(processor, first, [97])
     output = taken(stream)
     assert output.outputs
     assert (output.prompt_logprobs is None) == (kind == DELTA)
 
 
-def test_cumulative_outputs_repeat_all_answers_and_the_final_one_comes_when_all_have_ended():
+def test_cumulative_outputs_repeat_all_completions_and_final_only_waits_for_all_ends():
     for kind in (CUMULATIVE, FINAL_ONLY):
-        book = OutputProcessor()
-        stream = make_stream(book, n=2, output_kind=kind)
-        deliver(book, stream.answers[1], ids_of("bé")[:-1], "length")
+        processor = OutputProcessor()
+        stream = make_stream(processor, n=2, output_kind=kind)
+        deliver(processor, stream.completions[1], ids_of("bé")[:-1], "length")
         output = taken(stream)
         if kind == CUMULATIVE:
-            assert [one.text for one in output.outputs] == ["", "b�"]
+            assert [part.text for part in output.outputs] == ["", "b�"]
             assert not output.finished
         else:
             assert output is None
-        deliver(book, stream.answers[0], ids_of("a"), "length")
+        deliver(processor, stream.completions[0], ids_of("a"), "length")
         output = taken(stream)
-        assert [(one.index, one.text, one.finish_reason) for one in output.outputs] == [
+        assert [(part.index, part.text, part.finish_reason) for part in output.outputs] == [
             (0, "a", "length"),
             (1, "b�", "length"),
         ]
         assert output.finished
 
 
-def test_an_answer_that_stops_is_aborted_in_the_core_and_the_others_go_on():
-    book = OutputProcessor()
-    stream = make_stream(book, n=2, output_kind=FINAL_ONLY, stop=["."])
-    first, second = stream.answers
-    assert deliver(book, first, ids_of("a.b")) == [first.slot]
-    assert book.take_in(message((first.slot, 3, [99]))) == []  # what the core had sent before it knew
-    assert book.take_in(message(finished=[Finished(first.slot, 4, "abort")])) == []
-    assert deliver(book, second, ids_of("cd"), "length") == []
+def test_completion_that_stops_is_aborted_in_the_core_and_the_others_continue():
+    processor = OutputProcessor()
+    stream = make_stream(processor, n=2, output_kind=FINAL_ONLY, stop=["."])
+    first, second = stream.completions
+    assert deliver(processor, first, ids_of("a.b")) == [first.slot]
+    assert processor.process(message((first.slot, 3, [99]))) == []  # sent before the core heard of the stop
+    assert processor.process(message(finished=[Finished(first.slot, 4, "abort")])) == []
+    assert deliver(processor, second, ids_of("cd"), "length") == []
     output = taken(stream)
-    assert [(one.text, one.finish_reason, one.stop_reason) for one in output.outputs] == [
+    assert [(part.text, part.finish_reason, part.stop_reason) for part in output.outputs] == [
         ("a", "stop", "."),
         ("cd", "length", None),
     ]
-    assert book.num_slots_in_use == len(book) == 0
+    assert processor.num_slots_in_use == len(processor) == 0
 
 
-def test_the_error_of_one_answer_fails_the_request_and_aborts_the_others():
-    book = OutputProcessor()
-    stream = make_stream(book, n=3)
-    slots = [answer.slot for answer in stream.answers]
+def test_error_of_a_completion_fails_the_request_and_aborts_the_others():
+    processor = OutputProcessor()
+    stream = make_stream(processor, n=3)
+    slots = [completion.slot for completion in stream.completions]
     error = Finished(slots[1], 0, "error", error="not finite")
-    assert book.take_in(message(finished=[error])) == [slots[0], slots[2]]
+    assert processor.process(message(finished=[error])) == [slots[0], slots[2]]
     with pytest.raises(EngineGenerateError, match="not finite"):
         taken(stream)
-    assert len(book) == 0
-    assert book.num_slots_in_use == 2
-    book.take_in(message(finished=[Finished(slot, 0, "abort") for slot in (slots[0], slots[2])]))
-    assert book.num_slots_in_use == 0
+    assert len(processor) == 0
+    assert processor.num_slots_in_use == 2
+    processor.process(message(finished=[Finished(slot, 0, "abort") for slot in (slots[0], slots[2])]))
+    assert processor.num_slots_in_use == 0
 
 
-def test_what_comes_late_for_a_failed_request_harms_no_other_that_has_its_id_and_a_slot_of_its():
-    book = OutputProcessor()
-    failed = make_stream(book, n=2, prompt_logprobs=1)
-    first, second = [answer.slot for answer in failed.answers]
-    book.take_in(message(finished=[Finished(second, 0, "error", error="not finite")]))
-    book.reserve(failed.request_id)
-    answer = Completion(0, SamplingParams(), Detokenizer())
-    stream = RequestStream(failed.request_id, None, [1], [answer], 0.0)
-    book.enter(stream)
-    assert answer.slot == second
+def test_late_message_for_a_failed_request_leaves_the_next_request_with_its_id_and_slot_alone():
+    processor = OutputProcessor()
+    failed = make_stream(processor, n=2, prompt_logprobs=1)
+    first, second = [completion.slot for completion in failed.completions]
+    processor.process(message(finished=[Finished(second, 0, "error", error="not finite")]))
+    processor.reserve(failed.request_id)
+    completion = Completion(0, SamplingParams(), Detokenizer())
+    stream = GenerationStream(request_of(failed.request_id), [completion])
+    processor.enter(stream)
+    assert completion.slot == second
     late = wire.StepOutput(1, 1, b"", b"", b"", prompt_logprobs=[logprobs_message(first, 7, [3])])
-    assert book.take_in(late) == []
-    assert book.find(failed.request_id) is stream
+    assert processor.process(late) == []
+    assert processor.streams() == [stream]
 
 
-def test_an_end_that_counts_other_tokens_than_came_fails_the_request():
-    book = OutputProcessor()
-    stream = make_stream(book)
-    book.take_in(message((stream.answers[0].slot, 0, [97]), finished=[Finished(stream.answers[0].slot, 2, "length")]))
+def test_end_that_counts_other_tokens_than_arrived_fails_the_request():
+    processor = OutputProcessor()
+    stream = make_stream(processor)
+    processor.process(
+        message((stream.completions[0].slot, 0, [97]), finished=[Finished(stream.completions[0].slot, 2, "length")])
+    )
     with pytest.raises(EngineGenerateError, match="after the first 1 were lost"):
         taken(stream)
 
 
-def test_aborting_ends_every_answer_and_keeps_what_came():
-    book = OutputProcessor()
-    stream = make_stream(book, n=3, output_kind=CUMULATIVE)
-    deliver(book, stream.answers[0], [97], "length")
-    deliver(book, stream.answers[1], [98])
-    assert book.end_by_abort(stream) == [answer.slot for answer in stream.answers[1:]]
+def test_abort_ends_every_completion_and_keeps_its_tokens():
+    processor = OutputProcessor()
+    stream = make_stream(processor, n=3, output_kind=CUMULATIVE)
+    deliver(processor, stream.completions[0], [97], "length")
+    deliver(processor, stream.completions[1], [98])
+    assert processor.abort(stream.request_id) == [completion.slot for completion in stream.completions[1:]]
     output = taken(stream)
-    assert [(one.text, one.finish_reason) for one in output.outputs] == [("a", "length"), ("b", "abort"), ("", "abort")]
+    assert [(part.text, part.finish_reason) for part in output.outputs] == [
+        ("a", "length"),
+        ("b", "abort"),
+        ("", "abort"),
+    ]
     assert output.finished
 
 
-def test_a_request_that_was_sent_in_part_is_withdrawn():
-    book = OutputProcessor()
-    stream = make_stream(book, n=3)
-    slots = [answer.slot for answer in stream.answers]
-    assert book.withdraw(stream, 1) == slots[:1]
-    assert len(book) == 0
-    assert book.num_slots_in_use == 1
-    other = make_stream(book, n=2)
-    assert slots[0] not in [answer.slot for answer in other.answers]
-    book.take_in(message(finished=[Finished(slots[0], 0, "abort")]))
-    assert book.num_slots_in_use == 2
+def test_request_that_was_sent_in_part_is_withdrawn():
+    processor = OutputProcessor()
+    stream = make_stream(processor, n=3)
+    slots = [completion.slot for completion in stream.completions]
+    assert processor.withdraw(stream, 1) == slots[:1]
+    assert len(processor) == 0
+    assert processor.num_slots_in_use == 1
+    other = make_stream(processor, n=2)
+    assert slots[0] not in [completion.slot for completion in other.completions]
+    processor.process(message(finished=[Finished(slots[0], 0, "abort")]))
+    assert processor.num_slots_in_use == 2
 
 
-def test_there_are_no_more_slots_than_the_wire_can_name(monkeypatch):
+def test_slots_are_limited_to_those_that_the_wire_can_name(monkeypatch):
     monkeypatch.setattr(wire, "MAX_LIVE_REQUESTS", 3)
-    book = OutputProcessor()
-    first = make_stream(book, n=2)
-    with pytest.raises(ValueError, match="2 answers are being written"):
-        make_stream(book, n=2)
-    assert book.num_slots_in_use == 2
-    deliver(book, first.answers[0], [97], "length")
-    assert {answer.slot for answer in make_stream(book, n=2).answers} == {2, first.answers[0].slot}
+    processor = OutputProcessor()
+    first = make_stream(processor, n=2)
+    with pytest.raises(ValueError, match="too many live completions: 2, and the limit is 3"):
+        make_stream(processor, n=2)
+    assert processor.num_slots_in_use == 2
+    deliver(processor, first.completions[0], [97], "length")
+    assert {completion.slot for completion in make_stream(processor, n=2).completions} == {2, first.completions[0].slot}
 
 
 class Slots(RuleBasedStateMachine):
-    """Slots are handed out when nobody has them, and come back when the core says so, however the stream ended."""
+    """A slot is handed out only if it is free, and is free once the core reports its end, however the stream ended."""
 
     streams = Bundle("streams")
 
     def __init__(self):
         super().__init__()
-        self.book = OutputProcessor()
+        self.processor = OutputProcessor()
         self.in_use = set()
-        """The slots that the core knows."""
+        """The slots that the core knows of."""
 
-    def end(self, answer, reason):
-        self.book.take_in(message(finished=[Finished(answer.slot, len(answer.token_ids), reason, error="e")]))
-        self.in_use.discard(answer.slot)
+    def end(self, completion, reason):
+        self.processor.process(
+            message(finished=[Finished(completion.slot, len(completion.token_ids), reason, error="e")])
+        )
+        self.in_use.discard(completion.slot)
 
     @rule(target=streams, n=st.integers(1, 4))
     def enter(self, n):
-        stream = make_stream(self.book, n=n, stop=["ab"], output_kind=DELTA)
-        slots = {answer.slot for answer in stream.answers}
+        stream = make_stream(self.processor, n=n, stop=["ab"], output_kind=DELTA)
+        slots = {completion.slot for completion in stream.completions}
         assert len(slots) == n
         assert not slots & self.in_use, "handed out twice"
         self.in_use |= slots
-        return stream, list(stream.answers)
+        return stream, list(stream.completions)
 
     @rule(n=st.integers(1, 4), num_sent=st.integers(0, 4))
     def withdraw(self, n, num_sent):
-        stream = make_stream(self.book, n=n)
-        slots = [answer.slot for answer in stream.answers]
+        stream = make_stream(self.processor, n=n)
+        slots = [completion.slot for completion in stream.completions]
         assert not set(slots) & self.in_use
-        sent = self.book.withdraw(stream, min(n, num_sent))
+        sent = self.processor.withdraw(stream, min(n, num_sent))
         assert sent == slots[:num_sent]
         self.in_use |= set(sent)
         for slot in sent:
-            self.book.take_in(message(finished=[Finished(slot, 0, "abort")]))
+            self.processor.process(message(finished=[Finished(slot, 0, "abort")]))
             self.in_use.discard(slot)
 
     @rule(entry=streams, index=st.integers(0, 3), text=st.sampled_from(["a", "b", "xx"]))
-    def bring(self, entry, index, text):
-        _, answers = entry
-        answer = answers[index % len(answers)]
-        if answer.slot in self.in_use:
-            assert set(deliver(self.book, answer, ids_of(text))) <= self.in_use
+    def deliver_text(self, entry, index, text):
+        _, completions = entry
+        completion = completions[index % len(completions)]
+        if completion.slot in self.in_use:
+            assert set(deliver(self.processor, completion, ids_of(text))) <= self.in_use
 
     @rule(entry=streams)
     def abort(self, entry):
         stream, _ = entry
         if not stream.is_over:
-            assert set(self.book.end_by_abort(stream)) <= self.in_use
+            assert set(self.processor.abort(stream.request_id)) <= self.in_use
 
     @rule(entry=consumes(streams), reason=st.sampled_from(["length", "abort", "error"]))
     def end_all(self, entry, reason):
-        stream, answers = entry
-        for answer in answers:
-            self.end(answer, reason)
-            self.end(answer, reason)  # a second time means nothing
+        stream, completions = entry
+        for completion in completions:
+            self.end(completion, reason)
+            self.end(completion, reason)  # a repetition has no effect
         assert stream.is_over
-        assert self.book.find(stream.request_id) is None
+        assert stream not in self.processor.streams()
 
     @invariant()
-    def the_book_knows_the_slots_in_use(self):
-        assert self.book.num_slots_in_use == len(self.in_use)
+    def processor_knows_the_slots_in_use(self):
+        assert self.processor.num_slots_in_use == len(self.in_use)
 
 
 TestSlots = Slots.TestCase

@@ -1,4 +1,4 @@
-"""What a client makes of whoever answers at a core's address."""
+"""A client's connection, and peers that do not behave as a core."""
 
 import asyncio
 import contextlib
@@ -13,11 +13,11 @@ from vllm_mp.client.engine.connection import CoreConnection
 
 @contextlib.contextmanager
 def peers(tmp_path):
-    """A client's connection, and the socket of what it takes for a core."""
+    """A client's connection, and the socket of its peer, which stands in for a core."""
     address = f"ipc://{tmp_path}/core.sock"
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.SNDHWM, 0)  # as a core does: a ROUTER drops what its queue has no room for
+    router.setsockopt(zmq.SNDHWM, 0)  # as in a core: a ROUTER drops messages that its queue has no room for
     router.bind(address)
     connection = CoreConnection(address)
     try:
@@ -37,7 +37,7 @@ def peers(tmp_path):
         (b"\xff\x00 HTTP/1.1", "is not a core"),
     ],
 )
-def test_an_answer_that_is_no_welcome_is_told_as_it_is(tmp_path, answer, words):
+def test_answer_that_is_no_welcome_is_reported_with_its_cause(tmp_path, answer, words):
     with peers(tmp_path) as (connection, router):
 
         def respond():
@@ -49,7 +49,7 @@ def test_an_answer_that_is_no_welcome_is_told_as_it_is(tmp_path, answer, words):
             connection.greet(30, respond)
 
 
-def test_a_flood_of_garbage_is_counted_but_does_not_flood_the_log(tmp_path, caplog):
+def test_flood_of_invalid_messages_is_counted_and_does_not_flood_the_log(tmp_path, caplog):
     with peers(tmp_path) as (connection, router):
         heard = []
 

@@ -47,7 +47,7 @@ def tokenizer_of(kind: str) -> Any:
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         plain = decoders.ByteLevel()
-        # A sequence of one decodes the same, and is not recognised as byte-level.
+        # A sequence with one decoder decodes the same, and is not recognised as byte-level.
         backend.decoder = plain if kind == "byte_level" else decoders.Sequence([plain])
         trainer = trainers.BpeTrainer(
             vocab_size=400,
@@ -57,7 +57,7 @@ def tokenizer_of(kind: str) -> Any:
         )
     backend.train_from_iterator(CORPUS, trainer)
     if kind == "sentencepiece":
-        # The trainer registers byte tokens as special ones; a sentencepiece vocabulary has them as plain ones.
+        # The trainer registers byte tokens as special tokens; a sentencepiece vocabulary has them as normal tokens.
         plain_backend = Tokenizer(backend.model)
         plain_backend.pre_tokenizer = backend.pre_tokenizer
         plain_backend.decoder = backend.decoder
@@ -75,7 +75,7 @@ def decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool = True) -> 
 
 
 def in_chunks(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """`ids` in chunks of these sizes, over and over; one by one without sizes."""
+    """`ids` in chunks of these sizes, repeated as needed; one by one without sizes."""
     chunks = []
     rounds = cycle(sizes or [1])
     while ids:
@@ -105,7 +105,7 @@ def test_deltas_add_up_to_the_text_and_hold_only_whole_characters(
 ) -> None:
     tokenizer = tokenizer_of(kind)
     ids = encode(tokenizer, text)
-    # A prompt that ends with a whole character: what it decodes to begins the text.
+    # The prompt ends with a whole character, so the whole text begins with the text of the prompt.
     cut = int(split * len(ids))
     while not decode(tokenizer, ids).startswith(decode(tokenizer, ids[:cut])):
         cut -= 1
@@ -122,7 +122,7 @@ def test_deltas_add_up_to_the_text_and_hold_only_whole_characters(
     assert not any("\ufffd" in delta for delta in deltas)
 
 
-def test_a_long_run_of_byte_tokens_is_cut_between_characters() -> None:
+def test_long_run_of_byte_tokens_is_cut_between_characters() -> None:
     tokenizer = tokenizer_of("sentencepiece")
     text = "𐀀👩\u200d👩\u200d👧\u200d👦世界\x80\x80\x80𐀀\x80\x80ࠀ" * 4
     ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text.encode()]
@@ -152,7 +152,7 @@ def test_every_character_is_emitted_with_its_last_token(kind: str) -> None:
     skip=st.booleans(),
     spaces=st.booleans(),
 )
-def test_any_ids_are_text(
+def test_any_ids_have_a_text(
     kind: str, prompt: list[int], ids: list[int], sizes: list[int], skip: bool, spaces: bool
 ) -> None:
     detokenizer = IncrementalDetokenizer(
@@ -163,14 +163,14 @@ def test_any_ids_are_text(
 
 @settings(deadline=None, max_examples=150)
 @given(ids=st.lists(st.integers(0, 420), max_size=120), sizes=chunk_sizes, skip=st.booleans())
-def test_broken_bytes_read_as_the_tokenizer_reads_them(ids: list[int], sizes: list[int], skip: bool) -> None:
+def test_invalid_bytes_read_as_the_tokenizer_reads_them(ids: list[int], sizes: list[int], skip: bool) -> None:
     tokenizer = tokenizer_of("byte_level")
     detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=skip)
     assert "".join(run(detokenizer, in_chunks(ids, sizes))) == decode(tokenizer, ids, skip)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_outside_the_vocabulary_are_empty_text(kind: str) -> None:
+def test_ids_outside_the_vocabulary_have_empty_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     the, dog = encode(tokenizer, "The"), encode(tokenizer, "The dog")[len(encode(tokenizer, "The")) :]
     detokenizer = IncrementalDetokenizer(tokenizer, the)
@@ -186,7 +186,7 @@ def test_prompt_that_ends_inside_a_character_leaves_it_to_the_output(kind: str) 
         expected = "café 𝕏𝕐𝕎"[len(decode(tokenizer, ids[:cut]).rstrip("\ufffd")) :]
         deltas = run(IncrementalDetokenizer(tokenizer, ids[:cut]), [[token_id] for token_id in ids[cut:]])
         if kind == "sentencepiece":
-            # One incomplete character spoils its neighbours in the plain decode, which is no reference here.
+            # An incomplete character changes its neighbours in the plain decode, which is no reference here.
             assert "café 𝕏𝕐𝕎".endswith("".join(deltas))
         else:
             assert "".join(deltas) == expected
@@ -244,7 +244,7 @@ def test_added_tokens_are_joined_without_a_space_on_request() -> None:
     assert after_prompt.append([4]) == "<b>"
 
 
-def test_words_longer_than_the_window_come_out_once() -> None:
+def test_words_longer_than_the_window_are_emitted_once() -> None:
     backend = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "c": 3}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -254,12 +254,12 @@ def test_words_longer_than_the_window_come_out_once() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_broken_bytes_cost_no_more_per_token_as_they_grow(kind: str) -> None:
+def test_cost_per_token_of_invalid_bytes_is_bounded(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     lead = tokenizer.convert_tokens_to_ids("<0xE4>" if kind == "sentencepiece" else "ä")
     detokenizer = IncrementalDetokenizer(tokenizer, [])
     emitted = "".join(detokenizer.append([lead]) for _ in range(5000))
-    # A window that grew with the output would need minutes of decoding and hold everything back.
+    # A window that grew with the output would take minutes to decode, and hold all text back.
     assert len(emitted) > 4900
     started = time.process_time()
     for _ in range(1000):
@@ -267,7 +267,7 @@ def test_broken_bytes_cost_no_more_per_token_as_they_grow(kind: str) -> None:
     assert time.process_time() - started < 1.0
 
 
-def test_nothing_keeps_a_dropped_tokenizer_alive() -> None:
+def test_detokenizers_do_not_keep_a_dropped_tokenizer_alive() -> None:
     tokenizer = tokenizer_of.__wrapped__("byte_level")
     IncrementalDetokenizer(tokenizer, []).append([5])
     gone = weakref.ref(tokenizer)

@@ -19,7 +19,7 @@ PROMPTS = ["hello world", "a", "", "the quick brown fox 你好 😀"]
 
 
 class Recorder:
-    """A tokenizer that keeps the arguments of its calls, can be held up, and chokes on "bad"."""
+    """A tokenizer that records the arguments of its calls, can be blocked, and fails on "bad"."""
 
     model_max_length = 8
 
@@ -62,7 +62,7 @@ def real_tokenizer() -> Any:
     )
     backend.train_from_iterator(PROMPTS * 3, trainer)
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    # Padding that comes with the file must not reach a batch whose callers asked for none.
+    # Padding that the file enables must not reach a batch whose callers asked for none.
     backend.enable_padding(pad_id=1, pad_token="<pad>")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", pad_token="<pad>", model_max_length=8, padding_side="right"
@@ -81,7 +81,7 @@ def recorder() -> Iterator[Recorder]:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_requests_of_one_tick_are_one_call(recorder: Recorder, run: Any) -> None:
+def test_requests_of_one_tick_share_a_call(recorder: Recorder, run: Any) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
 
     async def main() -> None:
@@ -94,7 +94,7 @@ def test_requests_of_one_tick_are_one_call(recorder: Recorder, run: Any) -> None
 @pytest.mark.parametrize(
     "kwargs", [{}, {"add_special_tokens": False}, {"truncation": True}, {"truncation": True, "max_length": 8}]
 )
-def test_each_caller_of_a_batch_gets_what_a_lone_call_returns(recorder: Recorder, kwargs: dict[str, Any]) -> None:
+def test_each_caller_of_a_batch_gets_what_its_own_call_would_return(recorder: Recorder, kwargs: dict[str, Any]) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
 
     async def main() -> list[Any]:
@@ -111,7 +111,7 @@ def test_each_caller_of_a_batch_gets_what_a_lone_call_returns(recorder: Recorder
         assert [encoding.offsets for encoding in result.encodings] == [e.offsets for e in alone.encodings]
 
 
-def test_a_lone_request_does_not_wait_for_others(recorder: Recorder) -> None:
+def test_single_request_does_not_wait_for_others(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder, batch_wait_timeout_s=LONG_WAIT_S)
 
     async def main() -> Any:
@@ -135,7 +135,7 @@ def test_several_requests_gather_until_the_batch_is_full(recorder: Recorder) -> 
     assert recorder.calls == [(["a", "b", "c"], {})]
 
 
-def test_several_requests_gather_for_no_longer_than_the_wait(recorder: Recorder) -> None:
+def test_several_requests_gather_no_longer_than_the_timeout(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder, max_batch_size=3, batch_wait_timeout_s=0.001)
 
     async def main() -> None:
@@ -145,7 +145,7 @@ def test_several_requests_gather_for_no_longer_than_the_wait(recorder: Recorder)
     assert recorder.calls == [(["a", "b"], {})]
 
 
-def test_gathering_holds_up_no_other_kind_of_work(recorder: Recorder) -> None:
+def test_gathering_requests_do_not_delay_other_kinds(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder, max_batch_size=3, batch_wait_timeout_s=LONG_WAIT_S)
 
     async def main() -> None:
@@ -161,7 +161,7 @@ def test_gathering_holds_up_no_other_kind_of_work(recorder: Recorder) -> None:
     assert [prompt for prompt, _ in recorder.calls] == ["c", "d"]
 
 
-def test_encodes_batch_by_special_tokens_and_truncation(recorder: Recorder) -> None:
+def test_encodes_share_a_call_by_special_tokens_and_truncation(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -191,7 +191,7 @@ def test_encodes_batch_by_special_tokens_and_truncation(recorder: Recorder) -> N
         assert result.data == recorder.real(prompt, **kwargs).data
 
 
-def test_decodes_batch_by_their_keywords(recorder: Recorder) -> None:
+def test_decodes_share_a_call_by_their_keywords(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
     ids = recorder.real("hello 你好")["input_ids"]
 
@@ -217,7 +217,7 @@ def test_keywords_that_cannot_be_hashed_run_alone(recorder: Recorder) -> None:
     assert recorder.decodes == [([5], {"anything": [1]})] * 2
 
 
-def test_prompts_that_are_not_text_never_join_a_batch(recorder: Recorder) -> None:
+def test_prompts_that_are_not_text_run_alone(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
 
     async def main() -> list[Any]:
@@ -229,7 +229,7 @@ def test_prompts_that_are_not_text_never_join_a_batch(recorder: Recorder) -> Non
 
 
 @pytest.mark.parametrize("bad", ["bad", "panic"])
-def test_a_bad_prompt_fails_alone(recorder: Recorder, bad: str) -> None:
+def test_bad_prompt_fails_alone(recorder: Recorder, bad: str) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
 
     async def main() -> list[Any]:
@@ -242,7 +242,7 @@ def test_a_bad_prompt_fails_alone(recorder: Recorder, bad: str) -> None:
     assert recorder.calls[0][0] == ["a", bad, "b"]
 
 
-def test_a_text_that_the_real_tokenizer_refuses_fails_alone() -> None:
+def test_text_that_the_real_tokenizer_refuses_fails_alone() -> None:
     tokenizer = real_tokenizer()
     batching = AsyncMicrobatchTokenizer(tokenizer)
 
@@ -254,7 +254,7 @@ def test_a_text_that_the_real_tokenizer_refuses_fails_alone() -> None:
     assert isinstance(failed, Exception)
 
 
-def test_cancelled_callers_are_skipped_and_cost_the_others_nothing(recorder: Recorder) -> None:
+def test_cancelled_callers_are_skipped_and_do_not_affect_the_others(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
 
     async def main() -> None:
@@ -304,7 +304,7 @@ def test_close_fails_pending_callers_and_ends_the_thread(recorder: Recorder) -> 
     assert [prompt for prompt, _ in recorder.calls] == ["running"]
 
 
-def test_close_before_the_first_request_is_dispatched_answers_it(recorder: Recorder) -> None:
+def test_close_fails_a_request_that_was_not_dispatched_yet(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
 
     async def main() -> None:
@@ -316,9 +316,9 @@ def test_close_before_the_first_request_is_dispatched_answers_it(recorder: Recor
     asyncio.run(main())
 
 
-def test_a_worker_thread_that_takes_no_more_work_leaves_nobody_waiting(recorder: Recorder) -> None:
+def test_callers_fail_if_the_worker_thread_accepts_no_work(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
-    # As at the end of the interpreter.
+    # As when the interpreter exits.
     batching._executor.shutdown()
 
     async def main() -> None:
@@ -328,11 +328,11 @@ def test_a_worker_thread_that_takes_no_more_work_leaves_nobody_waiting(recorder:
     asyncio.run(main())
 
 
-def test_one_tokenizer_serves_successive_event_loops(recorder: Recorder) -> None:
+def test_tokenizer_serves_successive_event_loops(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder, max_batch_size=3, batch_wait_timeout_s=LONG_WAIT_S)
 
     async def leave_early() -> None:
-        # Leaves a batch at the worker thread, and two requests that wait for a third.
+        # Leaves a batch in the worker thread, and two requests that wait for a third.
         recorder.gate.clear()
         tasks = [asyncio.ensure_future(batching("left behind"))]
         await asyncio.to_thread(recorder.entered.wait, 60)
@@ -349,7 +349,7 @@ def test_one_tokenizer_serves_successive_event_loops(recorder: Recorder) -> None
     assert asyncio.run(use()).data == recorder.real("hello").data
 
 
-def test_a_dropped_tokenizer_leaves_no_thread() -> None:
+def test_dropped_tokenizer_leaves_no_thread() -> None:
     tokenizer = real_tokenizer()
     before = set(threading.enumerate())
     batching = AsyncMicrobatchTokenizer(tokenizer)
@@ -373,6 +373,6 @@ def test_a_dropped_tokenizer_leaves_no_thread() -> None:
         ("batch_wait_timeout_s", float("inf")),
     ],
 )
-def test_impossible_settings_are_refused_by_name(name: str, value: float) -> None:
+def test_settings_out_of_range_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}"):
         AsyncMicrobatchTokenizer(real_tokenizer(), **{name: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One pooling request as its consumer sees it, and the book that feeds it."""
+"""A pooling request as its consumer sees it, and the output processor that feeds it."""
 
 import asyncio
 
@@ -7,22 +7,23 @@ import pytest
 
 from vllm_mp import EngineDeadError, EngineGenerateError, PoolingParams, PoolingRequestOutput
 from vllm_mp.client.outputs.output_processor import OutputProcessor
-from vllm_mp.client.outputs.pooling_stream import PoolingStream
-from vllm_mp.wire import Finished, StepOutput, pack_tokens
+from vllm_mp.client.outputs.stream import PoolingStream
+from vllm_mp.client.request import PoolingRequest
+from vllm_mp.wire import Finished, StepOutput, pack_ids, pack_tokens
 
 VECTOR = np.array([0.5, -1.5, 2.0], np.float32)
 
 
 @pytest.fixture
-def book():
+def processor():
     return OutputProcessor()
 
 
 @pytest.fixture
-def stream(book):
-    stream = PoolingStream("id", "text", [1, 2], PoolingParams(), 5.0)
-    book.reserve("id")
-    book.enter(stream)
+def stream(processor):
+    stream = PoolingStream(PoolingRequest("id", "text", [1, 2], pack_ids([1, 2]), PoolingParams(), 5.0))
+    processor.reserve("id")
+    processor.enter(stream)
     return stream
 
 
@@ -36,8 +37,8 @@ def take(stream):
     return asyncio.run(stream.next())
 
 
-def test_the_vector_is_the_only_output(book, stream):
-    assert not book.take_in(step([Finished(0, 0, "stop")], [(0, VECTOR.astype("<f4").tobytes())], [(0, 16)]))
+def test_vector_is_the_only_output(processor, stream):
+    assert not processor.process(step([Finished(0, 0, "stop")], [(0, VECTOR.astype("<f4").tobytes())], [(0, 16)]))
     output = take(stream)
     assert isinstance(output, PoolingRequestOutput)
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("id", "text", [1, 2])
@@ -46,38 +47,50 @@ def test_the_vector_is_the_only_output(book, stream):
     assert output.finished
     assert output.num_cached_tokens == 16
     assert output.metrics.finished_time is not None
-    assert len(book) == book.num_slots_in_use == 0
+    assert len(processor) == processor.num_slots_in_use == 0
 
 
-def test_an_aborted_request_has_no_vector_to_yield(book, stream):
-    book.end_by_abort(stream)
+def test_aborted_request_raises_because_it_has_no_vector(processor, stream):
+    processor.abort(stream.request_id)
     with pytest.raises(EngineGenerateError, match="request id was aborted"):
         take(stream)
-    assert book.num_slots_in_use == 1, "until the core answers"
-    book.take_in(step([Finished(0, 0, "abort")]))
-    assert book.num_slots_in_use == 0
+    assert processor.num_slots_in_use == 1, "until the core answers"
+    processor.process(step([Finished(0, 0, "abort")]))
+    assert processor.num_slots_in_use == 0
 
 
-def test_an_end_without_the_vector_is_an_error(book, stream):
-    book.take_in(step([Finished(0, 0, "stop")]))
+def test_end_without_the_vector_is_an_error(processor, stream):
+    processor.process(step([Finished(0, 0, "stop")]))
     with pytest.raises(EngineGenerateError, match="without its vector"):
         take(stream)
 
 
-def test_what_the_core_refuses_is_told(book, stream):
-    book.take_in(step([Finished(0, 0, "error", error="the vector is not finite")]))
+def test_refusal_of_the_core_reaches_the_consumer(processor, stream):
+    processor.process(step([Finished(0, 0, "error", error="the vector is not finite")]))
     with pytest.raises(EngineGenerateError, match="not finite"):
         take(stream)
 
 
-def test_the_end_of_the_core_is_the_end_of_the_stream(book, stream):
-    book.fail_all(EngineDeadError("SIGKILL"))
+def test_end_of_the_core_ends_the_stream(processor, stream):
+    processor.fail_all(EngineDeadError("SIGKILL"))
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         take(stream)
 
 
-def test_a_vector_that_comes_after_the_abort_changes_nothing(book, stream):
-    book.end_by_abort(stream)
-    book.take_in(step([Finished(0, 0, "stop")], [(0, VECTOR.tobytes())]))
+def test_vector_that_arrives_after_the_abort_is_ignored(processor, stream):
+    processor.abort(stream.request_id)
+    processor.process(step([Finished(0, 0, "stop")], [(0, VECTOR.tobytes())]))
     with pytest.raises(EngineGenerateError, match="aborted"):
+        take(stream)
+
+
+def test_tokens_for_the_slot_of_a_vector_are_ignored(processor, stream):
+    assert not processor.process(step([], tokens=[7]))
+    assert not processor.process(step([Finished(0, 0, "stop")], [(0, VECTOR.tobytes())]))
+    assert take(stream).outputs.data.tolist() == VECTOR.tolist()
+
+
+def test_vector_of_a_wrong_length_fails_the_request(processor, stream):
+    assert processor.process(step([], [(0, VECTOR.tobytes()[:-1])])) == [0]
+    with pytest.raises(EngineGenerateError, match="request id"):
         take(stream)

@@ -1,4 +1,4 @@
-"""A core process as its parent sees it, where the system does not let it go."""
+"""A core process that the system does not let end, as its parent sees it."""
 
 import logging
 import subprocess
@@ -10,7 +10,7 @@ from vllm_mp.client.engine.process import CoreProcess
 
 
 class Stuck:
-    """A process that is in the middle of something that the kernel does not interrupt."""
+    """A process in a system call that the kernel does not interrupt."""
 
     pid = 4711
     stdin = property(lambda self: self)
@@ -23,7 +23,7 @@ class Stuck:
         return None
 
     def wait(self, timeout=None):
-        assert timeout is not None, "this would last for ever"
+        assert timeout is not None, "this would wait for ever"
         self.waited.append(timeout)
         raise subprocess.TimeoutExpired("core", timeout)
 
@@ -44,7 +44,7 @@ def core_process(monkeypatch, tmp_path):
     return CoreProcess(tmp_path / "run", 1)
 
 
-def test_a_core_that_its_device_keeps_from_ending_holds_nobody_up(core_process, caplog):
+def test_core_that_its_device_keeps_from_ending_is_given_up(core_process, caplog):
     with caplog.at_level(logging.WARNING):
         core_process.kill()
         core_process.stop()
@@ -52,17 +52,17 @@ def test_a_core_that_its_device_keeps_from_ending_holds_nobody_up(core_process, 
     assert core_process._popen.signals == ["kill", "term", "kill", "term", "kill"]
     assert sum(core_process._popen.waited) == process._KILL_TIMEOUT_S
     assert [record.getMessage() for record in caplog.records] == [
-        "the core process 4711 was killed 20 s ago and is still there, with what it has of its device; if the next "
-        "core finds no memory there, restart the device or the machine"
+        "the core process 4711 was killed 20 s ago and still exists, with its device memory; if the next core "
+        "finds no memory, restart the device or the machine"
     ]
 
 
-def test_its_end_is_told_with_the_last_lines_of_its_log(core_process):
+def test_end_is_described_with_the_last_lines_of_the_log(core_process):
     core_process.log_path.write_text(
         "first\ntorch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
     )
     core_process.kill()
     assert not core_process.was_killed
     told = core_process.describe_end()
-    assert told.startswith("the core process 4711 ended with SIGKILL, but the system has not let it go; ")
+    assert told.startswith("the core process 4711 ended with SIGKILL, but the system still holds it; ")
     assert told.endswith("illegal memory access was encountered")

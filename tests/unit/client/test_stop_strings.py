@@ -1,7 +1,7 @@
-"""Stop strings in a text that comes in pieces.
+"""Stop strings in a text that arrives in pieces.
 
-The piece that completes any stop string decides: of those that are complete then, the one that begins first counts, and
-of those that begin there the longest.
+The first piece that completes a stop string decides: of all complete stop strings the one that begins first counts, and
+the longest of those that begin there.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_mp.client.outputs.stop_strings import StopStrings
 
-# Few different characters, so that stops are found, overlap, and begin each other.
+# Few different characters, so that stops occur, overlap, and begin each other.
 TEXT = st.text(st.sampled_from("aab\né😀"), max_size=40)
 STOPS = st.lists(st.text(st.sampled_from("aab\né😀"), min_size=1, max_size=6), min_size=1, max_size=5)
 CUTS = st.lists(st.integers(0, 40), max_size=12)
@@ -24,7 +24,7 @@ def pieces_of(text, cuts):
 
 
 def first_stop(text, stops):
-    """(where it begins, which it is), by trying every place."""
+    """(start, stop string) of the stop that counts, by trying every position."""
     for start in range(len(text)):
         if here := [stop for stop in stops if text[start:].startswith(stop)]:
             return start, max(here, key=len)
@@ -32,12 +32,12 @@ def first_stop(text, stops):
 
 
 def length_of_beginning(text, stops):
-    """The most characters at the end of `text` with which a stop begins, without being complete."""
+    """The largest number of characters at the end of `text` that begin a stop without completing it."""
     return max(size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size]))
 
 
 @given(TEXT, CUTS, STOPS, st.booleans())
-def test_everything_up_to_the_first_stop_is_passed_on_and_nothing_too_early(text, cuts, stops, include):
+def test_text_up_to_the_first_stop_is_passed_on_and_never_too_early(text, cuts, stops, include):
     search = StopStrings(stops, include)
     passed = known = ""
     for piece in pieces_of(text, cuts):
@@ -80,7 +80,7 @@ def test_examples(stops, pieces, passed, found):
     assert search.found == found
 
 
-def test_what_was_held_back_comes_out_at_the_end_once():
+def test_text_that_was_held_back_is_flushed_once_at_the_end():
     search = StopStrings(["\n\nUser:"], include=False)
     assert search.feed("Bye.\n\nUse") == "Bye."
     assert search.flush() == "\n\nUse"

@@ -1,4 +1,4 @@
-"""One request as its consumer sees it, with a stand-in for the detokenizer."""
+"""A generation request as its consumer sees it, with a stand-in for the detokenizer."""
 
 import asyncio
 import time
@@ -6,16 +6,17 @@ import time
 import pytest
 
 from vllm_mp.client.outputs.completion import Completion
-from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.client.outputs.stream import GenerationStream
+from vllm_mp.client.request import GenerationRequest
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 from vllm_mp.testing.engines import eventually
-from vllm_mp.wire import Finished
+from vllm_mp.wire import Finished, pack_ids
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
 
 class Detokenizer:
-    """A token is its number in brackets; at the end comes a full stop, as if something had been held back."""
+    """Writes a token as its number in brackets, and a full stop at the end, as if text had been held back."""
 
     def append(self, token_ids):
         return "".join(f"[{token_id}]" for token_id in token_ids)
@@ -25,34 +26,40 @@ class Detokenizer:
 
 
 def make_stream(kind=CUMULATIVE, detokenizer=None, **params):
-    answer = Completion(0, SamplingParams(output_kind=kind, **params), detokenizer or Detokenizer())
-    return RequestStream("id", "prompt", [1, 2], [answer], 5.0)
+    params = SamplingParams(output_kind=kind, **params)
+    return stream_of(Completion(0, params, detokenizer or Detokenizer()), "prompt")
+
+
+def stream_of(completion, prompt):
+    return GenerationStream(
+        GenerationRequest("id", prompt, [1, 2], pack_ids([1, 2]), completion.params, 5.0), [completion]
+    )
 
 
 def take_in(stream, token_id, position):
-    return stream.answers[0].take_in(token_id, position)
+    return stream.completions[0].take_in(token_id, position)
 
 
 def end(stream, finish):
-    stream.end(stream.answers[0], finish)
+    stream.end(stream.completions[0], finish)
 
 
 def receive(stream, *token_ids):
-    """What the client does with a message of the core: all tokens, then one wake-up."""
+    """Process a message as the client does: all tokens, then one wake-up."""
     for token_id in token_ids:
-        assert take_in(stream, token_id, len(stream.answers[0].token_ids) & 0xFFFF)
+        assert take_in(stream, token_id, len(stream.completions[0].token_ids) & 0xFFFF)
     stream.wake_for_tokens(time.time())
 
 
 def receive_last(stream, *token_ids, reason="length", stop_reason=None):
     for token_id in token_ids:
-        assert take_in(stream, token_id, len(stream.answers[0].token_ids) & 0xFFFF)
-    end(stream, Finished(0, len(stream.answers[0].token_ids), reason, stop_reason))
+        assert take_in(stream, token_id, len(stream.completions[0].token_ids) & 0xFFFF)
+    end(stream, Finished(0, len(stream.completions[0].token_ids), reason, stop_reason))
     stream.wake_for_tokens(time.time())
 
 
 async def until_waiting(stream):
-    """Let the consumer run until it waits for news."""
+    """Run the consumer until it waits for news."""
 
     async def is_waiting():
         return stream._waiter is not None and not stream._waiter.done()
@@ -61,7 +68,7 @@ async def until_waiting(stream):
 
 
 def consume(stream, *messages):
-    """The (text, token ids, finished) of each output, where the consumer takes each before the next message."""
+    """The (text, token ids, finished) of each output, if the consumer takes each before the next message."""
 
     async def run():
         outputs = []
@@ -103,13 +110,13 @@ def test_final_only_gives_one_output():
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_the_end_may_come_without_tokens(kind):
+def test_end_may_arrive_without_tokens(kind):
     outputs = consume(make_stream(kind), [7], [])
     assert outputs[-1][2]
     assert "".join(text for text, _, _ in outputs) == ("[7][7]." if kind == CUMULATIVE else "[7].")
 
 
-def test_a_final_only_consumer_is_woken_once():
+def test_final_only_consumer_is_woken_once():
     stream = make_stream(FINAL_ONLY)
 
     async def run():
@@ -134,7 +141,7 @@ def test_a_final_only_consumer_is_woken_once():
         (FINAL_ONLY, ["[1][2][3][4][5]."]),
     ],
 )
-def test_a_slow_consumer_gets_fewer_larger_outputs_and_loses_nothing(kind, texts):
+def test_slow_consumer_gets_fewer_larger_outputs_and_loses_nothing(kind, texts):
     stream = make_stream(kind)
 
     async def run():
@@ -149,7 +156,7 @@ def test_a_slow_consumer_gets_fewer_larger_outputs_and_loses_nothing(kind, texts
     assert asyncio.run(run()) == texts
 
 
-def test_a_consumer_that_comes_when_nothing_is_new_waits():
+def test_consumer_waits_if_there_is_no_news():
     stream = make_stream(DELTA)
 
     async def run():
@@ -158,7 +165,7 @@ def test_a_consumer_that_comes_when_nothing_is_new_waits():
         reader = asyncio.create_task(stream.next())
         await until_waiting(stream)
         assert not reader.done()
-        stream.wake_for_tokens(time.time())  # for nothing, as when only a duplicate came
+        stream.wake_for_tokens(time.time())  # without news, as after a repeated token
         await asyncio.sleep(0)
         await until_waiting(stream)
         assert not reader.done()
@@ -168,7 +175,7 @@ def test_a_consumer_that_comes_when_nothing_is_new_waits():
     asyncio.run(run())
 
 
-def test_a_consumer_that_gives_up_waiting_loses_nothing():
+def test_consumer_that_stops_waiting_loses_nothing():
     stream = make_stream(DELTA)
 
     async def run():
@@ -182,7 +189,7 @@ def test_a_consumer_that_gives_up_waiting_loses_nothing():
         reader = asyncio.create_task(stream.next())
         await until_waiting(stream)
         receive(stream, 2)
-        reader.cancel()  # woken already, but it has not run
+        reader.cancel()  # it was woken, but has not run yet
         with pytest.raises(asyncio.CancelledError):
             await reader
         assert (await stream.next()).outputs[0].text == "[2]"
@@ -190,47 +197,47 @@ def test_a_consumer_that_gives_up_waiting_loses_nothing():
     asyncio.run(run())
 
 
-def test_a_token_that_came_before_is_ignored():
+def test_repeated_token_is_ignored():
     stream = make_stream()
     for position, token_id in enumerate([7, 8, 9]):
         assert take_in(stream, token_id, position)
     for position in (0, 1, 2):
         assert take_in(stream, 99, position)
-    assert stream.answers[0].token_ids == [7, 8, 9]
+    assert stream.completions[0].token_ids == [7, 8, 9]
     assert take_in(stream, 10, 3)
-    assert stream.answers[0].token_ids == [7, 8, 9, 10]
+    assert stream.completions[0].token_ids == [7, 8, 9, 10]
 
 
-def test_a_gap_is_reported_and_nothing_is_taken():
+def test_gap_is_reported_and_its_token_is_not_taken():
     stream = make_stream()
     assert take_in(stream, 7, 0)
     for position in (2, 3, 1 + 0x7FFF):
         assert not take_in(stream, 8, position)
-    assert stream.answers[0].token_ids == [7]
+    assert stream.completions[0].token_ids == [7]
     assert take_in(stream, 8, 1)
 
 
-def test_answers_go_on_beyond_the_range_of_the_positions_on_the_wire():
+def test_completions_continue_beyond_the_range_of_positions_on_the_wire():
     stream = make_stream()
     count = 2**17 + 3
     for position in range(count):
         assert take_in(stream, position, position & 0xFFFF)
         if position % 1000 == 0:
-            assert take_in(stream, -1, position & 0xFFFF), "again"
-            assert not take_in(stream, -1, (position + 2) & 0xFFFF), "one is missing"
-    assert stream.answers[0].token_ids == list(range(count))
+            assert take_in(stream, -1, position & 0xFFFF), "repeated"
+            assert not take_in(stream, -1, (position + 2) & 0xFFFF), "a token is missing"
+    assert stream.completions[0].token_ids == list(range(count))
 
 
 @pytest.mark.parametrize("length", [0, 1, 65_535, 65_536, 65_537])
 @pytest.mark.parametrize(("ahead", "grows", "fine"), [(0, 1, True), (-1, 0, True), (1, 0, False), (300, 0, False)])
 def test_positions_are_compared_modulo_their_width(length, ahead, grows, fine):
     stream = make_stream()
-    stream.answers[0].token_ids.extend(range(length))
+    stream.completions[0].token_ids.extend(range(length))
     assert take_in(stream, 5, (length + ahead) & 0xFFFF) is fine
-    assert len(stream.answers[0].token_ids) == length + grows
+    assert len(stream.completions[0].token_ids) == length + grows
 
 
-def test_the_first_end_counts():
+def test_only_the_first_end_counts():
     stream = make_stream()
     receive(stream, 7)
     assert not stream.is_over
@@ -242,21 +249,21 @@ def test_the_first_end_counts():
     assert (output.finished, output.outputs[0].finish_reason) == (True, "length")
 
 
-def test_the_first_failure_counts():
+def test_only_the_first_failure_counts():
     stream = make_stream()
     receive(stream, 7)
     stream.fail(RuntimeError("first"))
     assert stream.is_over
     stream.fail(RuntimeError("second"))
     end(stream, Finished(0, 1, "length"))
-    assert stream.answers[0].finish is None
+    assert stream.completions[0].finish is None
     for _ in range(2):
         with pytest.raises(RuntimeError, match="first"):
             asyncio.run(stream.next())
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_a_failure_wakes_whoever_waits(kind):
+def test_failure_wakes_a_waiting_consumer(kind):
     stream = make_stream(kind)
 
     async def run():
@@ -270,7 +277,7 @@ def test_a_failure_wakes_whoever_waits(kind):
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_the_token_that_stops_an_answer_is_among_its_ids_and_not_in_its_text(kind):
+def test_stop_token_is_in_the_ids_and_not_in_the_text(kind):
     stream = make_stream(kind, stop_token_ids=[9])
 
     async def run():
@@ -283,34 +290,34 @@ def test_the_token_that_stops_an_answer_is_among_its_ids_and_not_in_its_text(kin
     assert (completion.finish_reason, completion.stop_reason) == ("stop", 9)
 
 
-def test_the_token_that_stops_an_answer_is_in_its_text_where_that_is_asked_for():
+def test_stop_token_is_in_the_text_if_the_request_asks_for_it():
     stream = make_stream(stop_token_ids=[9], include_stop_str_in_output=True)
     receive_last(stream, 7, 9, reason="stop", stop_reason=9)
     assert asyncio.run(stream.next()).outputs[0].text == "[7][9]."
 
 
 @pytest.mark.parametrize("reason", ["length", "abort"])
-def test_the_last_token_of_any_other_end_is_in_the_text(reason):
+def test_last_token_is_in_the_text_if_the_completion_was_not_stopped(reason):
     stream = make_stream(DELTA)
     receive_last(stream, 7, 9, reason=reason)
     assert asyncio.run(stream.next()).outputs[0].text == "[7][9]."
 
 
 def test_without_a_detokenizer_there_are_ids_and_no_text():
-    stream = RequestStream("id", None, [1], [Completion(0, SamplingParams(detokenize=False))], 0.0)
+    stream = stream_of(Completion(0, SamplingParams(detokenize=False)), None)
     receive_last(stream, 7, 9, reason="stop")
     output = asyncio.run(stream.next())
     assert output.prompt is None
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [7, 9])
 
 
-def test_an_output_is_not_changed_by_what_comes_after_it():
+def test_output_is_not_changed_by_later_tokens():
     stream = make_stream(CUMULATIVE)
 
     async def run():
         receive(stream, 1)
         first = await stream.next()
-        first.outputs[0].token_ids.append(99)  # nor may its reader disturb the stream
+        first.outputs[0].token_ids.append(99)  # nor may its reader change the stream
         receive_last(stream, 2)
         return first, await stream.next()
 

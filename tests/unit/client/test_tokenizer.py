@@ -1,3 +1,5 @@
+"""Loading tokenizers from the kinds of folders that exist, and refusing damaged folders."""
+
 from __future__ import annotations
 
 import json
@@ -48,7 +50,7 @@ def fast_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def vocabulary_folder(tmp_path: Path) -> Path:
-    """What GPT-2 and its kin have on the hub: a vocabulary and merges, and no tokenizer.json."""
+    """A vocabulary and merges without tokenizer.json, as older models such as GPT-2 have on the hub."""
     folder = tmp_path / "vocabulary"
     folder.mkdir()
     backend = backend_of_bpe()
@@ -85,7 +87,7 @@ def assert_same(tokenizer: Any, expected: Any) -> None:
     assert tokenizer.padding_side == expected.padding_side
 
 
-def test_tokenizer_json_loads_as_auto_tokenizer_loads_it(fast_folder: Path) -> None:
+def test_tokenizer_json_loads_as_with_auto_tokenizer(fast_folder: Path) -> None:
     assert_same(load(fast_folder), AutoTokenizer.from_pretrained(fast_folder))
 
 
@@ -147,7 +149,7 @@ def test_two_processes_may_convert_at_once(vocabulary_folder: Path, monkeypatch:
     assert list(converted.parent.iterdir()) == [converted]
 
 
-def test_a_tokenizer_that_exists_in_python_only_is_loaded_here(vocabulary_folder: Path) -> None:
+def test_tokenizer_that_exists_in_python_only_is_loaded_in_this_process(vocabulary_folder: Path) -> None:
     make_python_only(vocabulary_folder)
     tokenizer = load(vocabulary_folder)
     assert not tokenizer.is_fast
@@ -181,7 +183,7 @@ def test_slow_mode_asks_auto_tokenizer(vocabulary_folder: Path) -> None:
     assert not (vocabulary_folder.parent / "cache").exists()
 
 
-def test_code_of_the_folder_runs_only_when_trusted(fast_folder: Path) -> None:
+def test_code_in_the_folder_runs_only_if_it_is_trusted(fast_folder: Path) -> None:
     path = fast_folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}))
     (fast_folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -192,7 +194,7 @@ def test_code_of_the_folder_runs_only_when_trusted(fast_folder: Path) -> None:
     assert type(load(fast_folder, trust_remote_code=True)).__name__ == "Mine"
 
 
-def test_chat_template_is_given_as_text_or_path(fast_folder: Path, tmp_path: Path) -> None:
+def test_chat_template_may_be_text_or_a_path(fast_folder: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     template = "<{{ messages[0]['content'] }}>"
     (tmp_path / "mine.jinja").write_text(template)
@@ -203,7 +205,7 @@ def test_chat_template_is_given_as_text_or_path(fast_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", ["no/such/file.jinja", "x" * 10_000, "."])
-def test_chat_template_that_is_neither_is_refused(fast_folder: Path, given: str) -> None:
+def test_chat_template_that_is_neither_text_nor_a_path_is_refused(fast_folder: Path, given: str) -> None:
     with pytest.raises(ValueError, match="chat_template"):
         load(fast_folder, chat_template=given)
 
@@ -241,11 +243,11 @@ def damage_config_type(folder: Path) -> None:
         (damage_nothing_there, "no tokenizer files"),
         (damage_truncated, ""),
         (damage_not_a_tokenizer, ""),
-        (damage_config, "tokenizer_config.json is not JSON"),
+        (damage_config, "tokenizer_config.json is not valid JSON"),
         (damage_config_type, "tokenizer_config.json holds a list"),
     ],
 )
-def test_a_folder_without_a_sound_tokenizer_is_refused_by_name(fast_folder: Path, damage: Any, cause: str) -> None:
+def test_folder_without_a_valid_tokenizer_is_refused_by_name(fast_folder: Path, damage: Any, cause: str) -> None:
     damage(fast_folder)
     with pytest.raises(ValueError) as caught:
         load(fast_folder)
@@ -255,12 +257,12 @@ def test_a_folder_without_a_sound_tokenizer_is_refused_by_name(fast_folder: Path
     assert "Download the model's tokenizer files again" in message
 
 
-def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_folder_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gone does not exist"):
         load(tmp_path / "gone")
 
 
-def test_a_conversion_that_fails_tells_why_and_leaves_nothing(vocabulary_folder: Path) -> None:
+def test_conversion_that_fails_says_why_and_leaves_no_files(vocabulary_folder: Path) -> None:
     (vocabulary_folder / "vocab.json").write_text("not json")
     with pytest.raises(ValueError, match="failed with exit code 1"):
         load(vocabulary_folder)
@@ -268,7 +270,7 @@ def test_a_conversion_that_fails_tells_why_and_leaves_nothing(vocabulary_folder:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_file_is_refused_by_name(fast_folder: Path) -> None:
+def test_unreadable_file_is_refused_by_name(fast_folder: Path) -> None:
     (fast_folder / "tokenizer.json").chmod(stat.S_IWUSR)
     with pytest.raises(ValueError, match=str(fast_folder)):
         load(fast_folder)

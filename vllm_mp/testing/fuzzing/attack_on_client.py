@@ -193,7 +193,7 @@ def _holdings(engine: AsyncLLM) -> dict[str, int]:
         "bytes of memory": process.memory_info().rss,
         "descriptors": process.num_fds(),
         "slots": engine._requests.num_slots_in_use,
-        "messages dropped": engine._link._core.connection.num_dropped,
+        "messages dropped": engine._core_client._core.connection.num_dropped,
     }
 
 

@@ -1,19 +1,19 @@
-"""How often and how soon a core is started again."""
+"""How often and how soon a core is restarted."""
 
-from vllm_mp.client.engine.restart_limit import RestartLimit
+from vllm_mp.client.engine.supervisor import RestartLimit
 
 
-def test_cores_that_served_are_replaced_at_once_up_to_the_limit():
+def test_cores_that_served_are_restarted_at_once_up_to_the_limit():
     limit = RestartLimit(3, 10.0)
     assert [limit.delay_after(now, True) for now in (0.0, 1.0, 2.0, 3.0)] == [0.0, 0.0, 0.0, None]
 
 
-def test_what_lies_before_the_window_does_not_count():
+def test_deaths_before_the_window_do_not_count():
     limit = RestartLimit(2, 10.0)
     assert [limit.delay_after(now, True) for now in (0.0, 1.0, 10.0, 11.0, 12.0)] == [0.0, 0.0, 0.0, 0.0, None]
 
 
-def test_cores_that_never_serve_are_replaced_later_and_later_but_not_too_late():
+def test_restarts_of_cores_that_never_serve_are_delayed_up_to_a_limit():
     limit = RestartLimit(None, 1.0)
     delays = [limit.delay_after(float(now), False) for now in range(10)]
     assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0]
@@ -21,5 +21,5 @@ def test_cores_that_never_serve_are_replaced_later_and_later_but_not_too_late():
     assert limit.delay_after(11.0, False) == 0.1
 
 
-def test_no_restarts_at_all():
+def test_limit_of_zero_allows_no_restart():
     assert RestartLimit(0, 10.0).delay_after(0.0, True) is None

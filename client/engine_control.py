@@ -1,0 +1,226 @@
+"""The operations on an engine as a whole: health, pauses, sleep, profiling, its state and its configuration."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_mp import wire
+from vllm_mp.call_validation import check_pause, check_sleep, check_wake_up
+from vllm_mp.client.engine.core_client import EngineCoreClient
+from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.stat_logger import StatLogger
+from vllm_mp.config import DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm_mp.errors import EngineDeadError, EngineError
+
+_DRAIN_POLL_S = 0.01
+
+
+class EngineControl:
+    """The part of `AsyncLLM` that concerns no single request."""
+
+    def __init__(self, supervisor: CoreSupervisor) -> None:
+        self.vllm_config = supervisor.core.config
+        self.model_config = self.vllm_config.model_config
+        self._supervisor = supervisor
+        self._requests = OutputProcessor()
+        self._stats = StatLogger(self.vllm_config.observability_config, supervisor, self._requests)
+        self._core_client = EngineCoreClient(supervisor, self._requests, self._stats.count_tokens)
+        self._accepts = True
+        self._is_shut_down = False
+
+    async def check_health(self) -> None:
+        """Return if the core is well.
+
+        Raises EngineDeadError if the core is gone for good, and EngineError if it does not answer in time: because it
+        hangs, or because it died and its successor is not ready yet.
+        """
+        self._attach()
+        await self._core_client.check_health(self.vllm_config.liveness_config.engine_iteration_timeout_s)
+
+    async def core_status(self) -> dict[str, Any]:
+        """The core's incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age, standby."""
+        status: dict[str, Any] = await self._ask("status")
+        page = self._supervisor.status()
+        status["incarnation"] = self._core_client.incarnation
+        status["restarts"] = self._supervisor.num_restarts
+        status["standby_pid"] = self._supervisor.standby_pid
+        status["heartbeat_age"] = page.heartbeat_age if page else None
+        return status
+
+    async def reset_prefix_cache(self, device: Any = None) -> None:
+        """Empty the prefix cache, so that later requests share nothing with earlier ones.
+
+        `device` may name the device that holds the cache, as "cpu", "cuda" or vLLM's `Device.GPU`. Raises ValueError
+        for another device, because there is no cache on it.
+        """
+        own = self.vllm_config.device_config.device
+        if device is not None and _device_type(device) != own:
+            raise ValueError(f"device must be None or {own!r}, where the KV cache is, got {device!r}")
+        await self._ask("reset_prefix_cache")
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop generation until `resume_generation`; requests that arrive meanwhile are accepted and wait.
+
+        `mode` decides about live requests: "abort" ends them with finish_reason "abort", "wait" lets them finish and
+        returns when the last has, "keep" freezes them until generation is resumed. `clear_cache` ensures that no key or
+        value from before the pause is used after it, as a change of weights requires: the prefix cache is emptied, and
+        frozen requests are recomputed.
+
+        The pause holds for every client of a shared core, even after this client has left. Pausing a paused engine
+        applies the new mode to the requests that do not already wait for the end of the pause; "abort" ends these too.
+        Cancelling the call does not undo the pause. Raises ValueError for an unknown mode, and EngineError if the
+        engine is resumed, or paused with "keep", while this call waits.
+        """
+        check_pause(mode, clear_cache)
+        if mode == "wait":
+            await self._call("pause", mode, clear_cache)
+        else:
+            await self._ask("pause", mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        """End a pause, whichever client began it; no-op if the engine is not paused."""
+        await self._ask("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether any client has called `pause_generation` and none has called `resume_generation` since."""
+        return bool((await self.core_status())["is_paused"])
+
+    async def start_profile(self) -> None:
+        """Record the core's next steps, at most 256, with PyTorch's profiler.
+
+        Raises EngineError if the profiler runs already.
+        """
+        await self._ask("start_profile")
+
+    async def stop_profile(self) -> str:
+        """Stop the profiler and write its trace, which Chrome and Perfetto display; return the trace's folder.
+
+        The folder is on the core's machine: the value of VLLM_TORCH_PROFILER_DIR in the core's environment, or else a
+        temporary folder that the caller must remove. The recording is lost if the core dies. Raises EngineError if
+        `start_profile` has not been called.
+        """
+        folder: str = await self._ask("stop_profile")
+        return folder
+
+    async def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Release the memory of the KV cache and of the weights until `wake_up`.
+
+        `level` 1 keeps the weights in host memory, which on a CPU changes nothing for them; 2 drops them, and `wake_up`
+        loads them again. Returns when the memory is free. Live requests are held and continue after the wake-up as if
+        nothing had happened, or with `mode` "abort" end with finish_reason "abort"; requests that arrive meanwhile are
+        accepted and wait. The prefix cache is emptied.
+
+        The sleep holds for every client of a shared core, even after this client has left, and beside a pause:
+        generation continues only when both have ended. A core that already sleeps goes to the deeper of the two levels.
+        Cancelling the call does not undo it. Raises ValueError for an unknown level or mode, and EngineError if the
+        host has no room for the weights; then the engine continues.
+        """
+        check_sleep(level, mode)
+        await self._call("sleep", level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End a sleep, whichever client began it; no-op if the engine is awake.
+
+        `tags` names what comes back, of "weights" and "kv_cache"; generation continues when both are back. Returns when
+        that is done, which after level 2 takes as long as loading the model; the core answers nothing else meanwhile.
+        Raises ValueError for other tags, and EngineError if there is no memory or the weights cannot be read: then the
+        engine stays asleep, without what this call has taken, and may be woken again.
+        """
+        await self._call("wake_up", *check_wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether any client has called `sleep`, and not everything has been woken up since."""
+        return bool((await self.core_status())["is_sleeping"])
+
+    async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:
+        """Return when this client has no unfinished request and the core has released all their slots.
+
+        Raises TimeoutError, which says how many are left, after `timeout` seconds.
+        """
+        self._attach()
+        deadline = time.monotonic() + timeout
+        # Polled, so that the code that handles every token need not announce it.
+        while len(self._requests) or self._requests.num_slots_in_use:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"after {timeout:g} s {len(self._requests)} requests have not ended, and the core has "
+                    f"{self._requests.num_slots_in_use} to release; wait longer, or abort them"
+                )
+            await asyncio.sleep(_DRAIN_POLL_S)
+            self._attach()
+
+    async def do_log_stats(self) -> None:
+        """Log a line about throughput and load now; without a call, there is a line every 10 seconds."""
+        self._stats.write()
+
+    async def get_num_unfinished_requests(self) -> int:
+        """Requests whose streams have not ended."""
+        return len(self._requests)
+
+    @property
+    def is_running(self) -> bool:
+        return self._accepts and not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_shut_down or self.errored
+
+    @property
+    def errored(self) -> bool:
+        """The core is gone for good."""
+        return self._supervisor.end is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the core is gone for good; None while it is not."""
+        return self._core_client.dead_error
+
+    def start_background_loop(self) -> None:
+        """Accept requests, after `start_engine_loop=False`."""
+        self._accepts = True
+
+    async def get_vllm_config(self) -> VllmConfig:
+        return self.vllm_config
+
+    async def get_model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        return self.vllm_config.parallel_config
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        return self.vllm_config.scheduler_config
+
+    async def get_lora_config(self) -> LoRAConfig | None:
+        return self.vllm_config.lora_config
+
+    async def get_decoding_config(self) -> DecodingConfig:
+        return self.vllm_config.decoding_config
+
+    def _attach(self) -> None:
+        """Receive from the core on the running loop; raises EngineDeadError if the core is gone for good."""
+        self._core_client.attach()
+        if not self._accepts:
+            raise EngineError("start_engine_loop was False: call start_background_loop() first")
+
+    async def _call(self, name: str, *args: wire.CallArgument) -> Any:
+        """Run an operation that may take any time; raises EngineError if the core answers with an error."""
+        self._attach()
+        return await self._core_client.call(name, None, *args)
+
+    async def _ask(self, name: str, *args: wire.CallArgument) -> Any:
+        """Run an operation that a core answers between two steps; raises EngineError also if it does not."""
+        self._attach()
+        limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
+        try:
+            return await self._core_client.call(name, limit, *args)
+        except TimeoutError as error:
+            raise EngineError(f"the core has not answered for {limit:g} s: {self._supervisor.status()}") from error
+
+
+def _device_type(device: Any) -> str:
+    """The type of a device given as a string ("cuda:0"), an enum (vLLM's `Device.GPU`) or a `torch.device`."""
+    name = str(getattr(device, "name", getattr(device, "type", device))).lower().partition(":")[0]
+    return "cuda" if name == "gpu" else name

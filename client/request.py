@@ -1,0 +1,56 @@
+"""The record of a request: what the caller asked for, and what a core is told of it. Records are never changed."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vllm_mp.client.prompt import PromptType
+from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.sampling_params import SamplingParams
+
+
+class CallerRequest(NamedTuple):
+    """A request as the caller gave it, not yet validated."""
+
+    request_id: str
+    prompt: PromptType | None
+    prompt_token_ids: list[int] | None
+    """In place of a tokenized `prompt`."""
+    params: SamplingParams | PoolingParams | None
+    """None means the sampling parameters of the model's generation_config.json."""
+    priority: int
+    arrival_time: float
+    """In seconds of `time.time()`."""
+    tokenization_kwargs: dict[str, Any]
+
+
+class GenerationRequest(NamedTuple):
+    """A validated request for text."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    """[num_prompt_tokens]"""
+    packed_prompt: bytes
+    """`prompt_token_ids` as little-endian int32, as the wire carries them."""
+    params: SamplingParams
+    """With a seed, so that another core can continue the request."""
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str = ""
+    group: str = ""
+    """Names the request's completions, which share the blocks of their prompt; empty for a single completion."""
+    bad_words: Sequence[list[int]] = ()
+    """The token ids of each spelling of each bad word."""
+
+
+class PoolingRequest(NamedTuple):
+    """A validated request for a vector. Fields are as in `GenerationRequest`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    packed_prompt: bytes
+    params: PoolingParams
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str = ""
