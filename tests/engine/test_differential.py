@@ -10,7 +10,9 @@ from vllm_mp.testing.greedy_parity import num_preemptions
 from vllm_mp.testing.random_models import one_thread
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["in turn", "overlapping"]
+)
 def played(request, default_model, tmp_path_factory):
     """A judge's means, and 60 cases with what was answered to them, in company and alone.
 

@@ -30,6 +30,7 @@ def test_answers_are_good_and_the_same_alone_and_together(make_engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_perplexity_of_a_text_is_nearly_that_of_the_model_as_it_is(tmp_path):
     text = tmp_path / "text"
     text.write_text(Path(__file__).with_name("test_cli.py").read_text()[:4000])

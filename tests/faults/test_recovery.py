@@ -449,6 +449,7 @@ def test_a_core_that_stands_still_is_replaced_while_it_serves_and_while_it_loads
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_nobody_is_to_blame_for_signals_that_stop_one_core_after_the_other(make_engine):
     engine = make_engine(engine_iteration_timeout_s=1.0, fault_injection="slow@step=*,seconds=0.1")
 

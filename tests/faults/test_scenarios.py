@@ -23,6 +23,14 @@ _WITH_A_STEP_IN_FLIGHT = [
 ]
 _TOGETHER = [one for one in _TRIED_HERE if not one.options and not one.stands_alone]
 _ON_THEIR_OWN = [one for one in _TRIED_HERE if one not in _TOGETHER]
+_SLOW = {"hang", "culprit", "exit-before-last-message", "exit-after-last-message", "socket-file-removed"}
+"""Tests of these subjects that are not slow: scenarios that differ in little, and for `hang` one in test_recovery.py."""
+_SLOW_IN_FLIGHT = {"exit-before-message", "exit-before-last-message", "nan"}
+"""Without a step in flight these, or scenarios that differ in little, are not slow."""
+
+
+def _marked(scenarios, slow):
+    return [pytest.param(each, marks=[pytest.mark.slow] * (each.name in slow), id=each.name) for each in scenarios]
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +51,17 @@ def shared_engine(arena):
         yield engine
 
 
-@pytest.mark.parametrize("scenario", _TOGETHER, ids=lambda one: one.name)
+@pytest.mark.parametrize("scenario", _marked(_TOGETHER, _SLOW))
 def test_the_promise_is_kept(arena, shared_engine, scenario):
     assert play(scenario, arena).broken == []
 
 
-@pytest.mark.parametrize("scenario", _ON_THEIR_OWN, ids=lambda one: one.name)
+@pytest.mark.parametrize("scenario", _marked(_ON_THEIR_OWN, _SLOW))
 def test_the_promise_is_kept_by_an_engine_of_its_own(arena, scenario):
     assert play(scenario, arena).broken == []
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_left_over_many_kills(arena):
     record = soak(arena, kills=6, fault_injection=arena.pace)
     assert record.broken == []
@@ -60,6 +69,7 @@ def test_nothing_is_lost_or_left_over_many_kills(arena):
     assert len(record.next_token_s) == 6
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_left_while_requests_come_and_go_and_cores_die_in_every_way(arena):
     record = soak(arena, seconds=10, seed=1, is_random=True, fault_injection=arena.pace)
     assert record.broken == []
@@ -76,7 +86,7 @@ def overlapping(arena):
         yield other
 
 
-@pytest.mark.parametrize("scenario", _WITH_A_STEP_IN_FLIGHT, ids=lambda one: one.name)
+@pytest.mark.parametrize("scenario", _marked(_WITH_A_STEP_IN_FLIGHT, _SLOW_IN_FLIGHT))
 def test_the_promise_is_kept_with_a_step_in_flight(overlapping, scenario):
     assert play(scenario, overlapping).broken == []
 

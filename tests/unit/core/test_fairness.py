@@ -10,6 +10,7 @@ from vllm_mp.core.scheduler.request import NO_ROW
 from vllm_mp.core.scheduler.scheduler import Scheduler
 
 BUDGET, MAX_SEQS, LENGTH = 16, 6, 64
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))]
 
 
 class Load:
@@ -82,7 +83,7 @@ class Load:
             pass
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_every_step_keeps_to_its_budget_and_no_stream_misses_a_step_unless_it_is_preempted(monkeypatch, seed, policy):
     load = Load(monkeypatch, seed, policy=policy, num_blocks=24, max_num_partial_prefills=1 + seed % 3)
@@ -97,7 +98,7 @@ def test_every_step_keeps_to_its_budget_and_no_stream_misses_a_step_unless_it_is
     assert len(load.engine.ends) == load.num_requests
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_first_tokens_come_in_the_order_of_arrival(monkeypatch, seed):
     load = Load(monkeypatch, seed, num_blocks=24)
     load.run()
@@ -105,7 +106,7 @@ def test_first_tokens_come_in_the_order_of_arrival(monkeypatch, seed):
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_requests_do_not_preempt_one_another_for_ever(monkeypatch, seed, policy):
     """A cache that is just large enough for one of the longest, for a load of six at a time."""
