@@ -24,7 +24,7 @@ _WITH_A_STEP_IN_FLIGHT = [
 _TOGETHER = [one for one in _TRIED_HERE if not one.options and not one.stands_alone]
 _ON_THEIR_OWN = [one for one in _TRIED_HERE if one not in _TOGETHER]
 _SLOW = {"hang", "culprit", "exit-before-last-message", "exit-after-last-message", "socket-file-removed"}
-"""Tests of these subjects that are not slow: scenarios that differ in little, and for `hang` one in test_recovery.py."""
+"""Scenarios that differ in little are not slow; for `hang` a test of test_recovery.py is not."""
 _SLOW_IN_FLIGHT = {"exit-before-message", "exit-before-last-message", "nan"}
 """Without a step in flight these, or scenarios that differ in little, are not slow."""
 
