@@ -224,7 +224,9 @@ def test_shutdown_is_quick_although_the_app_has_forked(make_engine):
     try:
         started = time.monotonic()
         engine.shutdown(timeout=50)
-        assert time.monotonic() - started < 40, "the core waited for the forked child, which holds its standard input open"
+        assert time.monotonic() - started < 40, (
+            "the core waited for the forked child, which holds its standard input open"
+        )
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)

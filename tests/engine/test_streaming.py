@@ -135,9 +135,9 @@ def test_same_seed_gives_the_same_answer_and_other_seeds_differ(llm):
     async def run():
         return await asyncio.gather(*(answer(llm, PROMPT, sampled(seed)) for seed in (1, 1, 2, 3, None, None)))
 
-    one, again, *others = [output.outputs[0].token_ids for output in asyncio.run(run())]
-    assert one == again
-    assert len({tuple(other) for other in [one, *others]}) == 5
+    first, again, *others = [output.outputs[0].token_ids for output in asyncio.run(run())]
+    assert first == again
+    assert len({tuple(answer_ids) for answer_ids in [first, *others]}) == 5
 
 
 def test_stop_tokens_end_the_answer_and_are_not_in_its_text(llm):
