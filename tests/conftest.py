@@ -1,6 +1,7 @@
-"""What all tests share. The environment is set before anything imports the hub's library, which reads it once."""
+"""Settings and fixtures of all tests. They set the environment before anything imports huggingface_hub or torch."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The tests' own torch and several cores share the machine.
 os.environ["OMP_WAIT_POLICY"] = "passive"
-# Triton reads it when it is imported. Without a GPU its kernels are tried in its interpreter.
+# Triton reads this variable when it is imported. On a machine without a GPU its interpreter runs the kernels.
 if os.environ.get("VLLM_MP_TEST_DEVICE") == "cpu" or not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Shells start background jobs with SIGINT ignored, and child processes inherit that. Tests of Ctrl-C need the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from vllm_mp.model_store import DEFAULT_MODEL, resolve_model
 
@@ -22,10 +26,10 @@ pytest_plugins = ["support.engine_fixtures"]
 def _hub_is_offline() -> None:
     from huggingface_hub import constants
 
-    assert constants.HF_HUB_OFFLINE, "the hub's library was imported before the tests could take it offline"
+    assert constants.HF_HUB_OFFLINE, "huggingface_hub was imported before the tests could take it offline"
 
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """The folder of the real default model, fetched and converted where this machine has none yet."""
+    """Return the folder of the real default model; fetch and convert it if this machine does not have it yet."""
     return resolve_model(DEFAULT_MODEL)

@@ -1,4 +1,4 @@
-"""Every native architecture through a real core, and the ways in which its weights and its tokenizer may come."""
+"""Each native architecture in a real core, and the forms in which its weights and its tokenizer can be stored."""
 
 import json
 import os
@@ -34,27 +34,27 @@ def running(folder, **options):
 
 
 def answers(folder, **options):
-    """What the engine says to `PROMPTS`, as token ids."""
+    """Return the token ids that an engine answers to each of `PROMPTS`."""
     with running(folder, **WHOLE_PROMPTS, **options) as engine:
         return [output.outputs[0].token_ids for output in generate_all(engine, PROMPTS, NUM_TOKENS)]
 
 
 @pytest.fixture(scope="module", params=NATIVE)
 def random_model(request, tmp_path_factory):
-    """The configuration of an architecture, the folder of a model, and transformers' own of it."""
+    """The configuration of an architecture, the folder of a random model of it, and the same model in transformers."""
     folder = tmp_path_factory.mktemp(request.param)
     config = CONFIGS[request.param]
     with one_thread():
         yield config, folder, save_random_model(config, folder)
 
 
-def test_whole_prompts_are_answered_as_transformers_would(random_model):
+def test_answers_to_whole_prompts_equal_those_of_transformers(random_model):
     _, folder, reference = random_model
     with running(folder, **WHOLE_PROMPTS) as engine:
         assert_engine_is_greedy(engine, reference, PROMPTS, NUM_TOKENS)
 
 
-def test_prompts_in_chunks_and_preempted_requests_are_answered_as_transformers_would(random_model):
+def test_answers_with_chunks_and_preemption_equal_those_of_transformers(random_model):
     config, folder, reference = random_model
     with running(folder, **scarce_blocks(config)) as engine:
         assert_engine_is_greedy(engine, reference, PROMPTS, NUM_TOKENS)
@@ -63,12 +63,12 @@ def test_prompts_in_chunks_and_preempted_requests_are_answered_as_transformers_w
 
 def test_dummy_weights_are_a_function_of_the_seed(tmp_path):
     folder = save_config(CONFIGS["qwen3"], tmp_path / "model")
-    one, again, other = (answers(folder, load_format="dummy", seed=seed) for seed in (7, 7, 8))
-    assert one == again
-    assert one != other
+    first, again, other = (answers(folder, load_format="dummy", seed=seed) for seed in (7, 7, 8))
+    assert first == again
+    assert first != other
 
 
-def test_sharded_weights_give_the_answer_of_the_single_file(tmp_path):
+def test_sharded_weights_give_the_same_answers_as_a_single_file(tmp_path):
     save_random_model(CONFIGS["llama"], tmp_path / "single")
     save_random_model(CONFIGS["llama"], tmp_path / "sharded", max_shard_size="50KB")
     assert len(list((tmp_path / "single").glob("*.safetensors"))) == 1
@@ -78,7 +78,7 @@ def test_sharded_weights_give_the_answer_of_the_single_file(tmp_path):
 
 @pytest.fixture
 def chat_folder(tmp_path: Path) -> Path:
-    """What DialoGPT has on the hub: GPT-2 weights, vocab.json and merges.txt, and no tokenizer.json."""
+    """A folder with the files of DialoGPT on the hub: GPT-2 weights, vocab.json and merges.txt, no tokenizer.json."""
     folder = tmp_path / "dialogue"
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -121,6 +121,7 @@ llm.shutdown()
 
 
 def chat(folder: Path, cache: Path):
+    """Run `CHAT` in a process; return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", CHAT, str(folder)],
         capture_output=True,
@@ -133,7 +134,7 @@ def chat(folder: Path, cache: Path):
     return json.loads(done.stdout)
 
 
-def test_a_folder_with_vocabulary_and_merges_streams_text_without_torch_in_the_client(chat_folder, tmp_path):
+def test_folder_with_vocabulary_and_merges_streams_text_without_torch_in_the_client(chat_folder, tmp_path):
     first, second = (chat(chat_folder, tmp_path / "cache") for _ in range(2))
     assert (first["conversions"], second["conversions"]) == (1, 0)
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)

@@ -101,6 +101,7 @@ def test_load_is_the_same_for_every_engine_and_within_its_bounds():
     assert {request.arrival for request in uniform_load(97, 5, (1, 1), (1, 1), None, 0)} == {0.0}
 
 
+@pytest.mark.slow
 def test_this_engine_is_measured_through_its_own_client(bench):
     mixed = uniform_load(bench.VOCAB_SIZE, 4, (8, 16), (4, 8), 50.0, seed=0)
     figures = bench.ours().measure(bench.Workloads([1, 2], [32], mixed))

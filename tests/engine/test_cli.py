@@ -447,6 +447,7 @@ def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
         assert "Traceback" not in screen
 
 
+@pytest.mark.slow
 def test_chat_continues_after_core_is_killed(options):
     with Terminal("chat", "--temperature", "0", "--max-tokens", "60", *options) as terminal:
         terminal.until_prompt()
@@ -466,6 +467,7 @@ def test_chat_continues_after_core_is_killed(options):
         assert terminal.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_without_recovery_chat_ends_with_1_and_the_cause_of_the_death(options):
     with Terminal("chat", "--no-recovery", *options) as terminal:
         terminal.until_prompt()
@@ -479,6 +481,7 @@ def test_without_recovery_chat_ends_with_1_and_the_cause_of_the_death(options):
         assert "Traceback" not in screen
 
 
+@pytest.mark.slow
 def test_bench_startup_prints_and_writes_its_figures(default_model, options, tmp_path):
     file = tmp_path / "figures.json"
     done = run("bench", "startup", "--rounds", "1", "--idle-seconds", "0.2", "--json", str(file), *options)
@@ -506,6 +509,7 @@ def test_bench_recovery_prints_and_writes_its_figures(options, tmp_path):
         assert re.search(rf"^{name} +{figures[name]['median']:.3f} ", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_bench_latency_prints_and_writes_its_figures(options, tmp_path):
     file = tmp_path / "figures.json"
     sizes = ("--batch-size", "2", "--input-len", "20", "--output-len", "12", "--rounds", "2")

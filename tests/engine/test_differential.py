@@ -10,7 +10,11 @@ from vllm_mp.testing.greedy_parity import num_preemptions
 from vllm_mp.testing.random_models import one_thread, save_small_model
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "overlapping steps"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["one step at a time", "overlapping steps"],
+)
 def played(request, default_model, tmp_path_factory):
     """The arguments of a `Judge`, and 60 cases with their outcomes in company and alone.
 

@@ -1,4 +1,4 @@
-"""Encoders through a real core: a real sentence encoder, and a small random one of each family."""
+"""Encoders in a real core: a real sentence encoder, and a small random model of each family."""
 
 import asyncio
 import json
@@ -44,13 +44,13 @@ def tokenizer(minilm):
     return AutoTokenizer.from_pretrained(minilm)
 
 
-def test_the_folder_says_how_vectors_are_made(encoder):
+def test_pooling_is_configured_by_the_folder_of_the_model(encoder):
     config = encoder.model_config
     assert (config.pooling.pooling_type, config.pooling.normalize, config.max_model_len) == ("mean", True, CONTEXT)
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-def test_vectors_are_those_of_the_published_pipeline(encoder, reference, tokenizer, concurrent):
+def test_vectors_equal_those_of_the_published_pipeline(encoder, reference, tokenizer, concurrent):
     outputs = vectors(encoder, BATCH, concurrent=concurrent, truncate_prompt_tokens=-1)
     for prompt, output in zip(BATCH, outputs, strict=True):
         assert output.prompt == prompt
@@ -61,12 +61,12 @@ def test_vectors_are_those_of_the_published_pipeline(encoder, reference, tokeniz
 
 @pytest.mark.parametrize("fields", [{"normalize": False}, {"dimensions": 128}, {"dimensions": 7, "normalize": False}])
 @pytest.mark.parametrize("pooling_type", ["mean", "cls", "last"])
-def test_each_way_of_pooling(encoder, reference, pooling_type, fields):
+def test_each_pooling_type_with_each_option(encoder, reference, pooling_type, fields):
     for output in vectors(encoder, BATCH[:4], params_of(pooling_type, **fields)):
         assert_pooled(output, hidden_states(reference, output.prompt_token_ids), pooling_type, **fields)
 
 
-def test_prompts_come_as_ids_too(encoder, tokenizer):
+def test_prompts_as_token_ids_give_the_same_vectors(encoder, tokenizer):
     ids = tokenizer(PROMPTS[0]).input_ids
     of_text, *of_ids = vectors(
         encoder, [PROMPTS[0], ids, {"prompt_token_ids": ids, "prompt": "said"}, {"prompt": PROMPTS[0]}]
@@ -76,7 +76,7 @@ def test_prompts_come_as_ids_too(encoder, tokenizer):
     assert [output.prompt for output in of_ids] == [None, "said", PROMPTS[0]]
 
 
-def test_texts_are_truncated_by_the_tokenizer_and_ids_from_the_front(encoder, tokenizer):
+def test_tokenizer_truncates_texts_and_token_ids_lose_their_end(encoder, tokenizer):
     text = "The quick brown fox jumps over the lazy dog"
     ids = tokenizer(text).input_ids
     (of_text,) = vectors(encoder, [text], truncate_prompt_tokens=5)
@@ -102,13 +102,13 @@ def test_texts_are_truncated_by_the_tokenizer_and_ids_from_the_front(encoder, to
         (3.5, None, TypeError, "integers"),
     ],
 )
-def test_what_cannot_run_is_refused(encoder, prompt, params, error, message):
+def test_requests_that_an_encoder_cannot_run_are_refused(encoder, prompt, params, error, message):
     with pytest.raises(error, match=message):
         vectors(encoder, [prompt], params)
     assert asyncio.run(is_empty(encoder))
 
 
-def test_an_encoder_generates_no_text(encoder):
+def test_generate_is_refused_by_an_encoder(encoder):
     async def run():
         async for _ in encoder.generate("x", greedy(3)):
             pass
@@ -117,7 +117,7 @@ def test_an_encoder_generates_no_text(encoder):
         asyncio.run(run())
 
 
-def test_the_core_says_so_too_and_validates_what_a_client_does_not(encoder):
+def test_core_of_an_encoder_validates_requests_that_no_client_validated(encoder):
     ids = wire.pack_ids([101, 102])
     connection = CoreConnection(encoder._supervisor.core.connection.address)
     try:
@@ -155,7 +155,7 @@ def test_many_prompts_share_a_step(encoder):
     assert asyncio.run(run()) < 60
 
 
-def test_an_aborted_request_ends_with_an_error_that_says_so(encoder):
+def test_aborted_request_ends_with_an_error_that_says_so(encoder):
     async def run():
         stream = await encoder.add_request("gone", [101] * 200, PoolingParams())
         assert await encoder.get_num_unfinished_requests() == 1
@@ -189,7 +189,7 @@ assert "torch" not in sys.modules
 """
 
 
-def test_the_alias_is_enough_and_the_client_loads_no_torch():
+def test_alias_is_enough_and_the_client_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -211,12 +211,12 @@ FAMILIES = {
     "xlm-roberta": (XLMRobertaModel, XLMRobertaConfig(**BERT, pad_token_id=3)),
     "distilbert-masked": (DistilBertForMaskedLM, DistilBertConfig(**DISTILBERT, activation="gelu")),
 }
-# Without RoBERTa's padding token, for which transformers counts no position.
+# None contains RoBERTa's padding token, which transformers leaves out when it counts positions.
 RANDOM_PROMPTS = [[4 + (7 * i + length) % 90 for i in range(length)] for length in (1, 2, 17, 40, 5, 62, 33, 1, 9)]
 
 
 def random_model(family):
-    """A transformers model with every parameter random, norms and biases too."""
+    """Return a transformers model with every parameter random, norms and biases too."""
     kind, config = FAMILIES[family]
     model = kind(config)
     torch.manual_seed(0)
@@ -228,7 +228,7 @@ def random_model(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_gives_the_vectors_of_transformers(family, tmp_path):
+def test_vectors_of_each_family_equal_those_of_transformers(family, tmp_path):
     model = random_model(family)
     model.save_pretrained(tmp_path)
     options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "max_model_len": 62, "max_num_seqs": 4}
@@ -240,7 +240,7 @@ def test_each_family_gives_the_vectors_of_transformers(family, tmp_path):
                     assert_pooled(output, hidden_states(base, output.prompt_token_ids), pooling_type)
 
 
-def test_an_encoder_as_large_as_can_be_asked_for_takes_no_memory_for_a_cache(tmp_path):
+def test_encoder_with_the_largest_options_allocates_no_kv_cache(tmp_path):
     config = BertConfig(**{**BERT, "max_position_embeddings": 8192})
     (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["BertModel"]}))
     options = {"skip_tokenizer_init": True, "load_format": "dummy", "kv_cache_memory_bytes": None}
@@ -250,14 +250,14 @@ def test_an_encoder_as_large_as_can_be_asked_for_takes_no_memory_for_a_cache(tmp
         (output,) = vectors(engine, [[5] * 300])
         assert output.outputs.data.shape == (48,)
         assert asyncio.run(engine.core_status())["total_blocks"] == 65_536
-        # More vectors in a step than go into a message.
+        # More vectors in a step than fit into a message.
         outputs = vectors(engine, [[5 + i % 90] for i in range(1500)])
         assert asyncio.run(engine.core_status())["step"] < 100
         for i, output in enumerate(outputs):
             np.testing.assert_allclose(output.outputs.data, outputs[i % 90].outputs.data, atol=TOLERANCE)
 
 
-def test_tensors_with_the_names_of_old_checkpoints_are_read(tmp_path):
+def test_tensors_with_names_of_old_checkpoints_are_read(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = random_model("bert-masked")

@@ -1,4 +1,4 @@
-"""Greedy answers are transformers' own, token for token, however the engine batches, chunks and preempts."""
+"""Greedy answers equal those of transformers, token for token, however the engine batches, chunks and preempts."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from vllm_mp.testing.prompts import PROMPTS
 
 NUM_TOKENS = 64
 FEW_TOKENS = 16
-"""Where it is the reading of the prompts that is tried."""
+"""Length of the answers in tests of how prompts are read."""
 
 
 @pytest.fixture(scope="module")
@@ -31,45 +31,47 @@ def tokenizer(default_model):
     return AutoTokenizer.from_pretrained(default_model)
 
 
-def test_all_prompts_together(llm, reference):
+def test_greedy_with_all_prompts_in_one_batch(llm, reference):
     for output in generate_all(llm, PROMPTS, NUM_TOKENS):
         assert_greedy(reference, output)
 
 
-def test_prompts_alone(llm, reference):
+def test_greedy_with_each_prompt_alone(llm, reference):
     for output in generate_all(llm, PROMPTS[::2], FEW_TOKENS, concurrent=False):
         assert_greedy(reference, output)
 
 
-def test_with_prompts_read_in_small_chunks(make_engine, reference):
+def test_greedy_with_prompts_read_in_small_chunks(make_engine, reference):
     engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, max_num_partial_prefills=3)
     for output in generate_all(engine, PROMPTS, FEW_TOKENS):
         assert_greedy(reference, output)
 
 
-@pytest.mark.parametrize("kernels", [*runnable_builds(), "none"])
-def test_with_each_build_of_the_kernels(make_engine, reference, monkeypatch, kernels):
+@pytest.mark.parametrize(
+    "kernels", [*(pytest.param(build, marks=pytest.mark.slow) for build in runnable_builds()), "none"]
+)
+def test_greedy_with_each_build_of_the_kernels(make_engine, reference, monkeypatch, kernels):
     monkeypatch.setenv(VARIABLE, kernels)
     for output in generate_all(make_engine(), PROMPTS[::3], FEW_TOKENS):
         assert_greedy(reference, output)
 
 
-def test_without_chunked_prefill(make_engine, reference):
+def test_greedy_without_chunked_prefill(make_engine, reference):
     for output in generate_all(make_engine(enable_chunked_prefill=False), PROMPTS, FEW_TOKENS):
         assert_greedy(reference, output)
 
 
-def test_with_requests_preempted_for_want_of_blocks(make_engine, reference):
-    # Blocks for all prompts, but for half of the answers.
+def test_greedy_when_requests_are_preempted_for_lack_of_blocks(make_engine, reference):
+    # Enough blocks for these prompts, and for half of the tokens of their answers.
     block_bytes = 16 * 30 * 2 * 3 * 64 * 4
-    engine = make_engine(max_model_len=512, kv_cache_memory_bytes=120 * block_bytes)
-    outputs = generate_all(engine, PROMPTS, NUM_TOKENS)
+    engine = make_engine(max_model_len=512, kv_cache_memory_bytes=57 * block_bytes)
+    outputs = generate_all(engine, PROMPTS[::2], NUM_TOKENS)
     assert num_preemptions(engine) > 0
     for output in outputs:
         assert_greedy(reference, output)
 
 
-def test_text_and_stop_are_those_of_generate(llm, model, tokenizer):
+def test_text_and_end_equal_those_of_generate_in_transformers(llm, model, tokenizer):
     prompts = PROMPTS[0:1] + PROMPTS[28:30]
 
     async def run():
@@ -86,7 +88,7 @@ def test_text_and_stop_are_those_of_generate(llm, model, tokenizer):
         assert completion.finish_reason == ("stop" if ended else "length")
 
 
-def test_the_engine_reads_the_configuration_that_transformers_reads(llm, model):
+def test_engine_reads_the_same_configuration_as_transformers(llm, model):
     assert llm.model_config.dtype == ENGINE["dtype"]
     assert llm.model_config.get_vocab_size() == model.config.vocab_size
     assert llm.model_config.eos_token_ids == [model.generation_config.eos_token_id]

@@ -1,4 +1,4 @@
-"""An answer in bfloat16 is the same to the bit alone, among others, in chunks and from the cache."""
+"""An answer in bfloat16 is batch-invariant: the same alone, in a batch, read in chunks, and from the prefix cache."""
 
 import asyncio
 
@@ -13,14 +13,15 @@ MANY = PROMPTS[::2]
 
 
 def content(output):
+    """Return the tokens with their log-probabilities, and the text."""
     completion = output.outputs[0]
     positions = zip(completion.token_ids, completion.logprobs, strict=True)
     return [(token, logprobs[token].logprob) for token, logprobs in positions], completion.text
 
 
-@pytest.mark.skipif(library() is None, reason="torch's own operations promise no such thing")
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_an_answer_does_not_depend_on_its_company(make_engine, quantization):
+@pytest.mark.skipif(library() is None, reason="operations of torch are not batch-invariant")
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_answer_is_batch_invariant(make_engine, quantization):
     whole = make_engine(dtype="bfloat16", quantization=quantization)
     chunked = make_engine(dtype="bfloat16", quantization=quantization, max_num_batched_tokens=24, max_num_seqs=16)
 
@@ -33,7 +34,7 @@ def test_an_answer_does_not_depend_on_its_company(make_engine, quantization):
     async def run():
         expected = [content(output) for output in await together(whole)]
         assert [content(output) for output in await together(chunked)] == expected
-        assert [content(output) for output in await together(whole)] == expected  # of which much is in the cache
+        assert [content(output) for output in await together(whole)] == expected  # much of it is in the prefix cache
         for i in range(0, len(MANY), 3):
             assert content(await answer(chunked, MANY[i], params(i))) == expected[i]
 

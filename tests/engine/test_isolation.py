@@ -1,4 +1,4 @@
-"""What one request, one loop or one thread does wrong is nobody else's loss."""
+"""A request, event loop or thread that does something wrong harms no other."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,14 @@ PROMPT = "The quick brown fox"
 
 
 class Whole(int):
-    """An integer that is not quite an `int`."""
+    """A subclass of `int`."""
 
 
 def long_running(**params):
     return SamplingParams(max_tokens=900, ignore_eos=True, **params)
 
 
-def test_numbers_of_numpy_and_subclasses_are_taken_for_what_they_are(llm):
+def test_numpy_numbers_and_subclasses_of_int_are_accepted(llm):
     params = SamplingParams(
         temperature=np.float64(0),
         max_tokens=Whole(4),
@@ -36,7 +36,7 @@ def test_numbers_of_numpy_and_subclasses_are_taken_for_what_they_are(llm):
     assert len(asyncio.run(answer(llm, PROMPT, params)).outputs[0].token_ids) == 4
 
 
-def test_a_request_that_cannot_be_sent_does_not_disturb_the_one_that_comes_next(llm):
+def test_request_that_cannot_be_sent_does_not_disturb_the_next(llm):
     async def run():
         live = await llm.add_request("live", PROMPT, long_running(seed=1))
         await anext(live)
@@ -45,7 +45,7 @@ def test_a_request_that_cannot_be_sent_does_not_disturb_the_one_that_comes_next(
                 await answer_with(llm, **arguments)
         bad = long_running()
         bad.extra_args = None
-        bad.stop = object()  # breaks the encoding, behind the validation's back
+        bad.stop = object()  # passes validation unnoticed, and cannot be encoded
         with pytest.raises((TypeError, NotImplementedError)):
             await answer(llm, PROMPT, bad)
         good = await answer(llm, PROMPT, greedy(6))
@@ -64,14 +64,14 @@ async def answer_with(llm, **arguments):
         pass
 
 
-def test_the_lowest_temperatures_are_greedy(llm):
+def test_lowest_temperatures_are_greedy(llm):
     expected = asyncio.run(answer(llm, PROMPT, greedy(5))).outputs[0].token_ids
     for temperature in (1e-40, 1e-30, 1e-10):
         params = SamplingParams(temperature=temperature, max_tokens=5)
         assert asyncio.run(answer(llm, PROMPT, params)).outputs[0].token_ids == expected
 
 
-def test_a_request_that_allows_no_token_fails_alone(llm):
+def test_request_that_allows_no_token_fails_alone(llm):
     async def run():
         other = asyncio.create_task(answer(llm, PROMPT, greedy(30)))
         for temperature in (0, 1):
@@ -86,7 +86,7 @@ def test_a_request_that_allows_no_token_fails_alone(llm):
     asyncio.run(run())
 
 
-def test_hostile_values_from_a_client_leave_the_core_alive(llm):
+def test_core_survives_hostile_values_from_a_client(llm):
     changes = [
         {"structured_outputs": functools.reduce(lambda inner, _: [inner], range(900), [])},
         {"stop_token_ids": [2**63]},
@@ -100,7 +100,7 @@ def test_hostile_values_from_a_client_leave_the_core_alive(llm):
             for slot, change in enumerate(changes):
                 params = SamplingParams(seed=1)
                 for name, value in change.items():
-                    setattr(params, name, value)  # behind the validation's back
+                    setattr(params, name, value)  # without validation
                 client.send(wire.AddRequest(welcome.incarnation, slot, "bad", wire.pack_ids([1]), params))
             client.send(wire.AbortRequests(welcome.incarnation, [-1, 2**62]))
             client.send(wire.Call(welcome.incarnation, -(2**60), "no such call"))
@@ -108,7 +108,7 @@ def test_hostile_values_from_a_client_leave_the_core_alive(llm):
             done.append(answers)
 
     done = []
-    thread = threading.Thread(target=attack)  # on a stack with room for the nesting
+    thread = threading.Thread(target=attack)  # its stack has room for the nesting
     thread.start()
     thread.join(30)
     first, last = done[0]
@@ -117,7 +117,7 @@ def test_hostile_values_from_a_client_leave_the_core_alive(llm):
     assert asyncio.run(answer(llm, PROMPT, greedy(3))).finished
 
 
-def test_a_message_that_is_too_large_is_refused_before_it_is_sent(llm):
+def test_message_that_is_too_large_is_refused_before_it_is_sent(llm):
     too_long = bytes(wire.MAX_MESSAGE_BYTES)
     message = wire.AddRequest(llm._supervisor.core.connection.incarnation, 0, "long", too_long, SamplingParams(seed=1))
     with pytest.raises(ValueError, match="shorten"):
@@ -126,13 +126,13 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_sent(llm):
 
 
 @pytest.mark.parametrize("recovery", [True, False])
-def test_a_connection_that_breaks_is_a_death_of_the_core_even_if_it_lives(make_engine, recovery):
+def test_broken_connection_counts_as_death_of_the_core_even_if_its_process_lives(make_engine, recovery):
     engine = make_engine(max_model_len=512, recovery=recovery)
 
     async def run():
         stream = engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
         await anext(stream)
-        # More than the core takes: its socket hangs up on the sender.
+        # The core's socket closes the connection on a message above its limit.
         engine._supervisor.core.connection._socket.send(b"\0" * (wire.MAX_MESSAGE_BYTES + 1))
         if recovery:
             assert len([output async for output in stream][-1].outputs[0].token_ids) == 100
@@ -145,7 +145,7 @@ def test_a_connection_that_breaks_is_a_death_of_the_core_even_if_it_lives(make_e
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_loop_that_was_closed_with_waiters_does_not_hold_up_the_next(llm):
+def test_event_loop_closed_with_waiters_does_not_block_the_next(llm):
     loop = asyncio.new_event_loop()
     stream = loop.run_until_complete(llm.add_request("left", PROMPT, long_running()))
     task = loop.create_task(anext(stream))
@@ -162,7 +162,7 @@ def test_a_loop_that_was_closed_with_waiters_does_not_hold_up_the_next(llm):
     assert [len(output.outputs[0].token_ids) for output in asyncio.run(run())] == [12, 12]
 
 
-def test_an_abort_during_tokenization_is_not_lost(llm):
+def test_abort_during_tokenization_is_not_lost(llm):
     async def run():
         task = asyncio.create_task(answer(llm, "word " * 700, long_running(), "early"))
         await asyncio.sleep(0)
@@ -176,7 +176,7 @@ def test_an_abort_during_tokenization_is_not_lost(llm):
     asyncio.run(run())
 
 
-def test_a_stream_that_nobody_reads_is_aborted_when_it_is_closed(llm):
+def test_unread_stream_is_aborted_when_it_is_closed(llm):
     async def run():
         stream = await llm.add_request("unread", PROMPT, long_running())
         await stream.aclose()
@@ -190,13 +190,13 @@ def test_shutdown_from_another_thread_ends_every_stream(make_engine):
     outcomes = []
 
     async def run():
-        async def one():
+        async def request():
             try:
                 await answer(engine, PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
             except EngineDeadError as error:
                 outcomes.append(str(error))
 
-        tasks = [asyncio.create_task(one()) for _ in range(20)]
+        tasks = [asyncio.create_task(request()) for _ in range(20)]
 
         async def all_sent():
             return engine._requests.num_slots_in_use == 20
@@ -215,7 +215,7 @@ def test_shutdown_from_another_thread_ends_every_stream(make_engine):
     assert len(outcomes) == 20
 
 
-def test_shutdown_is_quick_and_clean_when_the_app_has_forked(make_engine):
+def test_shutdown_is_quick_although_the_app_has_forked(make_engine):
     engine = make_engine(max_model_len=512)
     child = os.fork()
     if child == 0:
@@ -224,13 +224,15 @@ def test_shutdown_is_quick_and_clean_when_the_app_has_forked(make_engine):
     try:
         started = time.monotonic()
         engine.shutdown(timeout=50)
-        assert time.monotonic() - started < 40, "the core waited for the child that holds its standard input open"
+        assert time.monotonic() - started < 40, (
+            "the core waited for the forked child, which holds its standard input open"
+        )
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
 
 
-def test_errors_after_death_do_not_pile_up_on_one_object(make_engine):
+def test_each_call_after_a_death_raises_an_error_object_of_its_own(make_engine):
     engine = make_engine(max_model_len=512, recovery=False)
     os.kill(engine._supervisor.core.process.pid, 9)
 

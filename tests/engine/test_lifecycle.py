@@ -1,4 +1,4 @@
-"""How engines begin and end, and what they leave behind: nothing."""
+"""How engines start and end. They leave no process, folder or open file behind."""
 
 import asyncio
 import gc
@@ -16,13 +16,14 @@ import psutil
 import pytest
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineError, EngineStartError, SamplingParams
+from vllm_mp.testing.differential import save_small_model
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 SCRIPT_OPTIONS = "dtype='float32', max_model_len=256, kv_cache_memory_bytes=2**26"
 
 
 def run_script(default_model, code, cwd, **options):
-    """Run `code` as a user's script, with `ARGS` for the engine's options."""
+    """Run `code` as a user's script, in which `ARGS` are the engine's options."""
     script = cwd / "app.py"
     args = f"AsyncEngineArgs(model={str(default_model)!r}, {SCRIPT_OPTIONS})"
     script.write_text(
@@ -45,7 +46,7 @@ def runtime_dirs():
     return {path for path in Path(tempfile.gettempdir()).glob("vllm_mp-*") if path.is_dir()}
 
 
-def test_an_app_that_makes_its_engine_at_import_time_needs_no_guard(default_model, tmp_path):
+def test_app_that_makes_its_engine_at_import_needs_no_main_guard(default_model, tmp_path):
     before = runtime_dirs()
     done = run_script(
         default_model,
@@ -63,13 +64,13 @@ def test_an_app_that_makes_its_engine_at_import_time_needs_no_guard(default_mode
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("made") == 1, "the script ran once, not once more in the core"
+    assert done.stdout.count("made") == 1, "the script ran again in the core"
     assert "Paris" in done.stdout
     assert done.stderr == ""
-    assert runtime_dirs() == before, "the end of the interpreter cleans up"
+    assert runtime_dirs() == before, "the runtime folder outlived the interpreter"
 
 
-def test_an_engine_can_be_made_inside_a_running_loop_and_as_a_context(default_model, tmp_path):
+def test_engine_can_be_made_in_a_running_loop_and_as_a_context_manager(default_model, tmp_path):
     done = run_script(
         default_model,
         """
@@ -92,7 +93,7 @@ def test_an_engine_can_be_made_inside_a_running_loop_and_as_a_context(default_mo
     assert not psutil.pid_exists(int(pid))
 
 
-def test_the_core_leaves_when_its_client_is_killed(default_model, tmp_path):
+def test_core_ends_when_its_client_is_killed(default_model, tmp_path):
     before = runtime_dirs()
     done = run_script(
         default_model,
@@ -114,7 +115,7 @@ def test_the_core_leaves_when_its_client_is_killed(default_model, tmp_path):
     assert runtime_dirs() == before
 
 
-def test_an_engine_that_is_dropped_ends_its_core(default_model):
+def test_core_ends_when_its_engine_is_garbage_collected(default_model):
     async def run():
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=str(default_model), max_model_len=256, kv_cache_memory_bytes=2**26)
@@ -128,7 +129,7 @@ def test_an_engine_that_is_dropped_ends_its_core(default_model):
     asyncio.run(run())
 
 
-def test_shutdown_is_idempotent_and_fails_live_and_later_requests(make_engine):
+def test_shutdown_is_idempotent_and_ends_live_and_later_requests_with_an_error(make_engine):
     engine = make_engine(max_model_len=256)
 
     async def run():
@@ -150,12 +151,20 @@ def test_shutdown_is_idempotent_and_fails_live_and_later_requests(make_engine):
     assert not engine.errored
 
 
-def test_sixty_four_streams_with_random_aborts_leave_nothing_behind(make_engine):
-    engine = make_engine(max_num_seqs=32, kv_cache_memory_bytes=2**25, max_model_len=128)
+def test_64_streams_with_random_aborts_leave_nothing_behind(make_engine, default_model, tmp_path):
+    # Its steps take long enough for streams to receive most tokens separately.
+    save_small_model(tmp_path, default_model)
+    engine = make_engine(
+        model=str(tmp_path),
+        max_num_seqs=32,
+        kv_cache_memory_bytes=2**22,
+        max_model_len=128,
+        fault_injection="slow@step=*,seconds=0.01",
+    )
     rng = random.Random(5)
     word_ids = engine.get_tokenizer()("one two three four five six seven eight").input_ids
 
-    async def one(i):
+    async def play(i):
         ids = [rng.choice(word_ids) for _ in range(rng.randrange(1, 50))]
         params = SamplingParams(max_tokens=rng.randrange(1, 30), seed=i, ignore_eos=True)
         fate = i % 4
@@ -182,7 +191,7 @@ def test_sixty_four_streams_with_random_aborts_leave_nothing_behind(make_engine)
         core = psutil.Process((await engine.core_status())["pid"])
         before = process.num_fds(), core.num_fds(), core.num_threads(), len(asyncio.all_tasks())
         for _ in range(2):
-            results = await asyncio.gather(*(one(i) for i in range(64)), return_exceptions=True)
+            results = await asyncio.gather(*(play(i) for i in range(64)), return_exceptions=True)
             errors = [result for result in results if isinstance(result, Exception)]
             assert not errors, errors
             await eventually(lambda: is_empty(engine))
@@ -196,12 +205,13 @@ def test_sixty_four_streams_with_random_aborts_leave_nothing_behind(make_engine)
 
 
 async def _settled(process, core, before):
+    """Return whether both processes have no more open files, threads and tasks than `before`."""
     tasks = [task for task in asyncio.all_tasks() if "microbatch" not in repr(task)]
     now = process.num_fds(), core.num_fds(), core.num_threads(), len(tasks)
     return all(a <= b for a, b in zip(now, before, strict=True))
 
 
-def test_requests_wait_for_start_background_loop_where_that_is_asked_for(make_engine, default_model):
+def test_engine_made_without_its_loop_serves_after_start_background_loop(default_model):
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(model=str(default_model), max_model_len=128), start_engine_loop=False
     )
@@ -216,7 +226,7 @@ def test_requests_wait_for_start_background_loop_where_that_is_asked_for(make_en
         engine.shutdown_background_loop()
 
 
-def test_the_configuration_and_the_tokenizer_can_be_asked_for(llm):
+def test_engine_returns_its_configuration_tokenizer_and_status(llm):
     async def run():
         assert (await llm.get_vllm_config()).cache_config.num_blocks > 0
         assert (await llm.get_model_config()).max_model_len == 1024
@@ -236,7 +246,7 @@ def test_the_configuration_and_the_tokenizer_can_be_asked_for(llm):
     assert llm.dead_error is None
 
 
-def test_an_engine_without_a_tokenizer_takes_and_gives_token_ids(make_engine):
+def test_engine_without_a_tokenizer_takes_and_returns_token_ids(make_engine):
     engine = make_engine(skip_tokenizer_init=True, max_model_len=128)
     output = asyncio.run(answer(engine, [504, 3575, 282], greedy(4)))
     assert len(output.outputs[0].token_ids) == 4
@@ -254,14 +264,14 @@ def test_an_engine_without_a_tokenizer_takes_and_gives_token_ids(make_engine):
     ],
     ids=str,
 )
-def test_a_core_that_cannot_start_says_why(default_model, options, words):
+def test_error_says_why_a_core_cannot_start(default_model, options, words):
     before = runtime_dirs()
     with pytest.raises(EngineStartError, match=re.escape(words)):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), max_model_len=1024, **options))
     assert runtime_dirs() == before
 
 
-def test_broken_weights_are_named_at_start(default_model, tmp_path):
+def test_error_at_start_names_broken_weights(default_model, tmp_path):
     for file in default_model.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -271,7 +281,7 @@ def test_broken_weights_are_named_at_start(default_model, tmp_path):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)))
 
 
-def test_unreadable_weights_are_named_at_start(default_model, tmp_path):
+def test_error_at_start_names_a_config_json_that_cannot_be_read_or_served(default_model, tmp_path):
     for file in default_model.iterdir():
         os.symlink(file, tmp_path / file.name)
     config = tmp_path / "config.json"

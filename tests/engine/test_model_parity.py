@@ -1,4 +1,4 @@
-"""Each native model, run in random chunks over a scattered paged cache, against the transformers model."""
+"""Each native model, run in random chunks over a scattered paged cache, gives the logits of transformers."""
 
 import json
 from pathlib import Path
@@ -42,23 +42,23 @@ def assert_same_logits(theirs: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_chunked_paged_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_from_chunks_over_a_paged_cache_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert_same_logits(save_random_model(CONFIGS[name], tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GPT2Config])
-def test_defaults_are_those_of_the_transformers_class(kind: type[PreTrainedConfig]) -> None:
+def test_fields_absent_from_config_json_get_the_defaults_of_transformers(kind: type[PreTrainedConfig]) -> None:
     sizes = GPT2_SIZES if kind is GPT2Config else SIZES
     sizes = {key: value for key, value in sizes.items() if key not in ("head_dim", "num_key_value_heads")}
     if kind is not LlamaConfig and kind is not GPT2Config:
-        sizes["num_attention_heads"] = 32  # a multiple of the classes' default of 8 or 32 KV heads
+        sizes["num_attention_heads"] = 32  # a multiple of 8 and 32, the defaults for the KV heads
         sizes["hidden_size"] = 64
     filled = {**kind(**sizes).to_dict(), "architectures": None}
     bare = {"model_type": kind.model_type, **sizes}
     assert read_architecture(bare) == read_architecture(filled)
 
 
-def test_gpt2_hub_file_without_prefix_and_with_mask_buffers(tmp_path: Path) -> None:
+def test_gpt2_file_of_the_hub_without_prefix_and_with_mask_buffers_is_read(tmp_path: Path) -> None:
     theirs = save_random_model(GPT2Config(**GPT2_SIZES), tmp_path)
     assert isinstance(theirs, GPT2LMHeadModel)
     path = tmp_path / "model.safetensors"

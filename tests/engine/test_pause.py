@@ -1,4 +1,4 @@
-"""A paused engine generates nothing, loses nothing, costs nothing and still answers."""
+"""A paused engine generates nothing, loses no request, uses no processor and still answers calls."""
 
 import asyncio
 import re
@@ -44,7 +44,7 @@ with_and_without_overlap = pytest.mark.parametrize("engine", ["llm", "overlappin
 
 
 @with_and_without_overlap
-def test_abort_ends_what_runs_and_later_requests_wait_for_the_resume(engine):
+def test_mode_abort_ends_running_requests_and_later_requests_wait_for_resume(engine):
     async def run():
         stream = streaming(engine)
         await anext(stream)
@@ -62,7 +62,7 @@ def test_abort_ends_what_runs_and_later_requests_wait_for_the_resume(engine):
 
 
 @with_and_without_overlap
-def test_wait_returns_when_what_runs_has_ended(engine):
+def test_mode_wait_returns_when_running_requests_have_ended(engine):
     async def run():
         stream = streaming(engine, 60)
         await anext(stream)
@@ -76,7 +76,7 @@ def test_wait_returns_when_what_runs_has_ended(engine):
 
 @with_and_without_overlap
 @pytest.mark.parametrize("clear_cache", [True, False])
-def test_keep_freezes_a_stream_which_goes_on_as_if_nothing_had_been(engine, clear_cache):
+def test_mode_keep_freezes_a_stream_which_continues_unchanged_after_resume(engine, clear_cache):
     async def run():
         expected = (await rest(streaming(engine, 60))).token_ids
         stream = streaming(engine, 60)
@@ -95,7 +95,7 @@ def test_keep_freezes_a_stream_which_goes_on_as_if_nothing_had_been(engine, clea
     asyncio.run(run())
 
 
-def test_requests_of_a_paused_engine_can_be_aborted(engine):
+def test_requests_can_be_aborted_during_a_pause(engine):
     async def run():
         stream = streaming(engine, request_id="frozen")
         await anext(stream)
@@ -111,7 +111,7 @@ def test_requests_of_a_paused_engine_can_be_aborted(engine):
     asyncio.run(run())
 
 
-def test_a_paused_engine_with_requests_uses_no_processor(engine):
+def test_paused_engine_with_requests_uses_no_processor_time(engine):
     async def run():
         stream = streaming(engine)
         await anext(stream)
@@ -126,7 +126,7 @@ def test_a_paused_engine_with_requests_uses_no_processor(engine):
     asyncio.run(run())
 
 
-def test_a_wait_that_is_cancelled_or_overtaken_leaves_the_engine_as_the_others_made_it(engine):
+def test_pause_outlives_its_cancelled_call_and_resume_ends_a_waiting_call(engine):
     async def run():
         stream = streaming(engine)
         await anext(stream)
@@ -145,7 +145,7 @@ def test_a_wait_that_is_cancelled_or_overtaken_leaves_the_engine_as_the_others_m
     asyncio.run(run())
 
 
-def test_a_mode_that_does_not_exist_is_named_and_pauses_nothing(engine):
+def test_unknown_mode_is_refused_and_pauses_nothing(engine):
     async def run():
         with pytest.raises(ValueError, match=r"mode must be one of abort, wait, keep, got 'stop'"):
             await engine.pause_generation("stop")
@@ -167,7 +167,7 @@ def test_a_mode_that_does_not_exist_is_named_and_pauses_nothing(engine):
         ("explode", [1], "no operation 'explode'"),
     ],
 )
-def test_a_call_with_other_arguments_is_answered_by_an_error(engine, name, args, words):
+def test_core_answers_a_call_with_wrong_arguments_with_an_error(engine, name, args, words):
     async def run():
         if words is None:
             engine._supervisor.core.connection.send(
@@ -181,7 +181,7 @@ def test_a_call_with_other_arguments_is_answered_by_an_error(engine, name, args,
     asyncio.run(run())
 
 
-def test_draining_waits_for_every_request_and_says_how_many_are_left(engine):
+def test_draining_waits_for_every_request_and_its_timeout_names_how_many_are_left(engine):
     async def run():
         await engine.wait_for_requests_to_drain()
         tasks = [asyncio.create_task(rest(streaming(engine, 40))) for _ in range(3)]
@@ -205,7 +205,7 @@ def num_running_is(llm, count):
     return condition
 
 
-def test_a_pause_holds_for_all_clients_and_outlives_the_one_that_waits_for_it(default_model, tmp_path):
+def test_pause_holds_for_all_clients_and_outlives_the_client_that_called_it(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address):
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
@@ -232,7 +232,7 @@ def test_a_pause_holds_for_all_clients_and_outlives_the_one_that_waits_for_it(de
         second.shutdown()
 
 
-def test_an_abort_ends_the_requests_of_every_client(default_model, tmp_path):
+def test_mode_abort_ends_the_requests_of_every_client(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address):
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
@@ -250,7 +250,7 @@ def test_an_abort_ends_the_requests_of_every_client(default_model, tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "sent"), [("keep", signal.SIGINT), ("wait", signal.SIGINT), ("keep", signal.SIGTERM)])
-def test_a_core_that_is_told_to_stop_waits_for_nothing_that_a_pause_holds_back(default_model, tmp_path, mode, sent):
+def test_core_told_to_stop_does_not_wait_for_requests_that_a_pause_holds_back(default_model, tmp_path, mode, sent):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address) as process:
         client = AsyncLLM.connect(address, reconnect_timeout=0)
@@ -265,7 +265,7 @@ def test_a_core_that_is_told_to_stop_waits_for_nothing_that_a_pause_holds_back(d
             process.send_signal(sent)
             await pausing
             if mode == "wait":
-                assert len((await rest(stream)).token_ids) == 100, "what goes on is finished first"
+                assert len((await rest(stream)).token_ids) == 100, "the core did not finish the requests that still run"
             else:
                 with pytest.raises(EngineDeadError):
                     await rest(stream)

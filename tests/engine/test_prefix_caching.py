@@ -1,4 +1,4 @@
-"""Requests that begin alike share what has been computed, and answer as if they did not."""
+"""Requests with the same beginning share its blocks in the prefix cache, and are answered as without sharing."""
 
 import asyncio
 import contextlib
@@ -7,34 +7,41 @@ import pytest
 
 from vllm_mp import SamplingParams, wire
 from vllm_mp.client.engine.connection import CoreConnection
-from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 
 SHARED = "The engine has two halves, which run apart and talk over a socket. " * 20
 
 
-async def ask(engine, tail, **knobs):
-    return await answer(engine, SHARED + tail, greedy(12, ignore_eos=True, **knobs))
+@pytest.fixture(scope="module")
+def without_cache(default_model):
+    """An engine without a prefix cache, whose steps have room for any prompt of these tests."""
+    with running_engine(default_model, enable_prefix_caching=False, max_num_batched_tokens=512) as engine:
+        yield engine
 
 
-def test_a_shared_beginning_is_computed_once_and_changes_no_answer(make_engine):
-    engine, plain = make_engine(), make_engine(enable_prefix_caching=False)
+async def ask(engine, tail):
+    return await answer(engine, SHARED + tail, greedy(12, ignore_eos=True))
+
+
+def test_shared_beginning_is_computed_once_and_changes_no_answer(llm, without_cache):
     tails = ["The first half", "The second half", "Why?"]
 
-    async def run(one):
-        return [await ask(one, tail) for tail in [*tails, tails[0]]]
+    async def run(engine):
+        await engine.reset_prefix_cache()
+        return [await ask(engine, tail) for tail in [*tails, tails[0]]]
 
-    cached, computed = asyncio.run(run(engine)), asyncio.run(run(plain))
+    cached, computed = asyncio.run(run(llm)), asyncio.run(run(without_cache))
     assert [output.num_cached_tokens for output in computed] == [0] * 4
-    length = len(engine.get_tokenizer()(SHARED).input_ids)
+    length = len(llm.get_tokenizer()(SHARED).input_ids)
     assert cached[0].num_cached_tokens == 0
     for output in cached[1:]:
         assert length - 16 <= output.num_cached_tokens < len(output.prompt_token_ids)
     assert len(cached[3].prompt_token_ids) - cached[3].num_cached_tokens <= 16
-    for with_cache, without in zip(cached, computed, strict=True):
-        assert with_cache.outputs[0].token_ids == without.outputs[0].token_ids
+    for from_cache, without in zip(cached, computed, strict=True):
+        assert from_cache.outputs[0].token_ids == without.outputs[0].token_ids
 
 
-def test_a_conversation_finds_its_earlier_turns(llm):
+def test_conversation_finds_its_earlier_turns_in_the_cache(llm):
     async def run():
         first = await ask(llm, "Tell me more.")
         ids = first.prompt_token_ids + first.outputs[0].token_ids
@@ -44,7 +51,7 @@ def test_a_conversation_finds_its_earlier_turns(llm):
     assert second.num_cached_tokens >= length - 17
 
 
-def test_reset_and_other_salts_find_nothing(llm):
+def test_nothing_is_found_after_a_reset_or_with_another_salt(llm):
     async def run():
         await ask(llm, "again")
         found = (await ask(llm, "again")).num_cached_tokens
@@ -59,22 +66,21 @@ def test_reset_and_other_salts_find_nothing(llm):
     assert salted == after == 0
 
 
-def test_requests_that_arrive_together_compute_their_common_beginning_once(make_engine):
-    engine = make_engine(max_num_seqs=16)
-
+def test_requests_that_arrive_together_compute_their_shared_beginning_once(llm):
     async def run():
-        together = await asyncio.gather(*(ask(engine, str(i)) for i in range(12)))
-        await engine.reset_prefix_cache()
-        return together, [await ask(engine, str(i)) for i in range(12)]
+        await llm.reset_prefix_cache()
+        together = await asyncio.gather(*(ask(llm, str(i)) for i in range(12)))
+        await llm.reset_prefix_cache()
+        return together, [await ask(llm, str(i)) for i in range(12)]
 
     together, one_by_one = asyncio.run(run())
-    length = len(engine.get_tokenizer()(SHARED).input_ids)
+    length = len(llm.get_tokenizer()(SHARED).input_ids)
     assert sum(output.num_cached_tokens >= length - 16 for output in together) == 11
     for with_others, alone in zip(together, one_by_one, strict=True):
         assert with_others.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
-def test_requests_in_flight_together_share_what_the_first_has_computed(make_engine):
+def test_concurrent_requests_share_blocks_of_an_earlier_request(make_engine):
     engine = make_engine(max_num_batched_tokens=64, max_num_seqs=16)
 
     async def run():
@@ -91,13 +97,12 @@ def test_requests_in_flight_together_share_what_the_first_has_computed(make_engi
     )
 
 
-def test_without_the_cache_a_group_shares_its_prompt_and_nobody_else_does(make_engine):
-    engine = make_engine(enable_prefix_caching=False)
+def test_without_a_prefix_cache_only_requests_of_one_group_share_their_prompt(without_cache):
     prompt = wire.pack_ids(list(range(1000, 1100)))
 
     def ask_together(groups):
-        """Send a request for each group; the tokens that each found in the cache, and the answers."""
-        with contextlib.closing(CoreConnection(engine._supervisor.core.connection.address)) as client:
+        """Send a request for each group; return how many tokens each found in the cache, and the answers."""
+        with contextlib.closing(CoreConnection(without_cache._supervisor.core.connection.address)) as client:
             welcome, _ = client.greet(10, lambda: None)
             params = greedy(4, ignore_eos=True, seed=1)
             for slot, group in enumerate(groups):
@@ -118,26 +123,33 @@ def test_without_the_cache_a_group_shares_its_prompt_and_nobody_else_does(make_e
     assert ask_together(["one", ""]) == ([0, 0], answers[:2])
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_the_answers_of_one_request_read_its_prompt_once(make_engine, caching):
-    engine = make_engine(enable_prefix_caching=caching, max_num_batched_tokens=512)
+@pytest.fixture(params=[True, False])
+def engine(request, make_engine):
+    """An engine with a prefix cache and one without, both with 512 tokens a step."""
+    if request.param:
+        return make_engine(max_num_batched_tokens=512)
+    return request.getfixturevalue("without_cache")
+
+
+def test_completions_of_a_request_read_its_prompt_once(engine):
     params = SamplingParams(n=4, max_tokens=8, ignore_eos=True, seed=1)
 
     async def run():
         async def all_wait():
             return (await engine.core_status())["num_waiting"] == 4
 
+        before = (await engine.core_status())["step"]
         await engine.pause_generation("wait")
         request = asyncio.create_task(answer(engine, list(range(1000, 1325)), params))
         await eventually(all_wait)
         await engine.resume_generation()
-        assert [len(one.token_ids) for one in (await request).outputs] == [8] * 4
-        return (await engine.core_status())["step"]
+        assert [len(completion.token_ids) for completion in (await request).outputs] == [8] * 4
+        return (await engine.core_status())["step"] - before
 
-    assert asyncio.run(run()) == 8, "four times 325 tokens would take three steps instead of one to read"
+    assert asyncio.run(run()) == 8, "a prompt read four times would take 3 steps to read in place of 1"
 
 
-def test_a_salt_that_is_no_text_is_refused(llm):
+def test_salt_that_is_not_a_short_text_is_refused(llm):
     for salt in (3, "x" * 2000, "\ud800"):
         with pytest.raises(ValueError, match=r"cache_salt|Unicode"):
             asyncio.run(answer(llm, {"prompt": "x", "cache_salt": salt}, greedy(2)))

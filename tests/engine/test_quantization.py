@@ -30,6 +30,7 @@ def test_output_is_good_and_the_same_alone_and_in_a_batch(make_engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_perplexity_is_close_to_that_of_the_unquantized_model(tmp_path):
     text = tmp_path / "text"
     text.write_text(Path(__file__).with_name("test_cli.py").read_text()[:4000])

@@ -1,4 +1,4 @@
-"""A sleeping engine holds no memory that others could use, generates nothing, loses nothing and still answers."""
+"""A sleeping engine frees memory, generates nothing, loses no request and still answers calls."""
 
 import asyncio
 import re
@@ -38,7 +38,7 @@ def streaming(llm, max_tokens=60, request_id=None, **params):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_streams_go_on_after_the_wake_up_as_if_nothing_had_been(engine, level):
+def test_streams_continue_unchanged_after_wake_up(engine, level):
     kinds = ({"temperature": 0}, {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5})
 
     async def run():
@@ -66,7 +66,7 @@ def test_streams_go_on_after_the_wake_up_as_if_nothing_had_been(engine, level):
     asyncio.run(run())
 
 
-def test_a_sleeping_engine_answers_and_takes_aborts_pauses_and_other_calls(engine):
+def test_sleeping_engine_carries_out_aborts_pauses_and_other_calls(engine):
     async def run():
         stream = streaming(engine, request_id="held")
         await anext(stream)
@@ -90,7 +90,7 @@ def test_a_sleeping_engine_answers_and_takes_aborts_pauses_and_other_calls(engin
     asyncio.run(run())
 
 
-def test_an_encoder_gives_the_same_vectors_after_a_sleep(encoder):
+def test_encoder_returns_the_same_vectors_after_a_sleep(encoder):
     async def run():
         expected = await anext(encoder.encode(PROMPT))
         await encoder.sleep(2)
@@ -102,7 +102,7 @@ def test_an_encoder_gives_the_same_vectors_after_a_sleep(encoder):
     asyncio.run(run())
 
 
-def test_mode_abort_ends_the_streams(engine):
+def test_sleep_in_mode_abort_ends_the_streams(engine):
     async def run():
         stream = streaming(engine)
         await anext(stream)
@@ -128,7 +128,7 @@ def test_mode_abort_ends_the_streams(engine):
         (lambda llm: llm.wake_up([["weights"]]), r"tags must be a list .* got \['weights'\]"),
     ],
 )
-def test_other_arguments_are_refused_by_name_and_change_nothing(engine, call, words):
+def test_wrong_arguments_are_refused_by_name_and_change_nothing(engine, call, words):
     async def run():
         with pytest.raises(ValueError, match=words):
             await call(engine)
@@ -149,7 +149,7 @@ def test_other_arguments_are_refused_by_name_and_change_nothing(engine, call, wo
         ("wake_up", [None], "got None"),
     ],
 )
-def test_a_call_with_other_arguments_is_answered_by_an_error(engine, name, args, words):
+def test_core_answers_a_call_with_wrong_arguments_with_an_error(engine, name, args, words):
     async def run():
         with pytest.raises(EngineError, match=re.escape(words)):
             await engine._ask(name, *args)
@@ -158,9 +158,9 @@ def test_a_call_with_other_arguments_is_answered_by_an_error(engine, name, args,
     asyncio.run(run())
 
 
-def test_memory_comes_back_by_what_each_level_gives_up(tmp_path):
+def test_each_level_of_sleep_frees_the_memory_that_it_names(tmp_path):
     config = LlamaConfig(
-        vocab_size=32 * 1024,  # large weights that cost next to nothing to compute with
+        vocab_size=32 * 1024,  # large weights, of which a step computes with few
         hidden_size=1024,
         intermediate_size=256,
         num_hidden_layers=4,
@@ -197,7 +197,7 @@ def test_memory_comes_back_by_what_each_level_gives_up(tmp_path):
         asyncio.run(run())
 
 
-def test_a_sleep_holds_for_all_clients_and_does_not_hold_up_a_core_that_is_told_to_drain(default_model, tmp_path):
+def test_sleep_holds_for_all_clients_and_does_not_delay_a_core_told_to_stop(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address) as process:
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address, reconnect_timeout=0)

@@ -1,4 +1,4 @@
-"""What a consumer sees: the three kinds of output, early ends, slow consumers, several loops."""
+"""Outputs as their consumer sees them: three kinds of output, early ends, slow consumers, several event loops."""
 
 import asyncio
 import gc
@@ -24,7 +24,7 @@ async def collect(engine, kind, prompt=PROMPT, **knobs):
     return [output async for output in engine.generate(prompt, params(kind, **knobs))]
 
 
-def test_the_three_kinds_of_output_tell_the_same_story(llm):
+def test_three_kinds_of_output_give_the_same_answer(llm):
     async def run():
         return await asyncio.gather(*(collect(llm, kind) for kind in RequestOutputKind))
 
@@ -45,7 +45,7 @@ def test_the_three_kinds_of_output_tell_the_same_story(llm):
         assert outputs[-1].metrics.arrival_time <= outputs[-1].metrics.first_token_time
 
 
-def test_emoji_and_cjk_are_never_cut(llm):
+def test_wide_characters_are_never_cut(llm):
     text = "日本の首都は"
     outputs = asyncio.run(collect(llm, RequestOutputKind.DELTA, prompt=text, max_tokens=60))
     pieces = [output.outputs[0].text for output in outputs]
@@ -56,11 +56,11 @@ def test_emoji_and_cjk_are_never_cut(llm):
     assert "".join(pieces) == decode(outputs[0].prompt_token_ids + tokens)[len(decode(outputs[0].prompt_token_ids)) :]
 
 
-def test_a_slow_consumer_gets_everything_in_fewer_outputs_and_delays_nobody(llm):
+def test_slow_consumer_gets_all_tokens_in_fewer_outputs_and_delays_no_other(llm):
     async def run():
         slow = llm.generate(PROMPT, params(RequestOutputKind.DELTA, 40))
         pieces = [(await anext(slow)).outputs[0]]
-        fast = await answer(llm, PROMPT, params(RequestOutputKind.FINAL_ONLY, 40))  # while the slow one waits
+        fast = await answer(llm, PROMPT, params(RequestOutputKind.FINAL_ONLY, 40))  # while the slow consumer waits
         pieces += [output.outputs[0] async for output in slow]
         return fast.outputs[0], pieces
 
@@ -99,7 +99,7 @@ def test_cancelling_the_task_aborts_in_the_core(llm):
     asyncio.run(run())
 
 
-def test_abort_ends_the_stream_and_keeps_what_came(llm):
+def test_abort_ends_the_stream_and_keeps_the_tokens_so_far(llm):
     async def run():
         outputs = []
         async for output in llm.generate(PROMPT, params(RequestOutputKind.CUMULATIVE, 900), "to-abort"):
@@ -117,7 +117,7 @@ def test_abort_ends_the_stream_and_keeps_what_came(llm):
     assert last.outputs[0].text
 
 
-def test_add_request_admits_before_anything_is_consumed(llm):
+def test_request_is_computed_before_its_stream_is_read(llm):
     async def run():
         stream = await llm.add_request("early", PROMPT, params(RequestOutputKind.FINAL_ONLY, 10))
         await eventually(lambda: is_empty(llm))
@@ -128,19 +128,19 @@ def test_add_request_admits_before_anything_is_consumed(llm):
     assert len(output.outputs[0].token_ids) == 10
 
 
-def test_a_seed_makes_an_answer_repeatable_and_other_seeds_differ(llm):
+def test_same_seed_gives_the_same_answer_and_other_seeds_differ(llm):
     def sampled(seed):
         return SamplingParams(temperature=1.0, seed=seed, max_tokens=16, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def run():
         return await asyncio.gather(*(answer(llm, PROMPT, sampled(seed)) for seed in (1, 1, 2, 3, None, None)))
 
-    one, again, *others = [output.outputs[0].token_ids for output in asyncio.run(run())]
-    assert one == again
-    assert len({tuple(other) for other in [one, *others]}) == 5
+    first, again, *others = [output.outputs[0].token_ids for output in asyncio.run(run())]
+    assert first == again
+    assert len({tuple(answer_ids) for answer_ids in [first, *others]}) == 5
 
 
-def test_stop_tokens_end_the_answer_and_stay_out_of_the_text(llm):
+def test_stop_tokens_end_the_answer_and_are_not_in_its_text(llm):
     whole = asyncio.run(answer(llm, PROMPT, greedy(12, ignore_eos=True))).outputs[0]
     stop = whole.token_ids[7]
     first = whole.token_ids.index(stop)
@@ -158,13 +158,13 @@ def test_stop_tokens_end_the_answer_and_stay_out_of_the_text(llm):
     assert len(stopping(min_tokens=first + 1).token_ids) > first + 1
 
 
-def test_without_detokenization_only_ids_come(llm):
+def test_without_detokenization_outputs_have_only_token_ids(llm):
     output = asyncio.run(answer(llm, PROMPT, greedy(5, detokenize=False)))
     assert output.outputs[0].text == ""
     assert len(output.outputs[0].token_ids) == 5
 
 
-def test_every_form_of_prompt_gives_the_same_answer(llm):
+def test_each_form_of_a_prompt_gives_the_same_answer(llm):
     ids = llm.get_tokenizer()(PROMPT).input_ids
 
     async def run():
@@ -178,12 +178,12 @@ def test_every_form_of_prompt_gives_the_same_answer(llm):
     assert all(output.prompt_token_ids == ids for output in outputs)
 
 
-def test_one_engine_serves_one_event_loop_after_another(llm):
+def test_engine_serves_several_event_loops_in_succession(llm):
     texts = {asyncio.run(answer(llm, PROMPT, greedy(6))).outputs[0].text for _ in range(3)}
     assert len(texts) == 1
 
 
-def test_a_request_left_behind_by_a_loop_that_ended_is_gone_in_the_next(llm):
+def test_request_of_an_ended_event_loop_is_aborted_in_the_next(llm):
     async def leave():
         stream = llm.generate(PROMPT, params(RequestOutputKind.DELTA, 900))
         await anext(stream)
@@ -195,7 +195,7 @@ def test_a_request_left_behind_by_a_loop_that_ended_is_gone_in_the_next(llm):
     asyncio.run(look())
 
 
-def test_a_second_loop_at_the_same_time_is_told_so(llm):
+def test_second_event_loop_at_the_same_time_is_refused(llm):
     async def run():
         await llm.check_health()
         caught = []
@@ -215,7 +215,7 @@ def test_a_second_loop_at_the_same_time_is_told_so(llm):
     assert "another thread" in message
 
 
-def test_a_profile_of_the_core_is_written_where_the_reply_says(llm):
+def test_profile_of_the_core_is_in_the_folder_that_stop_profile_returns(llm):
     async def run():
         with pytest.raises(EngineError, match="call start_profile first"):
             await llm.stop_profile()

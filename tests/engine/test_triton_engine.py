@@ -1,4 +1,4 @@
-"""A whole engine on Triton's kernels, in the interpreter, answers as one on the torch definitions does."""
+"""An engine on Triton kernels, run by the interpreter, gives the answers of an engine on the torch definitions."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_m
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs engines on the GPU that is here"
+    os.environ.get("TRITON_INTERPRET") != "1", reason="this machine has a GPU, on which tests/gpu runs engines"
 )
 
 BAD = 13
@@ -33,7 +33,7 @@ PARAMS = [
 
 
 def answers(folder):
-    """The token ids of each answer, with prompts read in chunks."""
+    """Return the token ids of each answer of an engine that reads prompts in chunks."""
 
     async def run(engine):
         outputs = await asyncio.gather(*map(answer, [engine] * len(PROMPTS), PROMPTS, PARAMS))
@@ -44,7 +44,7 @@ def answers(folder):
         return asyncio.run(run(engine))
 
 
-def test_answers_are_those_of_the_torch_definitions(tmp_path, monkeypatch):
+def test_answers_equal_those_of_the_torch_definitions(tmp_path, monkeypatch):
     save_random_model(CONFIGS["qwen3-windowed"], tmp_path)
     monkeypatch.setenv(VARIABLE, TRITON)
     got = answers(tmp_path)
@@ -54,7 +54,7 @@ def test_answers_are_those_of_the_torch_definitions(tmp_path, monkeypatch):
 
 @pytest.fixture(params=[TRITON, "none"])
 def kernels(request, monkeypatch):
-    """Which kernels serve in this process."""
+    """The kernels that serve in this process: those of Triton, or the torch definitions."""
     monkeypatch.setenv(VARIABLE, request.param)
     for choice in (available.operations, library):
         choice.cache_clear()
@@ -63,8 +63,8 @@ def kernels(request, monkeypatch):
         choice.cache_clear()
 
 
-def test_a_prompt_with_a_token_that_is_not_finite_spoils_nothing_before_it(tmp_path, kernels):
-    """The blocks that it fills are shared; where attention isolates by itself no step is computed twice."""
+def test_token_with_nan_embedding_does_not_spoil_blocks_before_it(tmp_path, kernels):
+    """The prefix cache shares these blocks. Triton's attention isolates NaN by itself, so no step is computed twice."""
     config = CONFIGS["mistral-windowed"]
     model = save_random_model(config, tmp_path)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_a_prompt_with_a_token_that_is_not_finite_spoils_nothing_before_it(tmp_p
             engine.run()
         return engine.tokens, len(called)
 
-    good = [token if token != BAD else BAD + 1 for token in PROMPTS[3]]  # of one tile with the bad one
+    good = [token if token != BAD else BAD + 1 for token in PROMPTS[3]]  # in one tile with the bad token
     expected, num_steps = play([good])
     found, num_with_bad = play([[*good, BAD, 5], good])
     assert found[1] == expected[0]

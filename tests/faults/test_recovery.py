@@ -449,6 +449,7 @@ def test_stopped_core_is_replaced_while_it_serves_and_while_it_loads(make_engine
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_no_request_is_blamed_for_signals_that_stop_several_cores(make_engine):
     engine = make_engine(engine_iteration_timeout_s=1.0, fault_injection="slow@step=*,seconds=0.1")
 

@@ -23,6 +23,19 @@ _WITH_A_PENDING_STEP = [
 ]
 _WITH_SHARED_ENGINE = [scenario for scenario in _TESTED_HERE if not scenario.options and not scenario.stands_alone]
 _WITH_OWN_ENGINE = [scenario for scenario in _TESTED_HERE if scenario not in _WITH_SHARED_ENGINE]
+_SLOW = {"hang", "culprit", "exit-before-last-message", "exit-after-last-message", "socket-file-removed"}
+"""Slow scenarios that differ little from scenarios, or in the case of `hang` from a test of recovery, that are not."""
+_SLOW_WITH_A_PENDING_STEP = {"exit-before-message", "exit-before-last-message", "nan"}
+"""Slow scenarios that are not slow without a pending step, or that differ little from one that is not."""
+
+
+def _marked(scenarios, slow):
+    unknown = slow - SCENARIOS.keys()
+    assert not unknown, f"no scenario is named {unknown}"
+    return [
+        pytest.param(scenario, marks=[pytest.mark.slow] * (scenario.name in slow), id=scenario.name)
+        for scenario in scenarios
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +56,17 @@ def shared_engine(baseline):
         yield engine
 
 
-@pytest.mark.parametrize("scenario", _WITH_SHARED_ENGINE, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", _marked(_WITH_SHARED_ENGINE, _SLOW))
 def test_promise_is_kept_on_a_shared_engine(baseline, shared_engine, scenario):
     assert play(scenario, baseline).broken == []
 
 
-@pytest.mark.parametrize("scenario", _WITH_OWN_ENGINE, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", _marked(_WITH_OWN_ENGINE, _SLOW))
 def test_promise_is_kept_on_an_engine_with_own_options(baseline, scenario):
     assert play(scenario, baseline).broken == []
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_leaked_over_many_kills(baseline):
     result = run_soak(baseline, kills=6, fault_injection=baseline.pace)
     assert result.broken == []
@@ -60,6 +74,7 @@ def test_nothing_is_lost_or_leaked_over_many_kills(baseline):
     assert len(result.next_token_s) == 6
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_leaked_while_requests_come_and_go_and_cores_die_in_every_way(baseline):
     result = run_soak(baseline, seconds=10, seed=1, is_random=True, fault_injection=baseline.pace)
     assert result.broken == []
@@ -76,7 +91,7 @@ def overlapping(baseline):
         yield other
 
 
-@pytest.mark.parametrize("scenario", _WITH_A_PENDING_STEP, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", _marked(_WITH_A_PENDING_STEP, _SLOW_WITH_A_PENDING_STEP))
 def test_promise_is_kept_with_a_pending_step(overlapping, scenario):
     assert play(scenario, overlapping).broken == []
 

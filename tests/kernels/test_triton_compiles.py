@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+TESTS = Path(__file__).parents[1]
+
 SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
 """The shared memory of one program: on Hopper, on the smallest supported GPU, and on the smallest with 8-bit floats."""
 KERNELS = {
@@ -36,12 +38,35 @@ EXPECTED = {
 }
 
 
-def test_every_kernel_compiles_and_fits_into_shared_memory():
+ATTENTION_ON_HOPPER = """
+import torch
+from support import gpu_compiler
+
+gpu_compiler.TABLES, gpu_compiler.FLOAT8_TABLES = {(9, 0): gpu_compiler.TABLES[9, 0]}, {}
+gpu_compiler.call_floats = lambda: gpu_compiler.attend(torch.bfloat16, 128, 128, None, None)
+gpu_compiler.main()
+"""
+
+
+def run_compiler(*arguments):
+    """Run Python without the interpreter of Triton, with the JSON that it prints as the result."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = Path(__file__).parents[1] / "support" / "gpu_compiler.py"
-    found = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    found = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment, cwd=TESTS
+    )
     assert found.returncode == 0, found.stderr
-    compiled = json.loads(found.stdout)
+    return json.loads(found.stdout)
+
+
+def test_attention_compiles_for_hopper_and_fits_into_shared_memory():
+    compiled = run_compiler("-c", ATTENTION_ON_HOPPER)
+    assert {kernel for *_, kernel, _ in compiled} == {"_decode_kernel", "_merge_kernel", "_prefill_kernel"}
+    assert max(size for *_, size in compiled) <= SHARED_BYTES[9, 0]
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_and_fits_into_shared_memory():
+    compiled = run_compiler("-m", "support.gpu_compiler")
     for capability, limit in SHARED_BYTES.items():
         shared = {(kernel, size) for *at, kernel, size in compiled if tuple(at) == capability}
         assert {kernel for kernel, _ in shared} == EXPECTED[capability]

@@ -10,6 +10,7 @@ from vllm_mp.core.scheduler.request import NO_ROW
 from vllm_mp.core.scheduler.scheduler import Scheduler
 
 BUDGET, MAX_SEQS, LENGTH = 16, 6, 64
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))]
 
 
 class Load:
@@ -86,7 +87,7 @@ class Load:
             pass
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_no_step_exceeds_its_budget_and_every_decode_gets_a_token_unless_preempted(monkeypatch, seed, policy):
     load = Load(monkeypatch, seed, policy=policy, num_blocks=24, max_num_partial_prefills=1 + seed % 3)
@@ -101,7 +102,7 @@ def test_no_step_exceeds_its_budget_and_every_decode_gets_a_token_unless_preempt
     assert len(load.engine.ends) == load.num_requests
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_first_tokens_come_in_order_of_arrival(monkeypatch, seed):
     load = Load(monkeypatch, seed, num_blocks=24)
     load.run()
@@ -109,7 +110,7 @@ def test_first_tokens_come_in_order_of_arrival(monkeypatch, seed):
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_number_of_preemptions_is_bounded(monkeypatch, seed, policy):
     """The cache holds just one request of the greatest length, and six requests run at a time."""

@@ -33,6 +33,7 @@ def run_tool(out: Path, *arguments: str) -> tuple[int, dict]:
     return done.returncode, found
 
 
+@pytest.mark.slow
 def test_good_run_reports_every_figure_as_a_share_of_the_device_limits(tmp_path):
     test = "tests/gpu/test_core_death.py::test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back"
     code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--tests", test)
@@ -61,6 +62,7 @@ def test_good_run_reports_every_figure_as_a_share_of_the_device_limits(tmp_path)
         assert figure["share_of_matrix_rate"] > 0
 
 
+@pytest.mark.slow
 def test_failed_tests_are_named_and_fail_the_run(tmp_path):
     tests = tmp_path / "test_sample.py"
     tests.write_text(
