@@ -62,10 +62,10 @@ def test_greedy_without_chunked_prefill(make_engine, reference):
 
 
 def test_greedy_when_requests_are_preempted_for_lack_of_blocks(make_engine, reference):
-    # Enough blocks for these prompts, and for half of the tokens of their answers.
+    # Enough blocks for all prompts, and for half of the tokens of the answers.
     block_bytes = 16 * 30 * 2 * 3 * 64 * 4
-    engine = make_engine(max_model_len=512, kv_cache_memory_bytes=57 * block_bytes)
-    outputs = generate_all(engine, PROMPTS[::2], NUM_TOKENS)
+    engine = make_engine(max_model_len=512, kv_cache_memory_bytes=120 * block_bytes)
+    outputs = generate_all(engine, PROMPTS, NUM_TOKENS)
     assert num_preemptions(engine) > 0
     for output in outputs:
         assert_greedy(reference, output)
