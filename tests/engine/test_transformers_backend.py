@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "own attention": (
         FalconConfig(vocab_size=97, hidden_size=48, num_attention_heads=6, max_position_embeddings=64),
-        "'FalconForCausalLM'.*attention of its own",
+        "'FalconForCausalLM'.*its attention .*cannot be replaced",
     ),
     "encoder-decoder": (T5Config(vocab_size=97, d_model=48), "'T5ForConditionalGeneration'.*only decoder-only"),
     "sinks": (
