@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineError, EngineStartError, SamplingParams
-from vllm_mp.testing.differential import save_small_model
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
+from vllm_mp.testing.random_models import save_small_model
 
 SCRIPT_OPTIONS = "dtype='float32', max_model_len=256, kv_cache_memory_bytes=2**26"
 
