@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_mp.kernels.reference import NO_PLACE
+from vllm_mp.kernels.sampling import NO_PLACE
 from vllm_mp.kernels.triton.launch import Options, options
 
 _NO_PLACE = tl.constexpr(NO_PLACE)

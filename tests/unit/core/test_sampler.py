@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.sampler import NO_TOKEN, Sampler, uniform_draws
-from vllm_mp.kernels.reference import invert_cumulative
+from vllm_mp.kernels.sampling import invert_cumulative
 from vllm_mp.sampling_params import SamplingParams
 
 VOCAB = 40
