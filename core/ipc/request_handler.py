@@ -19,7 +19,7 @@ from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import ModelOutput, Scheduler, StepUpdate
-from vllm_mp.core.worker.logit_rules import LogitRules
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.request_validation import check_pooling, check_request
 from vllm_mp.sampling_params import SamplingParams
 
@@ -248,8 +248,8 @@ class RequestHandler:
         )
         # They were sent before the first token of the answer.
         prompt_logprobs = None if len(output) else message.params.prompt_logprobs
-        rules = LogitRules.of(message.params, message.bad_words)
-        # The rules hold these, as arrays, where a dict takes ten times as much.
+        logits_processors = LogitsProcessors.from_params(message.params, message.bad_words)
+        # The processors hold these as arrays; the dict takes ten times as much memory.
         message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
         return Request(
             client=client,
@@ -259,7 +259,7 @@ class RequestHandler:
             tokens=np.concatenate([prompt, output]),
             num_prompt_tokens=len(prompt),
             max_total_tokens=max_total_tokens,
-            rules=rules,
+            logits_processors=logits_processors,
             num_logprobs=self._num_logprobs(message.params.logprobs),
             num_prompt_logprobs=self._num_logprobs(prompt_logprobs),
             hashes=self._root_hashes(client, message),

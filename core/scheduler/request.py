@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core.worker.logit_rules import LogitRules
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
@@ -38,7 +38,7 @@ class Request:
     """False: its beginning is computed even if it is in the cache; others may still build on its blocks."""
     num_cached_tokens: int | None = None
     """Tokens whose keys and values were in the cache already when the request was first admitted; None before."""
-    rules: LogitRules | None = None
+    logits_processors: LogitsProcessors | None = None
     num_logprobs: int = -1
     """Log-probabilities to send of the most likely tokens at each position of the answer; -1: none at all."""
     num_prompt_logprobs: int = -1

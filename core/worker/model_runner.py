@@ -235,7 +235,7 @@ class ModelRunner:
         if len(rows) < len(hidden):
             last = (np.cumsum(step.counts) - 1)[step.samples]
             hidden = hidden[self._to_device(last)]
-        if sampler.takes_highest(rows) and not wants_logprobs(batch, rows):
+        if sampler.is_argmax(rows) and not wants_logprobs(batch, rows):
             self._beat()
             tokens = self._model.argmax(hidden)
             messages: Callable[[], list[Owned]] = list
@@ -304,15 +304,27 @@ class ModelRunner:
             self.launch(step, batch, Sampler(batch, self._device)).wait()
         graph_bytes = self._graph_bytes()
         self._kv_caches = []
-        logits = torch.zeros(
-            (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device
-        )
-        distribution = logits.log_softmax(dim=-1)  # of log-probabilities, which lasts as long as the draw
-        halves = torch.full((len(logits),), 0.5, device=self._device)
-        ops.sample(logits, halves, halves, torch.ones_like(halves, dtype=torch.int64), halves, halves.double())
-        del distribution
+        self._profile_sampler()
         torch.cuda.synchronize(self._device)
         return graph_bytes
+
+    def _profile_sampler(self) -> None:
+        """Sample a token for as many rows as there can be, each with every filter on, beside their log-probabilities.
+
+        It runs the sampler itself over all of `SAMPLING_FILTERS`, so it allocates whatever a step can allocate.
+        """
+        num_rows = self._config.scheduler_config.max_num_seqs
+        all_filters: dict[str, Any] = {one.name: one.trial for one in ops.SAMPLING_FILTERS}
+        params = SamplingParams(temperature=0.5, seed=0, **all_filters)
+        batch = Batch(num_rows, 1, self._config.cache_config.block_size, [])
+        for slot in range(num_rows):
+            request = Request(0, slot, "profile", params, np.zeros(1, np.int32), 1, 2, (0, slot))
+            batch.add(request, np.zeros(0, np.int32))
+        vocab_size = self._config.model_config.architecture.vocab_size
+        logits = torch.zeros((num_rows, vocab_size), dtype=torch.float32, device=self._device)
+        logprobs = logits.log_softmax(dim=-1)  # a step with log-probabilities holds them during the draw
+        Sampler(batch, self._device).sample(logits, batch.order)
+        del logprobs
 
     def _graph_bytes(self) -> int:
         """The bytes that the graphs of all sizes will take, from those of the largest and of one that fits its memory.

@@ -11,7 +11,7 @@ from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
-from vllm_mp.core.worker.logit_rules import LogitRules
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.sampler import NO_TOKEN
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.pooling_params import PoolingParams
@@ -138,7 +138,7 @@ class Engine:
             pooling=PoolingParams() if pooled else None,
             isolate_until_num_tokens=isolate_until_num_tokens,
         )
-        request.rules = LogitRules.of(request.params, [])
+        request.logits_processors = LogitsProcessors.from_params(request.params, [])
         self.scheduler.add(request)
         return request
 

@@ -210,7 +210,7 @@ def test_a_bias_of_the_wrong_form_is_refused_by_name(value, error, words):
 def test_best_of_is_refused_with_a_reason_unless_it_is_n():
     assert SamplingParams(n=3, best_of=3).best_of == 3
     message = refusal(ValueError, n=2, best_of=4)
-    assert message.startswith("best_of must be None or equal to n=2, got 4: answers that nobody receives")
+    assert message.startswith("best_of must be None or equal to n=2, got 4: no answers are drawn that are not returned")
 
 
 def test_several_greedy_answers_are_refused_because_they_would_be_the_same():

@@ -148,7 +148,9 @@ def test_a_value_that_nobody_reads_is_refused_nowhere_but_mentioned_where_the_us
     assert defaults({**SAMPLED, "num_beams": 4}) == PROPOSED
     assert not caplog.messages
     assert defaults(SAMPLED, override_generation_config={"temprature": 0.1}) == PROPOSED
-    assert caplog.messages == ["override_generation_config: nothing here reads 'temprature'"]
+    assert caplog.messages == [
+        "override_generation_config: 'temprature' is ignored, as no sampling parameter has this name"
+    ]
 
 
 def test_numbers_of_other_libraries_reach_the_core_as_plain_ones(tmp_path):
