@@ -72,7 +72,7 @@ class CoreConnection:
         core refuses, speaks another protocol, or has not answered after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        hello = wire.encode(wire.Hello(wire.PROTOCOL_VERSION))
+        hello = wire.encode(wire.hello())
         self._socket.send(hello)
         while True:
             if self.is_broken():  # a core that died while it loaded: what serves the address next has not been greeted
@@ -91,11 +91,8 @@ class CoreConnection:
                 raise EngineStartError(f"the core at {self.address} did not answer within {timeout:g} s")
 
     def _accept(self, welcome: wire.Welcome) -> VllmConfig:
-        if welcome.version != wire.PROTOCOL_VERSION:
-            raise EngineStartError(
-                f"the core at {self.address} speaks version {welcome.version} of the protocol, this client version "
-                f"{wire.PROTOCOL_VERSION}; install the same vllm-mp on both sides"
-            )
+        if reason := wire.mismatch(welcome):
+            raise EngineStartError(f"{reason}; the address is {self.address}")
         self.incarnation = welcome.incarnation
         try:
             return msgspec.json.decode(welcome.config, type=VllmConfig)

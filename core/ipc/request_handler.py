@@ -164,14 +164,8 @@ class RequestHandler:
             self._forget(client)
 
     def _greet(self, identity: bytes, hello: wire.Hello) -> None:
-        if hello.version != wire.PROTOCOL_VERSION:
-            self._send(
-                identity,
-                wire.Refused(
-                    f"the core speaks version {wire.PROTOCOL_VERSION} of the protocol, the client version "
-                    f"{hello.version}; install the same vllm-mp on both sides"
-                ),
-            )
+        if reason := wire.mismatch(hello):
+            self._send(identity, wire.Refused(reason))
             return
         self._probe_below = self._next_client
         client = self._identities.get(identity)
@@ -184,7 +178,7 @@ class RequestHandler:
             self._identities[identity] = client
             self._clients[client] = identity
         config = msgspec.json.encode(self._config)
-        self._send_to(client, wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, client, os.getpid(), config))
+        self._send_to(client, wire.welcome(self._incarnation, client, os.getpid(), config))
 
     def _probe(self) -> None:
         """Find out who has left without a word, by writing to all who were here when another came."""

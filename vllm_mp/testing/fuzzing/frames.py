@@ -195,7 +195,7 @@ class ClientFrames:
             "valid, out of order": (8, lambda: [self._valid()]),
             "replayed": (4, lambda: [self._chance.choice(self._recent)]),
             "other incarnation": (3, lambda: [self._of_another_incarnation()]),
-            "other version": (2, lambda: [wire.encode(wire.Hello(self._chance.choice((0, 1, -1, 10**6, 2**64 - 1))))]),
+            "other version": (2, lambda: [wire.encode(self._of_another_version())]),
             "random bytes": (2, lambda: [self._chance.randbytes(self._chance.choice((0, 1, 9, 200)))]),
             "not of any encoder": (2, lambda: [self._chance.choice(_UNENCODABLE)]),
             "a core's": (1, lambda: [self._of_a_core()]),
@@ -274,7 +274,7 @@ class ClientFrames:
             args = [chance.choice(values) for _ in range(chance.choice((0, 0, 1, 2, 5)))]
             return wire.Call(incarnation, chance.randrange(2**32), name, args)
         if kind < 0.985:
-            return wire.Hello(wire.PROTOCOL_VERSION)
+            return wire.hello()
         return wire.Bye(incarnation)
 
     def _hostile_values(self) -> bytes:
@@ -316,11 +316,15 @@ class ClientFrames:
             message.incarnation = self._chance.choice((0, 1, self._incarnation - 1, self._incarnation + 1))
         return wire.encode(message)
 
+    def _of_another_version(self) -> wire.Hello:
+        versions = (0, 1, -1, 10**6, 2**64 - 1, wire.PROTOCOL_VERSION)
+        return wire.Hello(self._chance.choice(versions), self._chance.choice(("", "0123456789abcdef", "s" * 64)))
+
     def _of_a_core(self) -> bytes:
         return wire.encode(
             self._chance.choice(
                 (
-                    wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, 0, 1, b"{}"),
+                    wire.welcome(self._incarnation, 0, 1, b"{}"),
                     wire.Refused("no"),
                     wire.StepOutput(self._incarnation, 1, b"\0\0", b"\0\0\0\0", b"\0\0"),
                     wire.Reply(self._incarnation, 1),
@@ -395,7 +399,7 @@ class CoreFrames:
         chance, incarnation = self._chance, self._incarnation
         kind = chance.random()
         if kind < 0.04:
-            return wire.Welcome(wire.PROTOCOL_VERSION, incarnation, 0, 1, b"{}")
+            return wire.welcome(incarnation, 0, 1, b"{}")
         if kind < 0.08:
             return wire.Refused("no")
         if kind < 0.15:
