@@ -53,9 +53,11 @@ CASES = {
     "temperature": SamplingCase(
         (1.7, 0.3, 2.5, 1e-3), {**_RANDOM, "temperature": 0.1}, 2.0, (0, 1e6, "[0, 1e+06]"), "TemperatureLogitsWarper"
     ),
-    "top_p": SamplingCase((0.8, 0.7, 1e-6, 0.99), _RANDOM, 1e-6, (1e-9, 1, "(0, 1]"), "TopPLogitsWarper"),
-    "top_k": SamplingCase((20, 5, 1, 10_000, -1), _RANDOM, 1, (-1, 2**31 - 1, "[-1, 2147483647]"), "TopKLogitsWarper"),
-    "min_p": SamplingCase((0.02, 0.1, 1.0), _RANDOM, 1.0, (0, 1, "[0, 1]"), "MinPLogitsWarper"),
+    "top_p": SamplingCase((0.8, 0.7, 0.3, 0.01, 1e-6, 0.99), _RANDOM, 1e-6, (1e-9, 1, "(0, 1]"), "TopPLogitsWarper"),
+    "top_k": SamplingCase(
+        (20, 5, 1, 2, 10_000, -1), _RANDOM, 1, (-1, 2**31 - 1, "[-1, 2147483647]"), "TopKLogitsWarper"
+    ),
+    "min_p": SamplingCase((0.02, 0.1, 0.5, 1.0), _RANDOM, 1.0, (0, 1, "[0, 1]"), "MinPLogitsWarper"),
     "seed": SamplingCase((7, -(2**63), 2**63 - 1), _RANDOM, 6, (-(2**63), 2**63 - 1, f"[{-(2**63)}, {2**63 - 1}]")),
     "stop": SamplingCase((["\n\n", "é"], ". The", ["ing to", " "]), _GREEDY, [" "]),
     "stop_token_ids": SamplingCase(([0, 5], [2], list(range(60))), _GREEDY, list(range(28, 1000))),
@@ -74,6 +76,9 @@ CASES = {
     "allowed_token_ids": SamplingCase(([1, 2, 3, 7], list(range(60))), _GREEDY, [*range(28, 60), *range(250, 400)]),
 }
 """The fields that change an answer. All token ids in `values` are below 64."""
+
+FILTERS = {name: case.values for name, case in CASES.items() if case.warper is not None and name != "temperature"}
+"""The values of the fields that filter the distribution."""
 
 SHOWN_ELSEWHERE = {
     "best_of": "tests/unit/test_sampling_params.py",  # only accepted where it changes nothing
@@ -99,7 +104,8 @@ def random_params(chance: random.Random, share: float, fields: Sequence[str] = t
         del params["n"]
     if params.get("stop") and not params.get("detokenize", True):
         del params["detokenize"]
-    params["min_tokens"] = min(params.get("min_tokens", 0), params.get("max_tokens", 16))
+    if "min_tokens" in params:
+        params["min_tokens"] = min(params["min_tokens"], params.get("max_tokens", 16))
     return params
 
 
@@ -125,7 +131,7 @@ def invalid_values(name: str) -> list[Any]:
 
 
 def _combinations() -> list[dict[str, Any]]:
-    drawn = {name: case.values for name, case in CASES.items() if case.warper is not None}
+    drawn = {"temperature": CASES["temperature"].values, **FILTERS}
     alone = [{name: value} for name, values in drawn.items() for value in values]
     return [{}, *alone, {name: values[0] for name, values in drawn.items()}]
 

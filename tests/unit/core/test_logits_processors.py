@@ -19,6 +19,7 @@ from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.logits_processors import LogitsProcessors, TokenCounts
 from vllm_mp.core.worker.sampler import NO_TOKEN, Sampler, apply_logits_processors
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.testing.sampling_cases import FILTERS
 
 VOCAB = 24
 EOS = 3
@@ -87,9 +88,7 @@ TOKEN = st.integers(0, VOCAB - 1)
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
-    top_k=st.integers(0, 6),
-    top_p=st.sampled_from([0.5, 1.0]),
-    min_p=st.sampled_from([0.0, 0.1]),
+    **{name: st.sampled_from([getattr(SamplingParams(), name), *values]) for name, values in FILTERS.items()},
     seed=st.integers(0, 99),
     presence_penalty=st.sampled_from([0.0, -1.5, 0.7]),
     frequency_penalty=st.sampled_from([0.0, -0.3, 1.9]),

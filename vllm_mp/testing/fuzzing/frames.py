@@ -20,6 +20,7 @@ import numpy as np
 from vllm_mp import wire
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.testing.sampling_cases import CASES, random_params
 
 Encode = msgspec.msgpack.encode
 
@@ -224,24 +225,10 @@ class ClientFrames:
 
     def _params(self) -> SamplingParams:
         chance = self._chance
-        params: dict[str, Any] = {"seed": chance.randrange(2**32), "max_tokens": chance.choice((1, 1, 2, 5, None))}
-        others = (
-            ("temperature", 0.0),
-            ("top_k", 5),
-            ("top_p", 0.5),
-            ("repetition_penalty", 1.5),
-            ("stop_token_ids", [chance.randrange(self._vocab_size)]),
-            ("logit_bias", {chance.randrange(self._vocab_size): 2.0}),
-            ("allowed_token_ids", [1, 2, 3]),
-            ("bad_words", ["no"]),
-            ("logprobs", chance.randint(-1, 5)),
-            ("prompt_logprobs", chance.randint(-1, 5)),
-            ("min_tokens", 1),
-            ("ignore_eos", True),
-            ("extra_args", {}),
-        )
-        params |= {name: value for name, value in others if chance.random() < 0.15}
-        return SamplingParams(**params)
+        params = {"seed": chance.randrange(2**32), "max_tokens": chance.choice((1, 1, 2, 5, None))}
+        others = random_params(chance, 0.15, [name for name in CASES if name not in (*params, "min_tokens")])
+        others |= {name: value for name, value in (("min_tokens", 1), ("extra_args", {})) if chance.random() < 0.15}
+        return SamplingParams(**others, **params)
 
     def _message(self) -> wire.ClientMessage:
         chance, incarnation = self._chance, self._incarnation
