@@ -17,7 +17,7 @@ from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType, parse_prompt
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.request_validation import check_pooling, check_request
+from vllm_mp.request_validation import validate_generation, validate_pooling
 from vllm_mp.sampling_params import SEED_LIMIT, SamplingParams
 
 _UNSENT = -1
@@ -67,7 +67,7 @@ class InputProcessor:
         if params.stop and self._tokenizer is None:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
         ids = np.asarray(token_ids, np.int32)
-        check_request(request_id, ids, np.zeros(0, np.int32), params, bad_words, self._config)
+        validate_generation(request_id, ids, np.zeros(0, np.int32), params, bad_words, self._config)
         if params.seed is None:
             # Drawn here, so that another core could go on with the request.
             params.seed = secrets.randbits(63)
@@ -121,7 +121,7 @@ class InputProcessor:
                 raise ValueError(
                     f"truncate_prompt_tokens must leave room for the tokens that the tokenizer adds, got {limit}"
                 )
-        check_pooling(request_id, np.asarray(token_ids, np.int32), params, self._config)
+        validate_pooling(request_id, np.asarray(token_ids, np.int32), params, self._config)
         stream = PoolingStream(request_id, text, token_ids, params, arrival_time)
         packed = wire.pack_ids(token_ids)
         message = wire.AddPooling(_UNSENT, _UNSENT, request_id, packed, params, priority, cache_salt)

@@ -20,7 +20,7 @@ from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import ModelOutput, Scheduler, StepUpdate
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
-from vllm_mp.request_validation import check_pooling, check_request
+from vllm_mp.request_validation import validate_generation, validate_pooling
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class RequestHandler:
 
     def _make_pooling_request(self, client: int, message: wire.AddPooling) -> Request:
         prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, self._config.model_config.pooling
-        check_pooling(message.request_id, prompt, params, self._config)
+        validate_pooling(message.request_id, prompt, params, self._config)
         pooling = msgspec.structs.replace(
             params,
             pooling_type=params.pooling_type or defaults.pooling_type,
@@ -237,7 +237,7 @@ class RequestHandler:
 
     def _make_request(self, client: int, message: wire.AddRequest) -> Request:
         prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
-        max_total_tokens = check_request(
+        max_total_tokens = validate_generation(
             message.request_id, prompt, output, message.params, message.bad_words, self._config
         )
         # They were sent before the first token of the answer.
