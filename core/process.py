@@ -121,9 +121,9 @@ def _load(
         choose_dtype,
         choose_overlap,
         choose_step_size,
-        memory_to_start,
         set_threads,
     )
+    from vllm_mp.core.worker.memory import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
 
     # What has been imported stays: looking through it for garbage would take 0.1 s, now or within a step.

@@ -16,9 +16,10 @@ from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import ModelOutput, ScheduledStep
 from vllm_mp.core.weights.loader import load_model
 from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
-from vllm_mp.core.worker.device import available_memory, cache_blocks, choose_attention, free_cuda_memory
+from vllm_mp.core.worker.device import choose_attention
 from vllm_mp.core.worker.host_copies import HostCopies, to_device
 from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
+from vllm_mp.core.worker.memory import available_memory, cache_blocks, free_cuda_memory
 from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
 from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.core.worker.sampler import Sampler
