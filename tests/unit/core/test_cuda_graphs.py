@@ -195,8 +195,7 @@ def test_a_model_that_cannot_be_captured_is_computed_without_and_says_so_once(fo
         assert answers(folders["llama"], make_capture=lambda device: refuse) == expected
     assert not replays
     assert [record.getMessage() for record in caplog.records if record.name.startswith("vllm_mp")] == [
-        "decode steps are launched anew each, as they cannot be captured: steps of 12 rows: operation not permitted "
-        "when stream is capturing"
+        "decode steps are not captured: steps of 12 rows: operation not permitted when stream is capturing"
     ]
 
 
