@@ -38,6 +38,7 @@ class DrawParams(NamedTuple):
     """How a token is chosen for each of n rows. The tensors are [n], on the device of the logits."""
 
     temperature: Tensor  # float32; 0 takes the most likely token
+    typical_p: Tensor  # float32 in (0, 1]; 1 is off
     min_p: Tensor  # float32 in [0, 1]; 0 is off
     top_k: Tensor  # int64; 0 and below is off
     top_p: Tensor  # float32 in (0, 1]; 1 is off
@@ -107,6 +108,23 @@ def _scaled(logits: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:
     return (logits - highest.unsqueeze(-1)) / temperature.unsqueeze(-1)
 
 
+def _bar_atypical(scaled: Tensor, typical_p: Tensor) -> None:
+    """Keep the tokens whose log-probability is closest to its mean (Meister et al. 2022, locally typical sampling).
+
+    Bars all but the closest tokens whose probability reaches `typical_p`; ties with the last of them stay.
+    """
+    logprobs = scaled.log_softmax(dim=-1)
+    probability = logprobs.exp()
+    # Sums in float64, so that their order, which depends on the number of rows, makes no difference to the cut.
+    entropy = torch.special.entr(probability).sum(dim=-1, keepdim=True, dtype=torch.float64).float()
+    distance = (logprobs + entropy).abs_()
+    ordered, index = distance.sort(dim=-1, stable=True)
+    reached = probability.gather(-1, index).cumsum(dim=-1, dtype=torch.float64)
+    last = (reached < typical_p.unsqueeze(-1)).sum(dim=-1, keepdim=True).clamp_(max=scaled.shape[-1] - 1)
+    limit = ordered.gather(-1, last).masked_fill_((typical_p >= 1).unsqueeze(-1), torch.inf)
+    scaled.masked_fill_(distance > limit, -torch.inf)
+
+
 def _bar_below_min_p(scaled: Tensor, min_p: Tensor) -> None:
     """Bar tokens that are less likely than `min_p` times the most likely one (Nguyen et al. 2024)."""
     floor = scaled.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(-1)
@@ -140,6 +158,7 @@ def _bar_outside_top_p(scaled: Tensor, top_p: Tensor) -> None:
 
 
 SAMPLING_FILTERS = (
+    SamplingFilter("typical_p", lambda typical_p: typical_p < 1, _bar_atypical, trial=0.5),
     SamplingFilter("min_p", lambda min_p: min_p > 0, _bar_below_min_p, trial=0.5),
     SamplingFilter("top_k", lambda top_k: top_k > 0, _bar_below_top_k, trial=1),
     SamplingFilter("top_p", lambda top_p: top_p < 1, _bar_outside_top_p, trial=0.5),

@@ -232,8 +232,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     `temperature` 0 takes the most likely token at each position. The logits change in this order: allowed tokens, stop
     tokens barred below `min_tokens`, bad words, `logit_bias`, penalties (repetition, over prompt and answer; then
-    frequency and presence, over the answer), temperature, min-p, top-k, top-p. Each of these filters reads what the
-    one before it left. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch these filters off.
+    frequency and presence, over the answer), temperature, typical-p, min-p, top-k, top-p. Each of these four filters
+    reads what the one before it left. `typical_p` 1, `min_p` 0, `top_k` 0 or -1 and `top_p` 1 switch them off.
+    `typical_p` is no parameter of vLLM's: locally typical sampling (Meister et al. 2022), with the meaning it has in
+    transformers.
 
     `logprobs` and `prompt_logprobs` count the most likely tokens (-1: all) to report beside the chosen one. They come
     from the model's own distribution, before all of these changes. `max_tokens` None means up to the model's context;
@@ -356,6 +358,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     guided_decoding: Annotated[Any, NotServed()] = None
     structured_outputs: Annotated[Any, NotServed()] = None
     extra_args: Annotated[dict[str, Any] | None, AlwaysEmpty()] = None
+    typical_p: Annotated[
+        float,
+        Number(
+            0.0,
+            1.0,
+            open_low=True,
+            help="draw from the tokens of most typical likelihood, as many as reach this probability",
+            generation_config="typical_p",
+            column="float32",
+        ),
+    ] = 1.0
 
     def __post_init__(self) -> None:
         for name, parameter in PARAMETERS.items():

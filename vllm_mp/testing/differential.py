@@ -610,12 +610,20 @@ class Judge:
     def _filtered(self, params: SamplingParams, values: Logits, leeway: float) -> Logits:
         """Weights [vocab] of the tokens, 0 for those that a filter with `leeway` in its border bars."""
         scaled = (values - values.max()) / params.temperature
+        if params.typical_p < 1:
+            weights = np.exp(scaled) / np.exp(scaled).sum()
+            surprise = np.log(np.exp(scaled).sum()) - scaled
+            distance = np.abs(surprise - (weights * np.where(weights > 0, surprise, 0)).sum())
+            order = np.argsort(distance, kind="stable")
+            last = np.searchsorted(np.cumsum(weights[order]), params.typical_p + leeway)
+            scaled[distance > distance[order[min(last, len(order) - 1)]] + leeway] = -np.inf
         highest = int(scaled.argmax())
+        scaled -= scaled[highest]
         if params.min_p > 0:
             scaled[scaled < np.log(params.min_p) - leeway] = -np.inf
         if 0 < params.top_k < len(scaled):
             scaled[scaled < np.partition(scaled, -params.top_k)[-params.top_k] - leeway] = -np.inf
-        scaled[highest] = 0.0  # no filter bars the likeliest
+        scaled[highest] = 0.0  # neither min-p nor top-k bars the most likely token
         weights = np.exp(scaled)
         if params.top_p < 1:
             order = np.argsort(-scaled, kind="stable")

@@ -58,6 +58,7 @@ CASES = {
         (20, 5, 1, 2, 10_000, -1), _RANDOM, 1, (-1, 2**31 - 1, "[-1, 2147483647]"), "TopKLogitsWarper"
     ),
     "min_p": SamplingCase((0.02, 0.1, 0.5, 1.0), _RANDOM, 1.0, (0, 1, "[0, 1]"), "MinPLogitsWarper"),
+    "typical_p": SamplingCase((0.9, 0.2, 0.5, 1e-6, 0.99), _RANDOM, 0.1, (1e-9, 1, "(0, 1]"), "TypicalLogitsWarper"),
     "seed": SamplingCase((7, -(2**63), 2**63 - 1), _RANDOM, 6, (-(2**63), 2**63 - 1, f"[{-(2**63)}, {2**63 - 1}]")),
     "stop": SamplingCase((["\n\n", "é"], ". The", ["ing to", " "]), _GREEDY, [" "]),
     "stop_token_ids": SamplingCase(([0, 5], [2], list(range(60))), _GREEDY, list(range(28, 1000))),
