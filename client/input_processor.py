@@ -16,7 +16,7 @@ from vllm_mp.client.prompt import parse_prompt
 from vllm_mp.client.request import CallerRequest, GenerationRequest, PoolingRequest
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.request_validation import check_pooling, check_request
+from vllm_mp.request_validation import validate_generation, validate_pooling
 from vllm_mp.sampling_params import SEED_LIMIT, SamplingParams
 
 
@@ -70,7 +70,7 @@ class InputProcessor:
         bad_words = await self._spell_bad_words(params.bad_words or [])
         if params.stop and self._tokenizer is None:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
-        check_request(
+        validate_generation(
             given.request_id, np.asarray(token_ids, np.int32), np.zeros(0, np.int32), params, bad_words, self._config
         )
         if params.seed is None:
@@ -111,7 +111,7 @@ class InputProcessor:
                 raise ValueError(
                     f"truncate_prompt_tokens must leave room for the tokens that the tokenizer adds, got {limit}"
                 )
-        check_pooling(given.request_id, np.asarray(token_ids, np.int32), params, self._config)
+        validate_pooling(given.request_id, np.asarray(token_ids, np.int32), params, self._config)
         return PoolingStream(
             PoolingRequest(
                 request_id=given.request_id,

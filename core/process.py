@@ -124,9 +124,9 @@ def _load(
         choose_dtype,
         choose_overlap,
         choose_step_size,
-        memory_to_start,
         set_threads,
     )
+    from vllm_mp.core.worker.memory import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
 
     # Imported objects stay. A garbage collection that visits them would take 0.1 s, now or within a step.

@@ -22,7 +22,8 @@ from vllm_mp.kernels.cpu import attention as cpu_attention
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
-from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, NO_PLACE
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
+from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams
 from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
@@ -30,7 +31,9 @@ __all__ = [
     "FLOAT8",
     "FLOAT8_GROUP",
     "NO_PLACE",
+    "SAMPLING_FILTERS",
     "AttentionMetadata",
+    "DrawParams",
     "LayerWeights",
     "PackedLinear",
     "add_rms_norm",
@@ -179,14 +182,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """See `reference.argmax`."""
+    """See `kernels.sampling.argmax`."""
     places: Tensor = _operations(scores).argmax(scores)
     return places
 
 
-def sample(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """See `reference.sample`."""
-    tokens: Tensor = _operations(logits).sample(logits, temperature, min_p, top_k, top_p, uniform)
+def sample(logits: Tensor, params: DrawParams) -> Tensor:
+    """See `kernels.sampling.sample`."""
+    tokens: Tensor = _operations(logits).sample(logits, params)
     return tokens
 
 

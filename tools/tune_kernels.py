@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
+from vllm_mp.testing.sampling_cases import draw_params
 
 Run = Callable[[], Any]
 
@@ -124,11 +125,9 @@ def _rotation(count: int, device: torch.device) -> Run:
 
 
 def _draw(logits: Tensor) -> Run:
-    columns = torch.full((3, len(logits)), 0.9, device=logits.device).unbind()
-    temperature, min_p, top_p = columns[0], columns[1] * 0, columns[2]
-    top_k = torch.full((len(logits),), 50, device=logits.device)
-    uniform = temperature.double() / 2
-    return lambda: operations.sample(logits, temperature, min_p, top_k, top_p, uniform)
+    uniform = torch.full((len(logits),), 0.45, dtype=torch.float64, device=logits.device)
+    params = draw_params([{"temperature": 0.9, "top_k": 50, "top_p": 0.9}] * len(logits), uniform)
+    return lambda: operations.sample(logits, params)
 
 
 def seconds(run: Run, device: torch.device) -> float:

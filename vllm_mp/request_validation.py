@@ -1,11 +1,11 @@
-"""The conditions under which a request can run, checked by the client first and by the core again."""
+"""The conditions under which a request can run, checked by the client before it sends and by the core on arrival."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.config import VllmConfig
+from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams, check_served
 from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUEST_ID_BYTES
@@ -13,7 +13,7 @@ from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUES
 _MAX_BAD_TOKENS = 2**16
 
 
-def check_request(
+def validate_generation(
     request_id: str,
     prompt: npt.NDArray[np.int32],
     output: npt.NDArray[np.int32],
@@ -21,30 +21,81 @@ def check_request(
     bad_words: list[list[int]],
     config: VllmConfig,
 ) -> int:
-    """The number of tokens, prompt included, at which the answer ends for length.
+    """Return the number of tokens, prompt included, at which the answer ends for length.
 
-    `prompt` [n] and `output` [m], the answer so far, are token ids, `bad_words` those of `params.bad_words`. Raises
-    ValueError for a request that can never run, NotImplementedError for one that asks for what is not served, naming
-    the field.
+    `prompt` [n] and `output` [m], the answer so far, are token ids; `bad_words` are those of `params` as token ids.
+    Raises ValueError for a request that can never run, and NotImplementedError for a field that is not served; both
+    name the field.
     """
     model = config.model_config
     check_served(params)
-    _check_id(request_id)
+    _check_request_id(request_id)
     if model.architecture.is_encoder:
         raise ValueError(f"{model.model} is an encoder and generates no text; call encode() for its embeddings")
-    if not len(prompt):
-        raise ValueError("the prompt is empty; give at least one token")
+    _check_not_empty(prompt)
     if len(prompt) >= model.max_model_len:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens, and with the answer max_model_len={model.max_model_len} is all "
-            "there may be; shorten it, set truncate_prompt_tokens, or raise max_model_len if the model's context "
-            "allows it"
+            f"the prompt is too long: {len(prompt)} tokens, and max_model_len={model.max_model_len} holds prompt and "
+            "answer; shorten it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
         )
     vocab_size = model.architecture.vocab_size
-    _check_ids("prompt_token_ids", prompt, vocab_size)
-    _check_ids("the answer so far", output, vocab_size)
+    _check_token_ids("prompt_token_ids", prompt, vocab_size)
+    _check_token_ids("the answer so far", output, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        _check_ids(name, np.asarray(list(getattr(params, name) or ()), np.int64), vocab_size)
+        _check_token_ids(name, np.asarray(list(getattr(params, name) or ()), np.int64), vocab_size)
+    _check_bad_words(params, bad_words, vocab_size)
+    _check_logprobs(params, model)
+    room = model.max_model_len - len(prompt)
+    if params.min_tokens > room:
+        raise ValueError(
+            f"min_tokens must be at most {room}, the rest of max_model_len={model.max_model_len} after the prompt of "
+            f"{len(prompt)} tokens, got {params.min_tokens}"
+        )
+    max_total_tokens = len(prompt) + (room if params.max_tokens is None else min(room, params.max_tokens))
+    if len(prompt) + len(output) >= max_total_tokens:
+        raise ValueError(f"the answer is complete: it has {len(output)} tokens, the limit of the request")
+    return max_total_tokens
+
+
+def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: PoolingParams, config: VllmConfig) -> None:
+    """Raise ValueError, naming the field, for a pooling request on `prompt` [n] that can never run."""
+    model = config.model_config
+    _check_request_id(request_id)
+    _check_not_empty(prompt)
+    if len(prompt) > model.max_model_len:
+        raise ValueError(
+            f"the prompt is too long: {len(prompt)} tokens, the limit is max_model_len={model.max_model_len}; shorten "
+            "it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
+        )
+    _check_token_ids("prompt_token_ids", prompt, model.architecture.vocab_size)
+    if params.dimensions is not None and params.dimensions > model.architecture.hidden_size:
+        raise ValueError(
+            f"dimensions must be at most {model.architecture.hidden_size}, the length of the model's hidden states, "
+            f"got {params.dimensions}"
+        )
+
+
+def _check_request_id(request_id: str) -> None:
+    try:
+        size = len(request_id.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"request_id must be valid Unicode, got {request_id[:50]!r}") from error
+    if size > MAX_REQUEST_ID_BYTES:
+        raise ValueError(f"request_id must be of at most {MAX_REQUEST_ID_BYTES} bytes, got {request_id[:50]!r}...")
+
+
+def _check_not_empty(prompt: npt.NDArray[np.int32]) -> None:
+    if not len(prompt):
+        raise ValueError("the prompt is empty; give at least one token")
+
+
+def _check_token_ids(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(wrong):
+        raise ValueError(f"{name} must be in [0, {vocab_size}), the model's vocabulary, got {int(wrong[0])}")
+
+
+def _check_bad_words(params: SamplingParams, bad_words: list[list[int]], vocab_size: int) -> None:
     if len(bad_words) > MAX_BAD_WORD_SPELLINGS * len(params.bad_words or ()):
         raise ValueError(
             f"bad_words must have at most {MAX_BAD_WORD_SPELLINGS} spellings each, got {len(bad_words)} in all"
@@ -54,62 +105,21 @@ def check_request(
     for word in bad_words:
         if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
             raise ValueError(f"bad_words must be of 1 to {MAX_BAD_WORD_TOKENS} tokens each, got {len(word)}")
-    if sum(map(len, bad_words)) > _MAX_BAD_TOKENS:
-        raise ValueError(
-            f"bad_words must be of at most {_MAX_BAD_TOKENS} tokens in all, got {sum(map(len, bad_words))}; give fewer"
-        )
+    total = sum(map(len, bad_words))
+    if total > _MAX_BAD_TOKENS:
+        raise ValueError(f"bad_words must be of at most {_MAX_BAD_TOKENS} tokens in all, got {total}; give fewer")
     for word in bad_words:
-        # As objects: the wire has integers that an int64 does not hold.
-        _check_ids("bad_words", np.asarray(word, np.object_), vocab_size)
-    most = vocab_size if model.max_logprobs == -1 else model.max_logprobs
+        # As objects: the wire carries integers that an int64 does not hold.
+        _check_token_ids("bad_words", np.asarray(word, np.object_), vocab_size)
+
+
+def _check_logprobs(params: SamplingParams, model: ModelConfig) -> None:
+    vocab_size = model.architecture.vocab_size
+    limit = vocab_size if model.max_logprobs == -1 else model.max_logprobs
     for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name)
-        if wanted is not None and (vocab_size if wanted == -1 else wanted) > most:
+        count = getattr(params, name)
+        if count is not None and (vocab_size if count == -1 else count) > limit:
             raise ValueError(
-                f"{name} must be at most {most}, got {wanted}; ask for fewer, or start the engine with a higher "
+                f"{name} must be at most {limit}, got {count}; ask for fewer, or start the engine with a higher "
                 "max_logprobs (-1: no limit)"
             )
-    room = model.max_model_len - len(prompt)
-    if params.min_tokens > room:
-        raise ValueError(
-            f"min_tokens must be at most {room}, which is what the prompt of {len(prompt)} tokens leaves of "
-            f"max_model_len={model.max_model_len}, got {params.min_tokens}"
-        )
-    max_total_tokens = len(prompt) + (room if params.max_tokens is None else min(room, params.max_tokens))
-    if len(prompt) + len(output) >= max_total_tokens:
-        raise ValueError(f"the answer has {len(output)} tokens already, which is all that the request allows")
-    return max_total_tokens
-
-
-def check_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: PoolingParams, config: VllmConfig) -> None:
-    """Raise ValueError, naming what is wrong, for a pooling request on `prompt` [n] that can never run."""
-    model = config.model_config
-    _check_id(request_id)
-    if not len(prompt):
-        raise ValueError("the prompt is empty; give at least one token")
-    if len(prompt) > model.max_model_len:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens, and max_model_len={model.max_model_len} is all there may be; "
-            "shorten it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
-        )
-    _check_ids("prompt_token_ids", prompt, model.architecture.vocab_size)
-    if params.dimensions is not None and params.dimensions > model.architecture.hidden_size:
-        raise ValueError(
-            f"dimensions must be at most {model.architecture.hidden_size}, the length of the model's hidden states, "
-            f"got {params.dimensions}"
-        )
-
-
-def _check_id(request_id: str) -> None:
-    try:
-        size = len(request_id.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"request_id must be valid Unicode, got {request_id[:50]!r}") from error
-    if size > MAX_REQUEST_ID_BYTES:
-        raise ValueError(f"request_id must be of at most {MAX_REQUEST_ID_BYTES} bytes, got {request_id[:50]!r}...")
-
-
-def _check_ids(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(wrong):
-        raise ValueError(f"{name} must be in [0, {vocab_size}), the model's vocabulary, got {int(wrong[0])}")

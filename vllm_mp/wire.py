@@ -4,40 +4,49 @@ A message is one ZeroMQ frame: a msgspec struct encoded as a msgpack array whose
 core's ROUTER socket knows a client by its identity frame; the client's DEALER socket has one peer.
 
 Evolution: fields are only ever added at the end, with a default; tags are never used again; any other change
-raises PROTOCOL_VERSION, which the first message of a client carries and the core compares.
+raises PROTOCOL_VERSION. `Hello` and `Welcome` carry PROTOCOL_VERSION and SCHEMA, a digest of all fields, and each side
+refuses a peer that differs. Otherwise msgspec would silently ignore a field that the older side does not know.
 
-Two invariants make loss and repetition visible. Every message carries the core's incarnation, so nothing that
-was meant for, or sent by, an earlier core is taken. Every token carries its position in the answer, so a
-client takes each position once and in order.
+Two invariants make loss and repetition visible. Every message carries the core's incarnation, so messages that were
+meant for, or sent by, an earlier core are dropped. Every token carries its position in the answer, so a client takes
+each position once and in order.
 """
 
-from typing import Annotated, Any
+import functools
+import hashlib
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp import __version__
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import MAX_BAD_WORDS, SamplingParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
 MAX_LIVE_REQUESTS = 2**20
 """Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
 MAX_BAD_WORD_TOKENS = 1024
 MAX_BAD_WORD_SPELLINGS = 2
-"""Ways in which a bad word may be written: at the beginning of a text, and behind a space."""
+"""A bad word is written in two ways: at the beginning of a text, and after a space."""
 PAUSE_MODES = ("abort", "wait", "keep")
-"""What the operation "pause" may do with the requests that are live."""
+"""What the operation "pause" does with live requests."""
 SLEEP_LEVELS = (1, 2)
 SLEEP_MODES = ("keep", "abort")
-"""What the operation "sleep" may do with the requests that are live."""
+"""What the operation "sleep" does with live requests."""
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SLEEP_TAGS = (WEIGHTS, KV_CACHE)
-"""What a sleeping core is without, and "wake_up" may name, in the order in which it comes back."""
+"""What a sleeping core has released and "wake_up" may name, in the order in which it is restored."""
 _MAX_ARGS = 16
 _LARGE_FRAME_BYTES = 2**16
+
+
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -45,20 +54,23 @@ class _Message(msgspec.Struct, array_like=True):
 
 
 class Hello(_Message, tag=1):
-    """Client to core: the first message."""
+    """Client to core: the first message. `package` is the client's version of vllm-mp; `hello` makes one."""
 
     version: int
+    schema: _Name = ""
+    package: _Name = ""
 
 
 class AddRequest(_Message, tag=2):
     """Client to core: run a request under `slot`, which names it in every later message of this client.
 
-    `prompt` and `output` are token ids as little-endian int32; `output` holds what the client has received from
-    an earlier incarnation, and generation goes on at position len(output). `params.seed` is always set, and `params.n`
-    has no meaning: each answer is a request. Only requests of one `cache_salt` share cached prefixes; those of one
-    `group`, where it is not empty, share their prompts' blocks also where nothing else is shared. `bad_words` are
-    `params.bad_words` as token ids. Where `suspect` is not 0 the request was in the step that an earlier core died of:
-    it runs in steps of its own until its answer has that many tokens, so that if it is what kills cores, it dies alone.
+    `prompt` and `output` are token ids as little-endian int32. `output` holds the tokens that the client has received
+    from an earlier incarnation; generation continues at position len(output). `params.seed` is always set. `params.n`
+    has no meaning, as each completion is a request of its own. Only requests with the same `cache_salt` share cached
+    prefixes. Requests with the same `group`, unless it is empty, share the blocks of their prompts even without a
+    prefix cache. `bad_words` are `params.bad_words` as token ids. `isolate_until_num_tokens` is 0 unless the request
+    was in the step during which an earlier core died: then the request runs alone in its steps until its answer has
+    that many tokens, so that no other request dies with it.
     """
 
     incarnation: int
@@ -78,7 +90,7 @@ class AddRequest(_Message, tag=2):
 
 
 class AddPooling(_Message, tag=6):
-    """Client to core: make one vector of `prompt`; its fields are as those of `AddRequest`."""
+    """Client to core: make one vector of `prompt`; the fields have the meaning of those of `AddRequest`."""
 
     incarnation: int
     slot: int
@@ -91,7 +103,10 @@ class AddPooling(_Message, tag=6):
 
 
 class AbortRequests(_Message, tag=3):
-    """Client to core: stop these; each is answered by its `Finished`. Unknown slots are no error."""
+    """Client to core: stop the requests in `slots`; unknown slots are ignored.
+
+    The core answers each with its `Finished`.
+    """
 
     incarnation: int
     slots: Annotated[list[int], msgspec.Meta(max_length=MAX_LIVE_REQUESTS)]
@@ -110,7 +125,7 @@ class Call(_Message, tag=4):
 
 
 class Bye(_Message, tag=5):
-    """Client to core: this client leaves; its requests are dropped without an answer."""
+    """Client to core: this client leaves; the core drops its requests without an answer."""
 
     incarnation: int
 
@@ -119,26 +134,31 @@ ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling
 
 
 class Welcome(_Message, tag=16):
-    """Core to client: the answer to Hello, sent when the core can serve. `config` is a `VllmConfig` as JSON."""
+    """Core to client: the answer to Hello, sent when the core can serve; `welcome` makes one.
+
+    `config` is a `VllmConfig` as JSON, `package` the core's version of vllm-mp.
+    """
 
     version: int
     incarnation: int
     client: int
     pid: int
     config: bytes
+    schema: _Name = ""
+    package: _Name = ""
 
 
 class Refused(_Message, tag=17):
-    """Core to client: the answer to a Hello that cannot be served."""
+    """Core to client: the answer to a Hello from a client that the core does not serve."""
 
     reason: str
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """The end of a request; exactly one is sent for each slot added, and the slot is free after it.
+    """The end of a request. The core sends exactly one for each slot added; the slot is free after it.
 
     `num_output_tokens` counts the tokens of the whole answer. `reason` is "stop", "length", "abort" or "error".
-    `stop_reason` is a token id; strings are found by the client.
+    `stop_reason` is a token id; the client finds stop strings itself.
     """
 
     slot: int
@@ -149,10 +169,11 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities at `len(ranks) / 4` positions of one request, the first being `position`.
+    """Log-probabilities at `len(ranks) / 4` successive positions of one request, from `position` on.
 
-    `token_ids` (int32) and `values` (float32) have one row a position, all of one length: the chosen token, then the
-    most likely ones, best first. `ranks` (uint32) are those of the chosen tokens, 1 being the best. Little-endian.
+    `token_ids` (int32) and `values` (float32) have one row for each position, all of the same length: the chosen token,
+    then the most likely ones, best first. `ranks` (uint32) belong to the chosen tokens; 1 is the best. All are
+    little-endian.
     """
 
     slot: int
@@ -163,12 +184,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutput(_Message, tag=18):
-    """Core to client: what one step brought this client, by column.
+    """Core to client: the results of one step for this client, by column.
 
     Entry i of the columns says that request `slots[i]` has the token `tokens[i]` at `positions[i]` of its
-    answer. Slots are uint16, or uint32 when a slot above 65,535 is among them; tokens are uint32; positions
-    are the lower 16 bits of the position, which is enough for a client that knows the position it waits for.
-    All little-endian. `finished` applies after the tokens.
+    answer. Slots are uint16, or uint32 if any slot is above 65,535; tokens are uint32; positions are the lower 16 bits
+    of the position, which is enough for a client that knows the position it waits for. All are little-endian.
+    `finished` applies after the tokens.
     """
 
     incarnation: int
@@ -178,17 +199,17 @@ class StepOutput(_Message, tag=18):
     positions: bytes
     finished: list[Finished] = []
     cached: list[tuple[int, int]] = []
-    """(slot, prompt tokens found in the cache) of requests with their first token here, where there were any."""
+    """(slot, prompt tokens found in the cache) of requests with their first token here, if that number is not 0."""
     logprobs: list[TokenLogprobs] = []
-    """Of tokens of the columns, at their positions in the answer."""
+    """Of tokens in the columns, at their positions in the answer."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Of tokens of prompts, at their positions there; a prompt's come in order, before the first token."""
+    """Of tokens of prompts, at their positions there, in order; all arrive before the first token of the answer."""
     vectors: list[tuple[int, bytes]] = []
-    """(slot, vector as little-endian float32), which with its `Finished` is the answer to an `AddPooling`."""
+    """(slot, vector as little-endian float32); together with its `Finished`, the answer to an `AddPooling`."""
 
 
 class Reply(_Message, tag=19):
-    """Core to client: the answer to a Call: a result of plain data, or an error."""
+    """Core to client: the answer to a `Call`: a result of plain data, or an error."""
 
     incarnation: int
     call_id: int
@@ -200,9 +221,10 @@ CoreMessage = Welcome | Refused | StepOutput | Reply
 
 
 class _BoundedParams(SamplingParams):
-    """Without what may have any shape, and would be decoded before it is refused.
+    """`SamplingParams` without the fields of any shape, which would be decoded before they are refused.
 
-    Bytes become objects of up to seventy times their size. What has a type has a bound, here and in `SamplingParams`.
+    Decoding makes objects of up to seventy times the size of the bytes. Every typed field has a bound, here and in
+    `SamplingParams`.
     """
 
     guided_decoding: None = None
@@ -216,8 +238,70 @@ class _LargeAddRequest(AddRequest, tag=2):
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)
-_large_client_decoder = msgspec.msgpack.Decoder(Hello | _LargeAddRequest | AbortRequests | Call | Bye | AddPooling)
+_large_client_decoder = msgspec.msgpack.Decoder(
+    functools.reduce(
+        operator.or_, (_LargeAddRequest if kind is AddRequest else kind for kind in get_args(ClientMessage))
+    )
+)
 _core_decoder = msgspec.msgpack.Decoder(CoreMessage)
+
+
+def _fingerprint(messages: Iterable[type[msgspec.Struct]]) -> str:
+    """Return a digest of the names and the order of the fields of `messages` and of all structs that they hold.
+
+    It is the same in every process and every version of Python.
+    """
+    structs: set[type[msgspec.Struct]] = set()
+    pending = [*messages]
+    while pending:
+        struct = pending.pop()
+        if struct not in structs:
+            structs.add(struct)
+            for field in msgspec.structs.fields(struct):
+                pending += _structs_in(field.type)
+    lines = [
+        f"{struct.__name__} {struct.__struct_config__.tag}: "
+        + " ".join(field.encode_name for field in msgspec.structs.fields(struct))
+        for struct in structs
+    ]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
+
+
+def _structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+    for argument in get_args(kind):
+        yield from _structs_in(argument)
+
+
+SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage)))
+"""What client and core must have in common beside PROTOCOL_VERSION."""
+
+
+def hello() -> Hello:
+    """Return the `Hello` of this version of vllm-mp."""
+    return Hello(PROTOCOL_VERSION, SCHEMA, __version__)
+
+
+def welcome(incarnation: int, client: int, pid: int, config: bytes) -> Welcome:
+    """Return the `Welcome` of this version of vllm-mp."""
+    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, __version__)
+
+
+def mismatch(peer: Hello | Welcome) -> str | None:
+    """Return why this process must not talk to `peer`, naming both versions and the remedy; None if it may."""
+    if (peer.version, peer.schema) == (PROTOCOL_VERSION, SCHEMA):
+        return None
+    theirs, ours = _described(peer), _described(hello())
+    client, core = (theirs, ours) if isinstance(peer, Hello) else (ours, theirs)
+    return (
+        f"client and core do not match: the client is {client}, the core is {core}; install the same vllm-mp for both"
+    )
+
+
+def _described(peer: Hello | Welcome) -> str:
+    package = f"vllm-mp {peer.package}" if peer.package else "another vllm-mp"
+    return f"{package} (protocol version {peer.version}, schema {peer.schema or 'unknown'})"
 
 
 def encode(message: ClientMessage | CoreMessage) -> bytes:
@@ -225,18 +309,18 @@ def encode(message: ClientMessage | CoreMessage) -> bytes:
 
 
 def encode_bounded(message: ClientMessage) -> bytes:
-    """Encode what a core will take; raises ValueError for what is too large for it."""
+    """Encode `message` for a core; raises ValueError if it is larger than a core accepts."""
     frame = encode(message)
     if len(frame) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"the request takes {len(frame)} bytes, {MAX_MESSAGE_BYTES} is the most; shorten it")
+        raise ValueError(f"the request is too large: {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}; shorten it")
     return frame
 
 
 def decode_client_message(frame: bytes) -> ClientMessage:
-    """Decode what a client sent.
+    """Decode a message of a client.
 
-    Raises ValueError (msgspec.MsgspecError is one) for what is not of the protocol, not UTF-8 or not a valid parameter,
-    RecursionError for what is nested too deeply.
+    Raises ValueError (msgspec.MsgspecError is one) for a frame that is not of the protocol, not UTF-8 or has an invalid
+    parameter, RecursionError for one that is nested too deeply.
     """
     decoder = _client_decoder if len(frame) < _LARGE_FRAME_BYTES else _large_client_decoder
     message: ClientMessage = decoder.decode(frame)
@@ -244,7 +328,7 @@ def decode_client_message(frame: bytes) -> ClientMessage:
 
 
 def decode_core_message(frame: bytes) -> CoreMessage:
-    """Decode what a core sent; raises ValueError (msgspec.MsgspecError is one) or RecursionError, as above."""
+    """Decode a message of a core; raises ValueError (msgspec.MsgspecError is one) or RecursionError, as above."""
     message: CoreMessage = _core_decoder.decode(frame)
     return message
 
@@ -252,7 +336,7 @@ def decode_core_message(frame: bytes) -> CoreMessage:
 def pack_tokens(
     slots: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
 ) -> tuple[bytes, bytes, bytes]:
-    """The columns of a StepOutput from integer arrays [n]."""
+    """Return the columns of a `StepOutput` from integer arrays [n]."""
     slot_type = "<u2" if not len(slots) or slots.max() < 2**16 else "<u4"
     return (
         slots.astype(slot_type).tobytes(),
@@ -262,7 +346,7 @@ def pack_tokens(
 
 
 def unpack_tokens(output: StepOutput) -> tuple[list[int], list[int], list[int]]:
-    """Slots, tokens and lower position bits of a StepOutput; raises ValueError if the columns disagree."""
+    """Return slots, tokens and lower position bits of a `StepOutput`; raises ValueError if the columns disagree."""
     count = len(output.tokens) // 4
     slot_bytes = len(output.slots)
     if (
@@ -280,10 +364,10 @@ def unpack_tokens(output: StepOutput) -> tuple[list[int], list[int], list[int]]:
 
 
 def pack_ids(token_ids: list[int]) -> bytes:
-    """Token ids as little-endian int32."""
+    """Return token ids as little-endian int32."""
     return np.asarray(token_ids, "<i4").tobytes()
 
 
 def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
-    """Token ids [n] from little-endian int32; raises ValueError if the length does not fit."""
+    """Return token ids [n] from little-endian int32; raises ValueError if the length is not a multiple of 4."""
     return np.frombuffer(data, "<i4").astype(np.int32)

@@ -79,7 +79,7 @@ class CoreConnection:
         refuses, speaks another protocol version, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        hello = wire.encode(wire.Hello(wire.PROTOCOL_VERSION))
+        hello = wire.encode(wire.hello())
         self._socket.send(hello)
         while True:
             if self.is_broken():  # the core died while it loaded, and the next at the address has not been greeted
@@ -102,11 +102,8 @@ class CoreConnection:
                 )
 
     def _accept(self, welcome: wire.Welcome) -> VllmConfig:
-        if welcome.version != wire.PROTOCOL_VERSION:
-            raise EngineStartError(
-                f"the core at {self.address} speaks protocol version {welcome.version}, this client version "
-                f"{wire.PROTOCOL_VERSION}; install the same vllm-mp on both sides"
-            )
+        if reason := wire.mismatch(welcome):
+            raise EngineStartError(f"{reason}; the address is {self.address}")
         self.incarnation = welcome.incarnation
         try:
             return msgspec.json.decode(welcome.config, type=VllmConfig)

@@ -21,8 +21,8 @@ from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
-from vllm_mp.core.worker.logit_rules import LogitRules
-from vllm_mp.request_validation import check_pooling, check_request
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
+from vllm_mp.request_validation import validate_generation, validate_pooling
 
 logger = logging.getLogger(__name__)
 
@@ -156,11 +156,7 @@ class RequestHandler:
             self._forget(client)
 
     def _greet(self, identity: bytes, hello: wire.Hello) -> None:
-        if hello.version != wire.PROTOCOL_VERSION:
-            reason = (
-                f"the core speaks version {wire.PROTOCOL_VERSION} of the protocol, the client version "
-                f"{hello.version}; install the same vllm-mp on both sides"
-            )
+        if reason := wire.mismatch(hello):
             self._clients.reply(identity, wire.Refused(reason))
             return
         try:
@@ -169,7 +165,7 @@ class RequestHandler:
             self._clients.reply(identity, wire.Refused(str(error)))
             return
         config = msgspec.json.encode(self._config)
-        self._send_to(client, wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, client, os.getpid(), config))
+        self._send_to(client, wire.welcome(self._incarnation, client, os.getpid(), config))
 
     def _probe(self) -> None:
         """Send empty messages to clients that may have left, because only sending shows that a peer is gone."""
@@ -202,7 +198,7 @@ class RequestHandler:
 
     def _make_pooling_request(self, client: int, message: wire.AddPooling) -> Request:
         prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, self._config.model_config.pooling
-        check_pooling(message.request_id, prompt, params, self._config)
+        validate_pooling(message.request_id, prompt, params, self._config)
         pooling = msgspec.structs.replace(
             params,
             pooling_type=params.pooling_type or defaults.pooling_type,
@@ -225,13 +221,13 @@ class RequestHandler:
 
     def _make_request(self, client: int, message: wire.AddRequest) -> Request:
         prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
-        max_total_tokens = check_request(
+        max_total_tokens = validate_generation(
             message.request_id, prompt, output, message.params, message.bad_words, self._config
         )
         # Log-probabilities of the prompt were sent before the first token of the output.
         prompt_logprobs = None if len(output) else message.params.prompt_logprobs
-        rules = LogitRules.of(message.params, message.bad_words)
-        # The rules hold these as arrays; the dict takes ten times as much memory.
+        logits_processors = LogitsProcessors.from_params(message.params, message.bad_words)
+        # The processors hold these as arrays; the dict takes ten times as much memory.
         message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
         return Request(
             client=client,
@@ -241,7 +237,7 @@ class RequestHandler:
             tokens=np.concatenate([prompt, output]),
             num_prompt_tokens=len(prompt),
             max_total_tokens=max_total_tokens,
-            rules=rules,
+            logits_processors=logits_processors,
             num_logprobs=self._num_logprobs(message.params.logprobs),
             num_prompt_logprobs=self._num_logprobs(prompt_logprobs),
             hashes=self._root_hashes(client, message),

@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.core.scheduler.request import NO_ROW, Request
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.sampling_params import PARAMETERS, SamplingParams
 
 Rows = npt.NDArray[np.int64]
 NO_ROWS: Rows = np.zeros(0, np.int64)
 Mask = npt.NDArray[np.bool_]
 Vector = npt.NDArray[np.float32]
+_SAMPLING_COLUMNS = np.dtype(
+    [(name, parameter.column) for name, parameter in PARAMETERS.items() if parameter.column is not None], align=True
+)
 
 
 class Batch:
@@ -42,16 +45,13 @@ class Batch:
         """Tokens below which no stop token is allowed."""
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.has_stop_ids = np.zeros(max_num_seqs, np.bool_)
-        self.has_rules = np.zeros(max_num_seqs, np.bool_)
+        self.has_logits_processors = np.zeros(max_num_seqs, np.bool_)
         self.reads_answer = np.zeros(max_num_seqs, np.bool_)
-        """Rows whose next token is chosen by rules that look at the tokens before it."""
+        """Rows with a logits processor that reads the tokens of the answer."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_p = np.ones(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int64)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
-        self.seed = np.zeros(max_num_seqs, np.uint64)
+        self.sampling = np.zeros(max_num_seqs, _SAMPLING_COLUMNS)
+        """The sampling parameters that the sampler reads for each row, by name; -1 stands for None."""
         self.is_pooled = np.zeros(max_num_seqs, np.bool_)
         """Rows of pooling requests: a vector is made and no token sampled. Their sampling columns are neutral."""
         self.client = np.zeros(max_num_seqs, np.uint32)
@@ -84,8 +84,8 @@ class Batch:
         self.num_registered[row] = 0
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.max_total_tokens[row] = request.max_total_tokens
-        self.has_rules[row] = request.rules is not None
-        self.reads_answer[row] = request.rules is not None and request.rules.reads_answer
+        self.has_logits_processors[row] = request.logits_processors is not None
+        self.reads_answer[row] = request.logits_processors is not None and request.logits_processors.reads_answer
         self.num_logprobs[row] = request.num_logprobs
         self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         if isinstance(request.params, SamplingParams):
@@ -127,17 +127,11 @@ class Batch:
         self.min_total_tokens[row] = self.num_prompt_tokens[row] + params.min_tokens
         self.stops_at_eos[row] = not params.ignore_eos
         self.has_stop_ids[row] = bool(params.stop_token_ids)
-        self.temperature[row] = params.temperature
-        self.top_p[row] = params.top_p
-        self.top_k[row] = max(0, params.top_k)
-        self.min_p[row] = params.min_p
-        # Parameters take -1 for no seed, and the core gets none without.
-        self.seed[row] = (-1 if params.seed is None else params.seed) % 2**64
+        values = (getattr(params, name) for name in _SAMPLING_COLUMNS.names or ())
+        self.sampling[row] = tuple(-1 if value is None else value for value in values)
 
     def _clear_sampling_columns(self, row: int) -> None:
         """Set the values that change nothing: nothing is sampled for `row`."""
         self.min_total_tokens[row] = 0
         self.stops_at_eos[row] = self.has_stop_ids[row] = False
-        self.temperature[row] = self.min_p[row] = 0
-        self.top_p[row] = 1
-        self.top_k[row] = self.seed[row] = 0
+        self.sampling[row] = 0

@@ -1,7 +1,7 @@
-"""Decode steps as captured graphs: the launches of a whole model made once and replayed by one call.
+"""Decode steps as captured graphs: all launches of a model are recorded once and replayed by one call.
 
-A graph computes a fixed number of rows out of buffers that stay where they are. A step of fewer rows is padded: padding
-has no context and writes its keys and values to the padding block, so it meets nobody's.
+A graph computes a fixed number of rows from buffers at fixed addresses. A step of fewer rows is padded. Padding has no
+context and writes its keys and values to the padding block, so it changes no row.
 """
 
 import logging
@@ -18,28 +18,29 @@ from vllm_mp.kernels.ops import AttentionMetadata
 logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 512
-"""Of more rows a step takes the device longer than the host takes to launch it."""
+"""With more rows, the device takes longer to compute a step than the host takes to launch it."""
 _CAPTURE_TIME_S = 60.0
-"""After this no further graph is begun; the sizes that are missing are padded to the next one that is there."""
+"""After this time no further size is captured; steps of the missing sizes are padded to the next captured size."""
 
 Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
-"""Of token ids and positions, int64 [num_tokens] each, and where attention looks: hidden states [num_tokens, size]."""
+"""From token ids and positions, int64 [num_tokens] each, and where attention reads, to hidden states
+[num_tokens, size]."""
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Makes of a computation on tensors that stay where they are one that is replayed; each gives the same tensor anew.
+"""Turns a computation on tensors at fixed addresses into its replay, which returns the same tensor each time.
 
-Graphs of one `Capture` share their memory: what one gives is valid until the next is replayed.
+Graphs of one `Capture` share their memory: the result of one is valid until the next is replayed.
 """
 
 
 class CaptureError(RuntimeError):
-    """The model computes in a way that no graph can hold."""
+    """The model cannot be captured."""
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """The numbers of rows for which there are graphs, ascending.
+    """Return the numbers of rows to capture graphs for, ascending.
 
-    Up to 8 they double, as few rows are where launches cost the most. Then steps of 8, of 16 from 256 on: padding stays
-    below 8 rows, or a sixteenth, and rows are what matrix units work on in multiples of 8 anyway.
+    They double up to 8, because launches cost the most with few rows. Then they grow by 8, and from 256 on by 16:
+    padding stays below 8 rows or a sixteenth, and matrix units compute rows in multiples of 8 anyway.
     """
     most = min(max_num_seqs, _MOST_ROWS)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MOST_ROWS + 1, 16)]
@@ -47,11 +48,11 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DeviceError(RuntimeError):
-    """The device has failed, and can compute nothing any more."""
+    """The device has failed and cannot compute any more."""
 
 
 class DecodeGraphs:
-    """Graphs of a model's decode steps, and the buffers that they read."""
+    """Graphs of a model's decode steps, with the buffers that they read."""
 
     def __init__(self, forward: Forward, max_blocks: int, max_model_len: int, device: torch.device) -> None:
         """`max_blocks` is the width of the block table, `max_model_len` the longest context."""
@@ -61,13 +62,13 @@ class DecodeGraphs:
         self._max_blocks = max_blocks
         self._replays: dict[int, Callable[[], Tensor]] = {}
         self._sizes: list[int] = []
-        """Those that there are graphs for, ascending."""
+        """The captured sizes, ascending."""
 
     def capture(self, sizes: Sequence[int], capture: Capture, beat: Callable[[], None]) -> None:
-        """Make the graphs for `sizes`, as many as the time allows, the largest first, as the others fit its memory.
+        """Capture graphs for `sizes`, as many as the time allows; the largest first, as the others reuse its memory.
 
-        Writes to the padding block alone. `beat` is called before each. Raises CaptureError, after which there are none
-        to be used, where the model cannot be captured, and DeviceError.
+        Writes to the padding block only. `beat` is called before each. Raises CaptureError if the model cannot be
+        captured, after which no graph may be used, and DeviceError.
         """
         most = max(sizes)
 
@@ -76,7 +77,7 @@ class DecodeGraphs:
 
         self._input_ids = buffer(most, dtype=torch.int64)
         self._positions = buffer(most, dtype=torch.int64)
-        self._slot_mapping = buffer(most, dtype=torch.int64)
+        self._cell_mapping = buffer(most, dtype=torch.int64)
         self._seq_lens = buffer(most, dtype=torch.int32)
         self._block_table = buffer(most, self._max_blocks, dtype=torch.int32)
         self._query_start = torch.arange(most + 1, dtype=torch.int32, device=self._device)
@@ -96,13 +97,13 @@ class DecodeGraphs:
         self._sizes = sorted(self._replays)
 
     def fits(self, step: ScheduledStep) -> bool:
-        """Whether a graph can compute `step`: of decodes alone, and no more than the largest has room for."""
+        """Return whether a graph can compute `step`: it has decodes only, and at most the largest captured size."""
         return step.num_decodes == len(step.rows) <= (self._sizes[-1] if self._sizes else 0)
 
     def run(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor | None:
-        """What the model gives for a step that `fits`: hidden states [num_rows, hidden], valid until the next run.
+        """Return the hidden states [num_rows, hidden] of a step that `fits`, valid until the next run.
 
-        None where the block table has more columns than the graphs read.
+        None if the block table has more columns than the graphs read.
         """
         count, width = metadata.block_table.shape
         if width > self._max_blocks:
@@ -110,24 +111,24 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= count)
         self._input_ids[:count].copy_(input_ids)
         self._positions[:count].copy_(positions)
-        self._slot_mapping[:count].copy_(metadata.cell_mapping)
+        self._cell_mapping[:count].copy_(metadata.cell_mapping)
         self._seq_lens[:count].copy_(metadata.seq_lens)
         self._block_table[:count, :width].copy_(metadata.block_table)
         if count < size:
-            # What an earlier step has left in the other buffers is good enough for rows without a context.
-            self._slot_mapping[count:size].zero_()
+            # Rows without a context may read stale values of an earlier step in the other buffers.
+            self._cell_mapping[count:size].zero_()
             self._seq_lens[count:size].zero_()
         return self._replays[size]()[:count]
 
     def _computation(self, size: int) -> Callable[[], Tensor]:
-        """The model on the first `size` rows of the buffers."""
+        """Return the computation of the model on the first `size` rows of the buffers."""
         metadata = AttentionMetadata(
             query_start=self._query_start[: size + 1],
             seq_lens=self._seq_lens[:size],
             block_table=self._block_table[:size],
-            cell_mapping=self._slot_mapping[:size],
-            query_lens=_NotKnown(),
-            host_seq_lens=_NotKnown(),
+            cell_mapping=self._cell_mapping[:size],
+            query_lens=_UnknownLengths(),
+            host_seq_lens=_UnknownLengths(),
             num_decodes=size,
             max_seq_len=self._max_model_len,
         )
@@ -135,23 +136,23 @@ class DecodeGraphs:
         return lambda: self._forward(input_ids, positions, metadata)
 
 
-class _NotKnown(Sequence[int]):
-    """Lengths that differ from replay to replay: whoever reads them cannot be captured, and is told so."""
+class _UnknownLengths(Sequence[int]):
+    """Lengths that differ between replays. Reading them raises, so attention that reads them cannot be captured."""
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise RuntimeError("attention reads the lengths of rows on the host, which a graph cannot")
+        raise RuntimeError("attention reads the lengths of rows on the host, which a graph cannot do")
 
     def __len__(self) -> int:
-        raise RuntimeError("attention counts rows on the host, which a graph cannot")
+        raise RuntimeError("attention counts rows on the host, which a graph cannot do")
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures into CUDA graphs that share one pool of memory."""
+    """Return a capture into CUDA graphs that share one pool of memory."""
     pool = torch.cuda.graph_pool_handle()
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # Once for real: compiling a kernel or making a library's handle is no part of a graph.
+        # Run once before the capture: a graph cannot hold the compilation of a kernel or a library's initialization.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             compute()
@@ -177,7 +178,7 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def _raise_if_failed(device: torch.device) -> None:
-    """Raises DeviceError where `device` can do nothing any more, for which no graph is to blame."""
+    """Raise DeviceError if `device` has failed, which is not the fault of the graph."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:

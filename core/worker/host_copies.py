@@ -1,4 +1,4 @@
-"""Arrays on their way from the host to the device and back, while the device computes."""
+"""Copies of arrays from the host to the device and back, while the device computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 ToHost = Callable[[Tensor], Tensor]
-"""Gives a tensor on the host, whose content may be on its way."""
+"""Returns a tensor on the host, whose content may still be under way."""
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """`array` on `device`; the host does not wait for what the device has to do before."""
+    """Return `array` on `device`, without waiting for earlier work of the device."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -20,12 +20,12 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A `ToHost` for tensors that are on the host already."""
+    """Return `tensor`: the `ToHost` for tensors that are on the host already."""
     return tensor
 
 
 class HostCopies:
-    """Copies of tensors to the host that are under way together; where the device is the host, there are none."""
+    """Copies of tensors to the host that are waited for together; none are made if the device is the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -33,17 +33,17 @@ class HostCopies:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def take(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the host, in pinned memory, to be read after `wait`."""
+        """Return `tensor` on the host, in pinned memory. It must not be read before `wait`."""
         if self._event is None:
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def end(self) -> None:
-        """Note that all has been taken that `wait` is to wait for."""
+        """Mark the point in the device's work that `wait` waits for."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Return when all that was taken is there, whatever the device has been given to do since."""
+        """Wait until all copies before `end` are complete, not for later work of the device."""
         if self._event is not None:
             self._event.synchronize()

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most likely ones, as they go over the wire."""
+"""Log-probabilities of chosen tokens and of the most likely tokens, as the wire carries them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,27 +12,27 @@ from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.host_copies import ToHost, on_host, to_device
 from vllm_mp.wire import TokenLogprobs
 
-# Bound on the logits that one piece of a prompt materialises, in elements of [positions, vocab]; one message of all
-# of their log-probabilities fits the wire, too.
 MAX_LOGIT_ELEMENTS = 1 << 22
+"""Bound on the logits of one piece of a prompt, in elements of [positions, vocab]. A message with all of their
+log-probabilities fits the limit of the wire."""
 
 Owned = tuple[int, TokenLogprobs]
-"""(client, what it is sent)."""
+"""(client, message to it)."""
 
 
 class Logprobs(NamedTuple):
-    """Of n positions, on the host, or on their way to it."""
+    """Log-probabilities at n positions, on the host or under way to it."""
 
     token_ids: Tensor
     """Int32 [n, 1 + k], the chosen token, then the most likely ones, best first."""
     values: Tensor
     """Float32 [n, 1 + k]."""
     ranks: Tensor
-    """Int64 [n], place of the chosen token, 1 for the most likely; equal ones share the better place."""
+    """Int64 [n], rank of the chosen token, 1 for the most likely; equally likely tokens share the better rank."""
 
     @classmethod
     def gather(cls, distribution: Tensor, chosen: Tensor, count: int, to_host: ToHost = on_host) -> "Logprobs":
-        """Those of `chosen` int64 [n] and of the `count` best, of `distribution` float32 [n, vocab] of logarithms."""
+        """Gather `chosen` int64 [n] and the `count` best from `distribution`, log-probabilities float32 [n, vocab]."""
         chosen = chosen.unsqueeze(-1)
         own = distribution.gather(-1, chosen)
         ranks = (distribution > own).sum(-1) + 1
@@ -42,7 +42,7 @@ class Logprobs(NamedTuple):
         return cls(to_host(ids), to_host(values), to_host(ranks))
 
     def message(self, slot: int, position: int, first: int, last: int, count: int) -> TokenLogprobs:
-        """The rows [first, last), `count` tokens beside the chosen one each, for the request in `slot`."""
+        """Return the message of rows [first, last) to `slot`, each with `count` tokens beside the chosen one."""
         return TokenLogprobs(
             slot,
             position,
@@ -53,14 +53,14 @@ class Logprobs(NamedTuple):
 
 
 def wants_logprobs(batch: Batch, rows: Rows) -> bool:
-    """Whether any of the batch's `rows` does, of the tokens it samples."""
+    """Return whether any of the batch's `rows` asks for log-probabilities of its sampled tokens."""
     return bool((batch.num_logprobs[rows] >= 0).any())
 
 
 class StepLogprobs:
-    """The log-probabilities of the tokens that a step samples, for those of its rows that want them.
+    """The log-probabilities of the tokens that a step samples, for the rows that ask for them.
 
-    Made before the sampler changes the logits, because they are the model's own.
+    They are the model's own, so they must be made before the sampler changes the logits.
     """
 
     def __init__(self, logits: Tensor, batch: Batch, rows: Rows) -> None:
@@ -68,7 +68,7 @@ class StepLogprobs:
         wanting = np.flatnonzero(batch.num_logprobs[rows] >= 0)
         rows = rows[wanting]
         self._counts = batch.num_logprobs[rows]
-        # As they are now: when the messages are made, the rows may be others'.
+        # Read now: when the messages are made, the rows may belong to other requests.
         positions = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
         self._owners = list(
             zip(batch.client[rows].tolist(), batch.slot[rows].tolist(), positions.tolist(), strict=True)
@@ -78,16 +78,16 @@ class StepLogprobs:
             self._distribution = logits[self._index].float().log_softmax(-1)
 
     def messages(self, tokens: Tensor, to_host: ToHost = on_host) -> Callable[[], list[Owned]]:
-        """For `tokens` int64 [n], of which negative ones have no log-probability.
+        """Return a function for the messages about `tokens` int64 [n]; negative tokens have no log-probability.
 
-        The result is to be called for them when what `to_host` has taken is there.
+        Call it once the copies of `to_host` are complete.
         """
         if not self._owners:
             return list
         chosen = tokens[self._index]
-        on_its_way = to_host(chosen)
+        copied = to_host(chosen)
         found = []
-        # One selection for each number of tokens: how ties are ordered depends on it.
+        # One selection for each number of tokens, because it decides how ties are ordered.
         for count in np.unique(self._counts).tolist():
             alike = np.flatnonzero(self._counts == count)
             at = to_device(alike, chosen.device)
@@ -96,7 +96,7 @@ class StepLogprobs:
             )
 
         def make() -> list[Owned]:
-            is_good = (on_its_way.numpy() >= 0).tolist()
+            is_good = (copied.numpy() >= 0).tolist()
             messages: dict[int, Owned] = {}
             for count, alike, logprobs in found:
                 for i, place in enumerate(alike.tolist()):
@@ -116,10 +116,10 @@ def prompt_logprobs(
     vocab_size: int,
     to_host: ToHost = on_host,
 ) -> Callable[[], list[Owned]]:
-    """Those of the prompt tokens that `step` reads, for the rows that want them and have not been sent them.
+    """Return a function for the log-probabilities of the prompt tokens that `step` computes.
 
-    `hidden` [num_tokens, hidden_size] are the step's final hidden states. The result is to be called for the messages
-    when what `to_host` has taken is there.
+    They are made for the rows that ask for them, and only for tokens that have not been sent. `hidden` are the step's
+    final hidden states [num_tokens, hidden_size]. Call the result once the copies of `to_host` are complete.
     """
     parts: list[tuple[int, int, int, int, Logprobs]] = []
     # Pieces, so that the logits of a long prompt stay bounded.
@@ -128,7 +128,7 @@ def prompt_logprobs(
         row = int(step.rows[i])
         request = batch.request(row)
         count, begin = request.num_prompt_logprobs, int(batch.num_computed_tokens[row])
-        # The state at one position tells of the token at the next.
+        # The hidden state at one position predicts the token at the next.
         first = max(request.num_prompt_logprobs_sent, begin + 1)
         last = min(begin + int(step.counts[i]) + 1, request.num_prompt_tokens)
         offset = int(step.counts[:i].sum()) - begin - 1

@@ -1,4 +1,4 @@
-"""Runs the model over the rows that the scheduler chose."""
+"""Runs the model over the rows that the scheduler chose, and owns its weights and its KV cache."""
 
 import logging
 import time
@@ -17,9 +17,10 @@ from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ModelOutput, ScheduledStep
 from vllm_mp.core.weights.loader import load_model
 from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
-from vllm_mp.core.worker.device import available_memory, cache_blocks, choose_attention, free_cuda_memory
+from vllm_mp.core.worker.device import choose_attention
 from vllm_mp.core.worker.host_copies import HostCopies, to_device
 from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
+from vllm_mp.core.worker.memory import available_memory, cache_blocks, free_cuda_memory
 from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
 from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.core.worker.sampler import Sampler
@@ -35,31 +36,31 @@ _NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 
 class PendingOutput(NamedTuple):
-    """A step that the device may still be computing."""
+    """The results of a step that the device may still be computing."""
 
     tokens: Tensor
-    """Int64 [num_sampled], on its way to the host."""
+    """Int64 [num_sampled], under way to the host."""
     logprobs: Callable[[], list[Owned]]
     prompt_logprobs: Callable[[], list[Owned]]
     vectors: Callable[[], list[Vector]]
     copies: HostCopies
 
     def wait(self) -> ModelOutput:
-        """What the step has brought, when it has been computed."""
+        """Wait until the device has computed the step, and return its output."""
         self.copies.wait()
         return ModelOutput(self.tokens.numpy(), self.logprobs(), self.prompt_logprobs(), self.vectors())
 
 
 class _NoModel(NamedTuple):
-    """Stands where a model was whose weights have been dropped."""
+    """Stands in for a model whose weights are dropped."""
 
     kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
 
 
 class ModelRunner:
-    """Owns the weights and the KV cache.
+    """Owns the weights and the KV cache; computes steps.
 
-    Both can be given up, as `vllm_mp.core.worker.sleep.Memory` says, while there is no step to run.
+    It is a `vllm_mp.core.worker.sleep.Memory`: weights and cache can be released while there is no step to run.
     """
 
     def __init__(
@@ -71,62 +72,63 @@ class ModelRunner:
         beat: Callable[[], None] = lambda: None,
         make_capture: Callable[[torch.device], Capture] | None = None,
     ) -> None:
-        """Load the model; `progress` is called with the share that is done, 0 to 1.
+        """Load the model, measure the memory that steps take, allocate the KV cache and capture decode steps.
 
-        `beat` is called again and again within a step, so that a long one can be told from one that hangs.
-        `make_capture` says how decode steps are captured; by default in CUDA graphs, where device and kernels allow it.
+        `progress` is called with the loaded share of the weights, 0 to 1. `beat` is called often during a step, so that
+        a long step can be told from one that hangs. `make_capture` says how decode steps are captured; the default is
+        CUDA graphs, if device and kernels allow it.
 
-        Raises ValueError for weights that are missing or do not fit, and when the cache has no space.
+        Raises ValueError for weights that are missing or do not fit, and if the cache has no space.
         """
+        scheduler_config, cache_config = config.scheduler_config, config.cache_config
         self._config = config
         self._device = device
         self._dtype = dtype
-        self._cache_dtype = ops.FLOAT8 if config.cache_config.cache_dtype == "fp8" else dtype
-        model_config = config.model_config
+        self._cache_dtype = ops.FLOAT8 if cache_config.cache_dtype == "fp8" else dtype
         self._progress = progress or (lambda _: None)
         self._beat = beat
         self._wrap: Callable[[Any], Any] = lambda model: model
-        self._model: Any = self._load()
-        self._offloaded: OffloadedWeights | None = None
-        self._latest: Tensor | None = None
-        """Int64 [max_num_seqs] on the device, the token that was last sampled for each row, if the next step reads it.
-        """
-        if config.scheduler_config.async_scheduling:
-            self._latest = torch.zeros(config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
         self._pooler = Pooler()
-        self._may_spoil = False
-        """Attention has to be asked to isolate where something is not finite, which the host finds out."""
+        self._offloaded: OffloadedWeights | None = None
         self._graphs: DecodeGraphs | None = None
+        self._nan_check_required = False
+        """Attention isolates tokens that are not finite only if it is asked to, so the host must look for them."""
+        self._latest: Tensor | None = None
+        """Int64 [max_num_seqs] on the device: the latest sampled token of each row; None if no step reads it."""
+        if scheduler_config.async_scheduling:
+            self._latest = torch.zeros(scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
+
+        self._model: Any = self._load()
         self._make_capture = make_capture or self._usual_capture()
-        graph_bytes = 0
-        if device.type == "cuda" and not model_config.architecture.is_encoder:
-            graph_bytes = self._profile()
-        config.cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
-        self._kv_caches = self._allocate(config.cache_config.num_blocks)
-        self._may_spoil = not self._attention.isolates
-        self._graphs = self._make_graphs(batch_sizes(config.scheduler_config.max_num_seqs))
+        needs_profile = device.type == "cuda" and not config.model_config.architecture.is_encoder
+        graph_bytes = self._profile() if needs_profile else 0
+        cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
+        self._kv_caches = self._allocate(cache_config.num_blocks)
+        self._nan_check_required = not self._attention.isolates
+        self._graphs = self._make_graphs(batch_sizes(scheduler_config.max_num_seqs))
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> PendingOutput:
-        """Have the device compute the step, without waiting for it; all that it needs of `batch` is read now.
+        """Have the device compute the step, without waiting for it. `batch` is only read before this returns.
 
-        The step that `step.awaits` tokens of must have been launched as the last one before.
+        If the step awaits tokens (`step.awaits`), the step that samples them must be the one launched last.
         """
         copies = HostCopies(self._device)
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._forward(step, input_ids, positions, metadata)
-        if self._may_spoil and step.num_decodes < len(step.rows) and not hidden.sum(dtype=torch.float32).isfinite():
-            # A token that overflows spoils what comes before it in its prompt, and so blocks that others share.
+        has_prefill = step.num_decodes < len(step.rows)
+        if self._nan_check_required and has_prefill and not hidden.sum(dtype=torch.float32).isfinite():
+            # A token that overflows would corrupt the tokens before it in its prompt, and blocks that others share.
             hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
         vectors = self._pooler.pool(hidden, step, batch, copies.take)
         vocab_size = self._config.model_config.architecture.vocab_size
-        of_prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size, copies.take)
+        prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size, copies.take)
         tokens, logprobs = self._sample(hidden, step, batch, sampler, copies)
         copies.end()
-        return PendingOutput(tokens, logprobs, of_prompts, vectors, copies)
+        return PendingOutput(tokens, logprobs, prompts, vectors, copies)
 
     def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
-        """Have `wrap` of the model called in its place, in every step."""
+        """Call `wrap(model)` instead of the model in every step."""
         self._wrap = wrap
         self._model = wrap(self._model)
         self._graphs = self._make_capture = None
@@ -149,7 +151,7 @@ class ModelRunner:
         elif self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
-        release_memory(self._device)  # the host's copy, or what the weights were made of
+        release_memory(self._device)  # of the host's copy, or of the files that the weights were loaded from
 
     def drop_cache(self) -> None:
         self._graphs, self._kv_caches = None, []
@@ -159,7 +161,7 @@ class ModelRunner:
         cache = self._config.cache_config
         num_bytes = cache.num_blocks * cache.block_size * self._token_bytes()
         if self._device.type == "cpu" and num_bytes > (free := available_memory()):
-            raise MemoryError(f"the KV cache takes {num_bytes:,} bytes, and {free:,} are free")
+            raise MemoryError(f"the KV cache does not fit: it takes {num_bytes:,} bytes, and {free:,} are free")
         self._kv_caches = self._allocate(cache.num_blocks)
 
     def prepare(self) -> None:
@@ -179,7 +181,7 @@ class ModelRunner:
     def _forward(
         self, step: ScheduledStep, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Hidden states [num_tokens, hidden] of the step, by a graph if there is one that fits it."""
+        """Return hidden states [num_tokens, hidden] of the step, computed by a graph if one fits."""
         if self._graphs is not None and self._graphs.fits(step):
             hidden = self._graphs.run(input_ids, positions, metadata)
             if hidden is not None:
@@ -188,27 +190,27 @@ class ModelRunner:
         return computed
 
     def _usual_capture(self) -> Callable[[torch.device], Capture] | None:
-        """CUDA graphs for the models that were written to be captured; None where every step is launched anew."""
+        """Return the capture in CUDA graphs for native models; None if steps are launched one operation at a time."""
         model = self._config.model_config
         if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
             return None
         if not self._attention.captures:
-            logger.info("decode steps are launched anew each, as torch's attention reads lengths on the host")
+            logger.info("decode steps are not captured, because torch's attention reads lengths on the host")
             return None
         return cuda_capture
 
     def _make_graphs(self, sizes: Sequence[int]) -> DecodeGraphs | None:
-        """Graphs of decode steps of so many rows, on the cache that is there; None where none can be had."""
+        """Return graphs of decode steps with these numbers of rows on the current cache; None if capturing fails."""
         try:
             return self._captured(sizes)
         except CaptureError as error:
             self._make_capture = None
-            logger.warning("decode steps are launched anew each, as they cannot be captured: %s", error)
+            logger.warning("decode steps are not captured: %s", error)
             return None
 
     @torch.inference_mode()
     def _captured(self, sizes: Sequence[int]) -> DecodeGraphs | None:
-        """As `_make_graphs`; raises CaptureError where they cannot be captured, and None is where none are wanted."""
+        """Return graphs as `_make_graphs` does, or None if none are wanted; raises CaptureError if capturing fails."""
         if self._make_capture is None or not self._kv_caches:
             return None
         started = time.monotonic()
@@ -224,21 +226,21 @@ class ModelRunner:
         return graphs
 
     def latest_token(self, row: int) -> int:
-        """The token that `row` was last given, which may not have reached the host yet; waits for the device."""
+        """Return the latest sampled token of `row`, which may not be on the host yet; waits for the device."""
         assert self._latest is not None, "without async_scheduling no step reads it"
         return int(self._latest[row])
 
     def _sample(
         self, hidden: Tensor, step: ScheduledStep, batch: Batch, sampler: Sampler, copies: HostCopies
     ) -> tuple[Tensor, Callable[[], list[Owned]]]:
-        """The tokens [num_sampled] on their way to the host, and what gives the messages of their log-probabilities."""
+        """Return the tokens [num_sampled], under way to the host, and a function for their log-probabilities."""
         if not step.samples.any():
             return _NO_TOKENS, list
         rows = step.rows[step.samples]
         if len(rows) < len(hidden):
             last = (np.cumsum(step.counts) - 1)[step.samples]
             hidden = hidden[self._to_device(last)]
-        if sampler.takes_highest(rows) and not wants_logprobs(batch, rows):
+        if sampler.is_argmax(rows) and not wants_logprobs(batch, rows):
             self._beat()
             tokens = self._model.argmax(hidden)
             messages: Callable[[], list[Owned]] = list
@@ -248,17 +250,17 @@ class ModelRunner:
             tokens = sampler.sample(logits, rows)
             messages = logprobs.messages(tokens, copies.take)
         if self._latest is not None:
-            # Where there is no token, its row goes on with any: nobody gets what comes of it.
+            # A row without a token continues with any token, and its further output is discarded.
             self._latest.index_copy_(0, self._to_device(rows), tokens.clamp(min=0))
         return copies.take(tokens), messages
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         self._beat()
-        logits: Tensor = self._model.compute_logits(hidden)  # which an encoder lacks, and nobody asks of one
+        logits: Tensor = self._model.compute_logits(hidden)  # an encoder has none, and is never asked
         return logits
 
     def _inputs(self, step: ScheduledStep, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
-        """The step laid out token by token: ids and positions int64 [num_tokens], and where attention looks."""
+        """Return the step token by token: ids and positions int64 [num_tokens], and where attention reads."""
         input_ids, positions, metadata = step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
         if self._latest is not None and len(step.awaits):
             sampled = self._latest.index_select(0, self._to_device(step.rows[step.awaits]))
@@ -269,9 +271,9 @@ class ModelRunner:
         return to_device(array, self._device)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; none for an encoder.
+        """Return (keys, values) of each layer, [num_blocks, block_size, heads, dim] each; none for an encoder.
 
-        Not zeroed: no operation reads a slot that was not written, and memory that is not reached is not taken.
+        They are not zeroed: no operation reads a cell before it is written, and untouched pages take no memory.
         """
         block_size = self._config.cache_config.block_size
 
@@ -281,14 +283,15 @@ class ModelRunner:
         return [(cache(keys), cache(values)) for keys, values in self._model.kv_shapes]
 
     def _token_bytes(self) -> int:
-        """Bytes of KV cache that one token takes over all layers."""
+        """Return the bytes of KV cache of one token over all layers."""
         elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
         return self._cache_dtype.itemsize * elements
 
     def _profile(self) -> int:
-        """Run the largest prefill, a decode and the largest draw once; the bytes that graphs will take.
+        """Run the largest prefill, a decode and the largest draw once; return the bytes that graphs will take.
 
-        Their peak of memory is what the cache must leave, and no first step has to load or compile what they use.
+        The cache must leave room for their peak of memory. After them no kernel has to be loaded or compiled in the
+        first steps.
         """
         scheduler, model = self._config.scheduler_config, self._config.model_config
         block_size = self._config.cache_config.block_size
@@ -307,20 +310,32 @@ class ModelRunner:
             self.launch(step, batch, Sampler(batch, self._device)).wait()
         graph_bytes = self._graph_bytes()
         self._kv_caches = []
-        logits = torch.zeros(
-            (scheduler.max_num_seqs, model.architecture.vocab_size), dtype=torch.float32, device=self._device
-        )
-        distribution = logits.log_softmax(dim=-1)  # of log-probabilities, which lasts as long as the draw
-        halves = torch.full((len(logits),), 0.5, device=self._device)
-        ops.sample(logits, halves, halves, torch.ones_like(halves, dtype=torch.int64), halves, halves.double())
-        del distribution
+        self._profile_sampler()
         torch.cuda.synchronize(self._device)
         return graph_bytes
 
-    def _graph_bytes(self) -> int:
-        """The bytes that the graphs of all sizes will take, from those of the largest and of one that fits its memory.
+    def _profile_sampler(self) -> None:
+        """Sample a token for as many rows as there can be, each with every filter on, beside their log-probabilities.
 
-        The graphs themselves can only be made when the cache, which they are bound to, is there.
+        It runs the sampler itself over all of `SAMPLING_FILTERS`, so it allocates whatever a step can allocate.
+        """
+        num_rows = self._config.scheduler_config.max_num_seqs
+        all_filters: dict[str, Any] = {one.name: one.trial for one in ops.SAMPLING_FILTERS}
+        params = SamplingParams(temperature=0.5, seed=0, **all_filters)
+        batch = Batch(num_rows, 1, self._config.cache_config.block_size, [])
+        for slot in range(num_rows):
+            request = Request(0, slot, "profile", params, np.zeros(1, np.int32), 1, 2, (0, slot))
+            batch.add(request, np.zeros(0, np.int32))
+        vocab_size = self._config.model_config.architecture.vocab_size
+        logits = torch.zeros((num_rows, vocab_size), dtype=torch.float32, device=self._device)
+        logprobs = logits.log_softmax(dim=-1)  # a step with log-probabilities holds them during the draw
+        Sampler(batch, self._device).sample(logits, batch.order)
+        del logprobs
+
+    def _graph_bytes(self) -> int:
+        """Estimate the bytes of the graphs of all sizes from the largest and from one more, which shares its memory.
+
+        The graphs themselves are bound to the cache, so they can only be captured after it is allocated.
         """
         sizes = batch_sizes(self._config.scheduler_config.max_num_seqs)
         taken = []
@@ -336,6 +351,6 @@ class ModelRunner:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a model: what its outermost lists of modules hold."""
+    """Yield the layers of a model: the members of its outermost lists of modules."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _layers(child)

@@ -1,4 +1,4 @@
-"""Giving memory back: weights that wait in host memory, and allocators that keep nothing for later."""
+"""Releasing memory: weights move to host memory, and allocators return what they keep."""
 
 import contextlib
 import ctypes
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 _STRETCH_BYTES = 2**28
-"""Of host memory: torch rounds what is pinned up to a power of two, and that much is pinned without a long silence."""
+"""Host memory is allocated in stretches of this size: torch rounds pinned memory up to a power of two, and pinning a
+stretch takes less time than the interval of beats."""
 
 
 class OffloadedWeights:
-    """The weights of a model in host memory, pinned where the device is not the host, while the device has none.
+    """The weights of a model in host memory, pinned if the device is a GPU; the device has none meanwhile.
 
-    The model's tensors stay the same objects, of the same sizes and sharing the same storages, but nothing may read
-    them before `restore`.
+    The model's tensors stay the same objects, with the same sizes and the same shared storages, but must not be read
+    before `restore`.
     """
 
     def __init__(self, model: nn.Module, beat: Callable[[], None]) -> None:
-        """Copy the weights to the host and free the device's.
+        """Copy the weights to the host and free them on the device.
 
-        `beat` is called again and again. Raises RuntimeError when the host has no memory for them, and has changed
-        nothing then.
+        `beat` is called often meanwhile. Raises RuntimeError, and changes nothing, if the host has no memory for them.
         """
         self._storages = [(storage, storage.nbytes()) for storage in _storages(model)]
         self._beat = beat
@@ -31,12 +31,12 @@ class OffloadedWeights:
         try:
             self._copy()
         except RuntimeError:
-            self._stretches.clear()  # now, not when whoever is told of the error has let go of it
+            self._stretches.clear()  # at once: the error refers to this object for as long as it is handled
             raise
         self._free()
 
     def restore(self) -> None:
-        """Bring the weights back; raises RuntimeError when the device has no memory for them, and takes none then."""
+        """Bring the weights back; raises RuntimeError, and takes no memory, if the device has none for them."""
         try:
             for storage, size in self._storages:
                 storage.resize_(size)
@@ -62,7 +62,7 @@ class OffloadedWeights:
         self._wait()
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The storages and the stretches side by side, uint8 [n] each, cut where either ends."""
+        """Yield matching pieces of storages and stretches, uint8 [n] each, cut where either ends."""
         stretches = iter(self._stretches)
         room = torch.empty(0, dtype=torch.uint8)
         for storage, size in self._storages:
@@ -86,23 +86,23 @@ class OffloadedWeights:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give the system and other processes what nothing refers to any more.
+    """Return unreferenced memory to the system and to other processes.
 
-    Raises RuntimeError when the device has failed.
+    Raises RuntimeError if the device has failed.
     """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        # Each stream that matrices were multiplied on has a workspace, those that graphs were captured on too.
+        # Each stream with a matrix product has a workspace, also the streams on which graphs were captured.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries than GNU's have none
+    with contextlib.suppress(OSError, AttributeError):  # only GNU's C library has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _storages(model: nn.Module) -> list[torch.UntypedStorage]:
-    """What the parameters, buffers and other tensors of the modules lie in, each once."""
+    """Return the storages of the parameters, buffers and other tensors of the modules, each once."""
     found: dict[int, torch.UntypedStorage] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):

@@ -1,4 +1,4 @@
-"""From hidden states to one vector a prompt."""
+"""From hidden states to one vector per prompt."""
 
 from collections.abc import Callable
 
@@ -12,27 +12,27 @@ from vllm_mp.core.worker.host_copies import ToHost, on_host
 from vllm_mp.pooling_params import PoolingParams
 
 _SHORTEST = 1e-12
-"""Vectors that are shorter than this are divided by it, as sentence-transformers does."""
+"""Lower bound of the length by which vectors are divided, as in sentence-transformers."""
 
 
 class Pooler:
     """Pools the hidden states of prompts, which may come in chunks, in float32.
 
-    What a chunk has to leave for the next one is kept by row. A chunk that begins at the first token begins anew, so
-    whatever an aborted or preempted request has left in its row is never read.
+    Each row keeps the partial result of its chunks. A chunk that begins at the first token starts afresh, so the
+    partial result of an aborted or preempted request is never read.
     """
 
     def __init__(self) -> None:
         self._partial: dict[int, Tensor] = {}
-        """Float32 [hidden_size] by row: at most one for each."""
+        """Float32 [hidden_size] by row."""
 
     def pool(
         self, hidden: Tensor, step: ScheduledStep, batch: Batch, to_host: ToHost = on_host
     ) -> Callable[[], list[Vector]]:
-        """The vectors of the rows that `step.pools` marks, in order, from `hidden` [num_tokens, hidden_size].
+        """Return a function for the vectors of the rows that `step.pools` marks, in order.
 
-        Call this with every step as it is launched, while `batch.num_computed_tokens` is still where its chunks begin.
-        Call the result for the vectors once the copies that `to_host` began have arrived.
+        `hidden` is [num_tokens, hidden_size]. Call this with every step as it is launched, before
+        `batch.num_computed_tokens` counts its chunks. Call the result once the copies of `to_host` are complete.
         """
         is_pooled = batch.is_pooled[step.rows]
         if not is_pooled.any():
@@ -54,10 +54,10 @@ class Pooler:
             return list
         params = [_pooling_of(batch, row) for row in step.rows[step.pools].tolist()]
         vectors = to_host(torch.stack(pooled))
-        return lambda: [_finish(vector, one) for vector, one in zip(vectors.numpy(), params, strict=True)]
+        return lambda: [_finish(vector, pooling) for vector, pooling in zip(vectors.numpy(), params, strict=True)]
 
     def _value(self, row: int, states: Tensor, pooling_type: str | None, continues: bool) -> Tensor:
-        """What `states` [count, hidden_size] and the chunks before them come to: a sum where the mean is wanted."""
+        """Return the pooled value of `states` [count, hidden_size] and the chunks before; for the mean, their sum."""
         if pooling_type == "last":
             return states[-1]
         before = self._partial.pop(row) if continues else None
@@ -75,7 +75,7 @@ def _pooling_of(batch: Batch, row: int) -> PoolingParams:
 
 
 def _finish(vector: Vector, pooling: PoolingParams) -> Vector:
-    """`vector` cut to the dimensions that are wanted, then of length 1 if it should be."""
+    """Return `vector` cut to the requested dimensions, then scaled to length 1 if requested."""
     vector = vector[: pooling.dimensions]
     if pooling.normalize:
         length = np.sqrt(np.square(vector, dtype=np.float64).sum())

@@ -11,13 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 256
-"""The most that one trace holds, as what is noted stays in memory until it is written."""
+"""Maximum number of steps in one trace, which stays in memory until it is written."""
 
 
 class Profiler:
-    """Notes what host and device do in each step, and writes it as a trace that Chrome and Perfetto show.
+    """Records the work of host and device in each step, and writes traces for Chrome and Perfetto.
 
-    All traces of a core are in the folder that VLLM_TORCH_PROFILER_DIR names, or in a new one for temporary files.
+    All traces of a core go to the folder VLLM_TORCH_PROFILER_DIR, or to a new temporary folder.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Profiler:
         self._num_written = 0
 
     def start(self) -> None:
-        """Note all steps from now on, at most `MAX_STEPS`; raises ValueError when that has begun already."""
+        """Record all steps from now on, at most `MAX_STEPS`; raises ValueError if it is recording already."""
         if self._profile is not None:
             raise ValueError("the profiler is on already; call stop_profile first")
         self._profile = profile(activities=self._activities)
@@ -38,31 +38,31 @@ class Profiler:
         self._steps_left = MAX_STEPS
 
     def count_step(self) -> None:
-        """To be called after each step."""
+        """Count a step. Must be called after each step."""
         if self._profile is None or not self._steps_left:
             return
         self._steps_left -= 1
         if not self._steps_left:
             self._profile.stop()
-            logger.warning("the profiler has noted %d steps, which is the most; stop_profile writes them", MAX_STEPS)
+            logger.warning("the profiler has recorded %d steps, the limit; stop_profile writes them", MAX_STEPS)
 
     def stop(self) -> str:
-        """Write what was noted; the folder that it is in.
+        """Write the trace and return its folder.
 
-        Raises ValueError when `start` has not been called, and when the folder cannot be written to.
+        Raises ValueError if `start` has not been called, or if the folder cannot be written.
         """
         if self._profile is None:
             raise ValueError("the profiler is not on; call start_profile first")
-        noted, self._profile = self._profile, None
+        recorded, self._profile = self._profile, None
         if self._steps_left:
-            noted.stop()
+            recorded.stop()
             self._steps_left = 0
         try:
             self._folder = self._folder or _make_folder()
-            noted.export_chrome_trace(str(self._folder / f"core-{os.getpid()}-{self._num_written}.trace.json.gz"))
+            recorded.export_chrome_trace(str(self._folder / f"core-{os.getpid()}-{self._num_written}.trace.json.gz"))
         except OSError as error:
             raise ValueError(
-                f"the trace cannot be written: {error}; set VLLM_TORCH_PROFILER_DIR to a folder that the core can write"
+                f"the trace cannot be written: {error}; set VLLM_TORCH_PROFILER_DIR to a writable folder"
             ) from error
         self._num_written += 1
         return str(self._folder)

@@ -1,4 +1,8 @@
-"""From logits to tokens, for a whole batch at once."""
+"""From logits to tokens, for a whole batch at once: logits processors, sampling filters, draw.
+
+Every logits processor touches a few tokens of the vocabulary. So a step gathers these tokens of all its rows, changes
+them in one operation of each kind, and puts them back. A request without processors costs nothing.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,19 +10,21 @@ import torch
 from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Batch, Rows
-from vllm_mp.core.worker.apply_rules import apply_rules
 from vllm_mp.core.worker.host_copies import to_device
+from vllm_mp.core.worker.logits_processors import Ids, as_ids
 from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import DrawParams
 
 NO_TOKEN = ops.NO_PLACE
+_DRAW_COLUMNS = ("temperature", *(sampling_filter.name for sampling_filter in ops.SAMPLING_FILTERS))
 
 
 class Sampler:
     """Greedy and random choice under each row's own parameters.
 
-    The order of operations is vLLM's: the rules of `LogitRules`, then what `ops.sample` does. The number that it draws
-    at is a function of the request's seed and the token's position alone. So a request draws the same numbers whatever
-    else is in the batch, and a request that is taken up again in the middle goes on as if it had never stopped.
+    The order of operations is vLLM's: the logits processors, the temperature, the sampling filters, the draw. The
+    number of each draw is a function of the request's seed and the token's position alone. So a request draws the same
+    numbers whatever else is in the batch, and a request that a new core continues goes on as if it had never stopped.
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
@@ -26,40 +32,134 @@ class Sampler:
         self._device = device
 
     def sample(self, logits: Tensor, rows: Rows) -> Tensor:
-        """Token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; `logits` may be overwritten.
+        """Return token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; may overwrite `logits`.
 
-        `NO_TOKEN` for a row that allows none: whose logits are not numbers, or all barred.
+        `NO_TOKEN` for a row whose logits are not finite numbers or all barred.
         """
         batch = self._batch
-        if self._has_rules(rows):
+        if self._changes_logits(rows):
             logits = logits.float().contiguous()
-            apply_rules(logits, batch, rows)
-        if not (batch.temperature[rows] > 0).any():
+            apply_logits_processors(logits, batch, rows)
+        if not self._draws(rows):
             return ops.argmax(logits)
-        uniform = uniform_draws(batch.seed[rows], batch.num_tokens[rows] - batch.num_prompt_tokens[rows])
-        columns = (batch.temperature[rows], batch.min_p[rows], batch.top_k[rows], batch.top_p[rows], uniform)
-        return ops.sample(logits, *(to_device(column, self._device) for column in columns))
+        return ops.sample(logits, self._draw_params(rows))
 
-    def takes_highest(self, rows: Rows) -> bool:
-        """Whether `sample` would give each of `rows` [n] what `ops.argmax` finds in its logits."""
-        return not self._has_rules(rows) and not (self._batch.temperature[rows] > 0).any()
+    def is_argmax(self, rows: Rows) -> bool:
+        """Return whether `sample` would give each of `rows` [n] the token that `ops.argmax` finds in its logits."""
+        return not self._changes_logits(rows) and not self._draws(rows)
 
-    def _has_rules(self, rows: Rows) -> bool:
+    def _changes_logits(self, rows: Rows) -> bool:
         batch = self._batch
-        return bool((batch.has_rules[rows] | (batch.num_tokens[rows] < batch.min_total_tokens[rows])).any())
+        return bool((batch.has_logits_processors[rows] | (batch.num_tokens[rows] < batch.min_total_tokens[rows])).any())
+
+    def _draws(self, rows: Rows) -> bool:
+        return bool((self._batch.sampling["temperature"][rows] > 0).any())
+
+    def _draw_params(self, rows: Rows) -> DrawParams:
+        """Return the parameters of `rows` [n] on the device; the host does not wait for it."""
+        batch = self._batch
+        values = batch.sampling[rows]
+        seeds = values["seed"].astype(np.uint64)
+        columns = {name: np.ascontiguousarray(values[name]) for name in _DRAW_COLUMNS}
+        columns["uniform"] = uniform_draws(seeds, batch.num_tokens[rows] - batch.num_prompt_tokens[rows])
+        return DrawParams(
+            **{name: to_device(column, self._device) for name, column in columns.items()},
+            filters=tuple(one for one in ops.SAMPLING_FILTERS if one.is_on(columns[one.name]).any()),
+        )
+
+
+def apply_logits_processors(logits: Tensor, batch: Batch, rows: Rows) -> None:
+    """Change `logits` float32 [n, vocab], contiguous, of the batch's `rows` [n] in place.
+
+    The order is that of `SamplingParams`: allowed tokens, barred tokens, biases, penalties.
+    """
+    flat, vocab_size = logits.view(-1), logits.shape[-1]
+    allowed, barred, biased, penalized = _Entries(), _Entries(), _Entries(), _Entries()
+    restricted: list[int] = []
+    for i in np.flatnonzero(batch.num_tokens[rows] < batch.min_total_tokens[rows]).tolist():
+        barred.add(i, _stop_tokens(batch, int(rows[i])))
+    for i in np.flatnonzero(batch.has_logits_processors[rows]).tolist():
+        row = int(rows[i])
+        processors = batch.request(row).logits_processors
+        assert processors is not None
+        tokens, num_prompt_tokens = batch.token_ids[row, : batch.num_tokens[row]], int(batch.num_prompt_tokens[row])
+        if processors.allowed is not None:
+            restricted.append(i)
+            allowed.add(i, processors.allowed)
+        if completing := processors.barred(tokens[num_prompt_tokens:]):
+            barred.add(i, as_ids(completing))
+        if len(processors.bias_ids):
+            biased.add(i, processors.bias_ids, processors.bias)
+        if processors.counts is not None:
+            ids, counts = processors.counts.catch_up(tokens, num_prompt_tokens)
+            terms = np.empty((3, len(ids)), np.float32)
+            # Only the repetition penalty counts the tokens of the prompt.
+            terms[0] = processors.repetition
+            terms[1], terms[2] = processors.frequency * counts, processors.presence * (counts > 0)
+            penalized.add(i, ids, terms)
+    if restricted:
+        index = allowed.index(vocab_size, logits.device)
+        kept = flat[index]
+        logits[to_device(np.array(restricted), logits.device)] = -torch.inf
+        flat[index] = kept
+    if barred:
+        flat[barred.index(vocab_size, logits.device)] = -torch.inf
+    if biased:
+        # No token occurs twice among the entries of a row, so this sum loses no term.
+        index = biased.index(vocab_size, logits.device)
+        flat[index] = flat[index] + biased.terms(logits.device)
+    if penalized:
+        index = penalized.index(vocab_size, logits.device)
+        repetition, frequency, presence = penalized.terms(logits.device)
+        value = flat[index]
+        value = torch.where(value > 0, value / repetition, value * repetition)
+        flat[index] = value - frequency - presence
+
+
+class _Entries:
+    """Tokens of rows with the terms of their change, collected row by row."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._ids: list[Ids] = []
+        self._terms: list[npt.NDArray[np.float32]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._ids)
+
+    def add(self, row: int, ids: Ids, terms: npt.NDArray[np.float32] | None = None) -> None:
+        """Add the tokens `ids` [n] of `row` of the logits, with `terms` [..., n]."""
+        self._rows.append(row)
+        self._ids.append(ids)
+        if terms is not None:
+            self._terms.append(terms)
+
+    def index(self, vocab_size: int, device: torch.device) -> Tensor:
+        """Return the places of the entries in the flattened logits, int64 [total]."""
+        starts = np.repeat(np.array(self._rows, np.int64) * vocab_size, [len(ids) for ids in self._ids])
+        return to_device(starts + np.concatenate(self._ids), device)
+
+    def terms(self, device: torch.device) -> Tensor:
+        """Return the terms of all entries, float32 [..., total]."""
+        return to_device(np.concatenate(self._terms, axis=-1), device)
+
+
+def _stop_tokens(batch: Batch, row: int) -> Ids:
+    stop = as_ids(batch.request(row).sampling.stop_token_ids or ())
+    return np.concatenate([stop, batch.eos_token_ids]) if batch.stops_at_eos[row] else stop
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of splitmix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words."""
+    """Apply the output function of splitmix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
 def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), [n], each a function of one seed and one output position.
+    """Return numbers in [0, 1), float64 [n], each a function of one seed and one output position.
 
-    Of 52 bits, so that their product with a sum in float64 stays below the sum.
+    They have 52 bits, so that their product with a sum in float64 stays below the sum.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""Sleeping and waking up, for all clients of the core together: memory that others need for a while."""
+"""Sleeping and waking up, for all clients of the core together: the core releases memory for other processes."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,44 +11,44 @@ from vllm_mp.status_page import AWAKE, SleepState
 from vllm_mp.wire import KV_CACHE, SLEEP_TAGS, WEIGHTS, Finished
 
 _SETBACKS = (ValueError, OSError, MemoryError, RuntimeError)
-"""What a lack of memory, or weights that are gone, shows as. A device that has failed raises again when its memory is
+"""The errors of missing memory and of missing weight files. A device that has failed raises again when its memory is
 released, and that ends the core."""
 
 
 class Memory(Protocol):
-    """What a core can do without while it sleeps; giving up what is gone is no error and frees what is left of it."""
+    """The memory that a sleeping core releases. Releasing is idempotent, and frees what a failed restore left."""
 
     def offload_weights(self) -> None:
-        """Have the weights in host memory alone; raises RuntimeError, and changes nothing, where that has no room."""
+        """Move the weights to host memory; raises RuntimeError, and changes nothing, if they do not fit there."""
         ...
 
     def drop_weights(self) -> None:
-        """Have the weights nowhere but on disk."""
+        """Drop the weights; they remain on disk."""
         ...
 
     def restore_weights(self) -> None:
-        """Have the weights where they were first; raises what loading and allocating raise."""
+        """Bring the weights back to the device; raises the errors of loading and allocating."""
         ...
 
     def drop_cache(self) -> None:
-        """Free the KV cache, and what is bound to it."""
+        """Free the KV cache and the graphs that are bound to it."""
         ...
 
     def restore_cache(self) -> None:
-        """Allocate the KV cache, as large as before; raises what allocating raises."""
+        """Allocate the KV cache in its former size; raises the errors of allocating."""
         ...
 
     def prepare(self) -> None:
-        """With weights and cache there again, make what steps need beside them; raises RuntimeError."""
+        """Capture the graphs of steps again, with weights and cache restored; raises RuntimeError."""
         ...
 
 
 class Sleep:
-    """Says when the core sleeps and what it has given up for that.
+    """Decides when the core sleeps and which memory it releases.
 
-    A sleep belongs to the core, not to the client that asked for it, and stands beside a pause: a core generates when
-    it is neither asleep nor paused. Calls are carried out by `settle`, in their order. A wake-up that fails gives back
-    what it has taken; only when all is there do requests go on.
+    A sleep belongs to the core, not to the client that asked for it, and is independent of a pause: a core generates
+    when it is neither asleep nor paused. `settle` carries out calls in their order. A wake-up that fails releases again
+    what it restored; requests continue only when everything is restored.
     """
 
     def __init__(
@@ -58,48 +58,49 @@ class Sleep:
         send_ends: Callable[[list[tuple[int, Finished]]], None],
         note: Callable[[SleepState], None],
     ) -> None:
-        """`send_ends` tells clients, by number, which of their requests have ended; `note` is told every new state,
-        before whoever has asked for it is.
+        """`send_ends` tells clients, by number, which of their requests have ended.
+
+        `note` is called with every new state, before the client that asked for it gets its answer.
         """
         self._scheduler = scheduler
         self._memory = memory
         self._send_ends = send_ends
         self._note = note
-        self._wishes: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        self._queue: deque[tuple[Future[None], Callable[[], None]]] = deque()
         self.state = AWAKE
 
     def sleep(self, level: int, mode: str = "keep") -> "Future[None]":
-        """Give up the KV cache, and weights on the device (1) or altogether (2); done when that has come about.
+        """Release the KV cache and move the weights to host memory (level 1) or drop them (level 2).
 
-        Requests that are live are held, or with `mode` "abort" ended. A core that sleeps already goes to the deeper of
-        the two levels. The result is a RuntimeError where the weights find no room, and the core goes on then. Raises
-        ValueError for another level or mode.
+        The future is done when the core sleeps. Live requests are held, or aborted if `mode` is "abort". A core that
+        sleeps already goes to the deeper of the two levels. If the weights do not fit in host memory, the future holds
+        a RuntimeError and the core continues. Raises ValueError for another level or mode.
         """
         check_sleep(level, mode)
-        return self._wish(lambda: self._fall_asleep(level, mode))
+        return self._enqueue(lambda: self._fall_asleep(level, mode))
 
     def wake_up(self, *tags: str) -> "Future[None]":
-        """Take back what `tags` name, or everything; requests go on when nothing is missing any more.
+        """Restore the memory that `tags` name, or all of it; requests continue when nothing is missing.
 
-        Of what is there, and of a core that is awake, nothing. The result is a RuntimeError where it cannot be had, and
-        the core is as before then. Raises ValueError for other tags.
+        No-op if that memory is present or the core is awake. If it cannot be restored, the future holds a RuntimeError
+        and the core stays as it was. Raises ValueError for other tags.
         """
         wanted = check_wake_up(tags or None)
-        return self._wish(lambda: self._wake(wanted))
+        return self._enqueue(lambda: self._wake(wanted))
 
     @property
     def is_due(self) -> bool:
-        """There is something to `settle`."""
-        return bool(self._wishes)
+        """Whether a call waits for `settle`."""
+        return bool(self._queue)
 
     def settle(self) -> None:
-        """Carry out the calls that are due; no step may be in flight.
+        """Carry out the queued calls. No step may be pending.
 
-        To be called before any later message is read, so that nobody sees the core as it was before. Raises what shows
-        that the core cannot go on.
+        Must be called before any later message is read, so that no client sees the former state. Raises an error of the
+        device, after which the core cannot continue.
         """
-        while self._wishes:
-            done, carry_out = self._wishes.popleft()
+        while self._queue:
+            done, carry_out = self._queue.popleft()
             try:
                 carry_out()
             except _Setback as setback:
@@ -107,25 +108,25 @@ class Sleep:
             else:
                 done.set_result(None)
 
-    def _wish(self, carry_out: Callable[[], None]) -> "Future[None]":
+    def _enqueue(self, carry_out: Callable[[], None]) -> "Future[None]":
         done: Future[None] = Future()
-        self._wishes.append((done, carry_out))
+        self._queue.append((done, carry_out))
         return done
 
     def _fall_asleep(self, level: int, mode: str) -> None:
         if WEIGHTS in self.state.missing:
             level = max(level, self.state.level)
         try:
-            self._give_up(WEIGHTS, level)
+            self._release(WEIGHTS, level)
         except RuntimeError as error:
             raise _Setback(
-                f"the core cannot have its weights in host memory, and goes on as before: {error}; free some, or call "
-                "sleep with level=2"
+                f"the core cannot move its weights to host memory, and continues as before: {error}; free memory, or "
+                "call sleep with level=2"
             ) from None
         if mode == "abort":
             self._send_ends(self._scheduler.abort_all())
         self._scheduler.fall_asleep()
-        self._give_up(KV_CACHE, level)
+        self._release(KV_CACHE, level)
         self._enter(SleepState(level, SLEEP_TAGS))
 
     def _wake(self, tags: tuple[str, ...]) -> None:
@@ -133,24 +134,24 @@ class Sleep:
         left = tuple(tag for tag in missing if tag not in tags)
         if left == missing:
             return
-        taken: list[str] = []
+        restored: list[str] = []
         why = None
         try:
             for tag in missing:
                 if tag in tags:
-                    taken.append(tag)
-                    self._take_back(tag)
+                    restored.append(tag)
+                    self._restore(tag)
             if not left:
                 self._memory.prepare()
         except _SETBACKS as error:
             why = f"{type(error).__name__}: {error}"
-        # The error is gone, and with it the frames that refer to what has been taken.
+        # Outside of `except`: the error holds frames that refer to the restored memory.
         if why is not None:
-            for tag in taken:
-                self._give_up(tag, level)
+            for tag in restored:
+                self._release(tag, level)
             raise _Setback(
-                f"the core stays asleep, as it cannot have {' and '.join(taken)} back: {why}; put that right, and call "
-                "wake_up again"
+                f"the core stays asleep, because it cannot restore {' and '.join(restored)}: {why}; solve that, and "
+                "call wake_up again"
             )
         if left:
             self._enter(SleepState(level, left))
@@ -162,7 +163,7 @@ class Sleep:
         self.state = state
         self._note(state)
 
-    def _give_up(self, tag: str, level: int) -> None:
+    def _release(self, tag: str, level: int) -> None:
         if tag == KV_CACHE:
             self._memory.drop_cache()
         elif level == 1:
@@ -170,7 +171,7 @@ class Sleep:
         else:
             self._memory.drop_weights()
 
-    def _take_back(self, tag: str) -> None:
+    def _restore(self, tag: str) -> None:
         if tag == KV_CACHE:
             self._memory.restore_cache()
         else:
@@ -178,4 +179,4 @@ class Sleep:
 
 
 class _Setback(Exception):
-    """What was asked for cannot be had, and the core is as before."""
+    """A call failed, and the core is as before."""

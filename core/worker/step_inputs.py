@@ -1,4 +1,4 @@
-"""A step laid out token by token, as the model and its attention take it."""
+"""A scheduled step token by token, as the model and its attention read it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +15,17 @@ from vllm_mp.kernels.ops import AttentionMetadata
 def step_inputs(
     step: ScheduledStep, batch: Batch, block_size: int, to_device: Callable[[npt.NDArray[Any]], Tensor]
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-    """Token ids and positions, int64 [num_tokens] each, and where attention looks.
+    """Return token ids and positions, int64 [num_tokens] each, and where attention reads.
 
-    The id of a token that `step.awaits` is whatever the batch has in its place.
+    The id of a token that the step awaits (`step.awaits`) is arbitrary.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
     row_of = np.repeat(rows, counts)
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed_tokens[rows], counts)
     input_ids = batch.token_ids[row_of, positions].astype(np.int64)
-    slots = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
-    slots += positions % block_size
+    cells = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
+    cells += positions % block_size
     seq_lens = batch.num_computed_tokens[rows] + counts
     max_seq_len = int(seq_lens.max())
     blocks = batch.block_table[rows, : -(-max_seq_len // block_size)]
@@ -33,7 +33,7 @@ def step_inputs(
         query_start=to_device(np.concatenate([[0], ends]).astype(np.int32)),
         seq_lens=to_device(seq_lens.astype(np.int32)),
         block_table=to_device(blocks),
-        cell_mapping=to_device(slots),
+        cell_mapping=to_device(cells),
         query_lens=counts.tolist(),
         host_seq_lens=seq_lens.tolist(),
         num_decodes=step.num_decodes,

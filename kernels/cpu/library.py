@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from vllm_mp.cpu_info import cpu_flags
+
 logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "VLLM_MP_CPU_KERNELS"
@@ -188,17 +190,9 @@ def load(name: str) -> Library | None:
 
 
 def runnable_builds() -> list[str]:
-    """Return the names of the builds that this processor runs, the fastest first."""
-    flags = _processor_flags()
+    """The names of the builds that this processor runs, the fastest first."""
+    flags = cpu_flags()
     return [name for name, needs in _NEEDS.items() if needs <= flags]
 
 
-_REMEDY: Final = "install a C++ compiler, then reinstall this package"
-
-
-def _processor_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+_REMEDY: Final = "install a C++ compiler, and then this package again"

@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_mp.kernels.reference import NO_PLACE
+from vllm_mp.kernels.sampling import NO_PLACE, DrawParams, filter_logits
 from vllm_mp.kernels.triton.launch import Options, options
+
+FUSED_FILTERS = frozenset({"min_p", "top_k", "top_p"})
+"""The last of `SAMPLING_FILTERS`, which the kernels apply themselves."""
 
 _NO_PLACE = tl.constexpr(NO_PLACE)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -23,19 +26,36 @@ def argmax(scores: Tensor) -> Tensor:
     return _highest(scores, options("argmax", scores.device))[1]
 
 
-def sample(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """See `reference.sample`."""
+def sample(logits: Tensor, params: DrawParams) -> Tensor:
+    """See `kernels.sampling.sample`."""
+    if others := [one for one in params.filters if one.name not in FUSED_FILTERS]:
+        logits = filter_logits(logits, params, others)
     num_rows, size = logits.shape
     launch = options("argmax", logits.device)
     highest, tokens = _highest(logits, launch)
-    # What is drawn from: how far each token is below the likeliest, as bits.
+    # How far each token is below the most likely one, as bits.
     depths = torch.empty((num_rows, size), dtype=torch.int32, device=logits.device)
     if num_rows:
         _depth_kernel[(num_rows, triton.cdiv(size, launch["ELEMENTS"]))](
-            logits, highest, temperature, min_p.log(), depths, logits.stride(0), logits.stride(1), SIZE=size, **launch
+            logits,
+            highest,
+            params.temperature,
+            params.min_p.log(),
+            depths,
+            logits.stride(0),
+            logits.stride(1),
+            SIZE=size,
+            **launch,
         )
         _sample_kernel[(num_rows,)](
-            depths, temperature, top_k, top_p, uniform, tokens, SIZE=size, **options("sample", logits.device)
+            depths,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.uniform,
+            tokens,
+            SIZE=size,
+            **options("sample", logits.device),
         )
     return tokens
 

@@ -17,6 +17,7 @@ from vllm_mp import EngineGenerateError, RequestOutputKind, SamplingParams
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.greedy_parity import NEAR_TIE, num_preemptions
 from vllm_mp.testing.prompts import PROMPTS
+from vllm_mp.testing.sampling_cases import CASES
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 PROMPT = "Once upon a time, in a village by the sea,"
@@ -421,6 +422,32 @@ def test_an_answer_that_does_not_fit_ends_at_the_context(busy):
     completions = [output.outputs[0] for output in ask(busy, *requests)]
     assert [len(one.token_ids) for one in completions] == [14, 14, 14, 5]
     assert {one.finish_reason for one in completions} == {"length"}
+
+
+def visible(outputs):
+    """What a consumer sees of an answer."""
+    return [
+        (
+            output.prompt_token_ids,
+            output.prompt_logprobs,
+            [(one.index, one.text, one.token_ids, one.logprobs, one.finish_reason) for one in output.outputs],
+        )
+        for output in outputs
+    ]
+
+
+def test_every_served_parameter_changes_an_answer(llm):
+    async def seen(params):
+        params = {"max_tokens": 12, **params}
+        return visible([output async for output in llm.generate(PROMPT, SamplingParams(**params))])
+
+    async def run():
+        runs = [(case.base, case.base, {**case.base, name: case.shown}) for name, case in CASES.items()]
+        return await asyncio.gather(*(asyncio.gather(*map(seen, run)) for run in runs))
+
+    answers = dict(zip(CASES, asyncio.run(run()), strict=True))
+    assert [name for name, (without, again, _) in answers.items() if without != again] == []
+    assert [name for name, (without, _, shown) in answers.items() if without == shown] == []
 
 
 def test_without_parameters_those_of_the_generation_config_apply(busy):

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from support.paged_batch import MIXED, PagedBatch
 from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
+from vllm_mp.testing.sampling_cases import draw_params
 
 TABLES = {(9, 0): launch._HOPPER, (8, 6): launch._SMALL}
 FLOAT8_TABLES = {(9, 0): launch._HOPPER, (8, 9): launch._SMALL}
@@ -81,8 +82,8 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
     operations.rotary(q, k, positions, table)
     operations.write_kv(k, v, *caches, positions)
     operations.rotary_write_kv(q, k, v, positions, table, *caches, positions)
-    logits, column = torch.ones(4, 128_256, dtype=dtype), torch.ones(4)
-    operations.sample(logits, column, column, column.long(), column, column.double())
+    logits = torch.ones(4, 128_256, dtype=dtype)
+    operations.sample(logits, draw_params([{}] * len(logits), torch.zeros(4, dtype=torch.float64)))
 
 
 def call_float8(dtype: torch.dtype) -> None:

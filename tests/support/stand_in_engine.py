@@ -13,7 +13,7 @@ from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput
-from vllm_mp.core.worker.logit_rules import LogitRules
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.sampler import NO_TOKEN
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.pooling_params import PoolingParams
@@ -149,7 +149,7 @@ class Engine:
             isolate_until_num_tokens=isolate_until_num_tokens,
         )
         if not pooled:
-            request.rules = LogitRules.of(request.sampling, [])
+            request.logits_processors = LogitsProcessors.from_params(request.sampling, [])
         self.scheduler.add(request)
         return request
 

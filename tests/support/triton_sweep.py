@@ -15,7 +15,9 @@ from support.gpu_device import DEVICE as GPU_DEVICE
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import FLOAT8
+from vllm_mp.kernels.sampling import DrawParams
 from vllm_mp.kernels.triton import launch, operations
+from vllm_mp.testing.sampling_cases import DRAWS, draw_params
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else GPU_DEVICE
@@ -441,32 +443,11 @@ def test_the_highest_of_scores_that_lie_within_others() -> None:
     assert operations.argmax(scores.to(DEVICE)).tolist() == reference.argmax(scores).tolist()
 
 
-def columns(knobs: list[dict[str, float]], uniform: Tensor) -> list[Tensor]:
-    """temperature, min_p, top_k, top_p and uniform of `reference.sample`, one row for each of `knobs`."""
-    none = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}
-    values = {name: torch.tensor([{**none, **row}[name] for row in knobs]) for name in none}
-    return [
-        *(values[n].float() for n in ("temperature", "min_p")),
-        values["top_k"].long(),
-        values["top_p"].float(),
-        uniform,
-    ]
+def on_device(params: DrawParams) -> DrawParams:
+    return DrawParams(*at(DEVICE, *params[:-1]), filters=params.filters)
 
 
-KNOBS: list[dict[str, float]] = [
-    {},
-    {"temperature": 0},
-    {"temperature": 0.3},
-    {"top_k": 5},
-    {"top_k": 10_000},
-    {"top_p": 0.7},
-    {"min_p": 0.1},
-    {"temperature": 1.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02},
-    {"top_p": 1e-6},
-    {"min_p": 1.0},
-    {"top_k": 1},
-    {"temperature": 1e-4},
-]
+KNOBS: list[dict[str, float]] = [{}, {"temperature": 0}, {"temperature": 1e-4}, *DRAWS]
 
 
 def uniforms(count: int, seed: int = 0) -> Tensor:
@@ -478,9 +459,9 @@ def uniforms(count: int, seed: int = 0) -> Tensor:
 def test_draws_are_those_of_the_definition(size: int) -> None:
     knobs = KNOBS * 3
     logits = 3 * torch.randn(len(knobs), size)
-    inputs = columns(knobs, uniforms(len(knobs)))
-    got = operations.sample(*at(DEVICE, logits, *inputs))
-    assert got.tolist() == reference.sample(logits, *inputs).tolist()
+    inputs = draw_params(knobs, uniforms(len(knobs)))
+    got = operations.sample(logits.to(DEVICE), on_device(inputs))
+    assert got.tolist() == reference.sample(logits, inputs).tolist()
 
 
 @pytest.mark.parametrize("top_p", [0.2, 0.55, 0.9])
@@ -490,25 +471,25 @@ def test_of_equally_likely_tokens_the_first_are_kept(top_p: float) -> None:
         torch.randint(0, 4, (24, 100), generator=torch.Generator().manual_seed(1))
     ]
     uniform = torch.linspace(0, 1 - 2**-40, 24, dtype=torch.float64)
-    inputs = columns([{"top_p": top_p, "temperature": 0.9}] * 24, uniform)
-    got = operations.sample(*at(DEVICE, logits, *inputs))
-    assert got.tolist() == reference.sample(logits, *inputs).tolist()
+    inputs = draw_params([{"top_p": top_p, "temperature": 0.9}] * 24, uniform)
+    got = operations.sample(logits.to(DEVICE), on_device(inputs))
+    assert got.tolist() == reference.sample(logits, inputs).tolist()
 
 
 def test_ties_with_the_last_of_the_top_k_stay() -> None:
     logits = torch.randint(0, 6, (30, 90), generator=torch.Generator().manual_seed(2)).float()
-    inputs = columns([{"top_k": k} for k in range(1, 31)], uniforms(30))
-    got = operations.sample(*at(DEVICE, logits, *inputs))
-    assert got.tolist() == reference.sample(logits, *inputs).tolist()
+    inputs = draw_params([{"top_k": k} for k in range(1, 31)], uniforms(30))
+    got = operations.sample(logits.to(DEVICE), on_device(inputs))
+    assert got.tolist() == reference.sample(logits, inputs).tolist()
 
 
 def test_rows_that_are_not_numbers_get_no_token_and_the_others_theirs() -> None:
     logits = torch.randn(6, 130)
     logits[1, 5], logits[2, -1], logits[3] = torch.nan, torch.inf, -torch.inf
     logits[4, 1:] = -torch.inf
-    inputs = columns([{"top_k": 20, "top_p": 0.8}] * 6, uniforms(6))
-    got = operations.sample(*at(DEVICE, logits, *inputs))
-    assert got.tolist() == reference.sample(logits, *inputs).tolist()
+    inputs = draw_params([{"top_k": 20, "top_p": 0.8}] * 6, uniforms(6))
+    got = operations.sample(logits.to(DEVICE), on_device(inputs))
+    assert got.tolist() == reference.sample(logits, inputs).tolist()
     assert got.tolist()[1:5] == [reference.NO_PLACE] * 3 + [0]
 
 
@@ -516,7 +497,7 @@ def test_the_ends_of_the_distribution_are_tokens_that_have_probability() -> None
     logits = torch.full((2, 150), -torch.inf)
     logits[:, 4] = logits[:, 70] = 0
     uniform = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
-    got = operations.sample(*at(DEVICE, logits, *columns([{}, {}], uniform)))
+    got = operations.sample(logits.to(DEVICE), on_device(draw_params([{}, {}], uniform)))
     assert got.tolist() == [4, 70]
 
 
@@ -524,4 +505,4 @@ def test_no_place_beyond_the_last_token_is_drawn_where_sums_differ_in_their_last
     logits = 8 * torch.randn(60, 64)
     logits[:, 55:] = -torch.inf
     uniform = torch.full((60,), 1 - 2.0**-52, dtype=torch.float64)
-    assert operations.sample(*at(DEVICE, logits, *columns([{}] * 60, uniform))).max() < 55
+    assert operations.sample(logits.to(DEVICE), on_device(draw_params([{}] * 60, uniform))).max() < 55

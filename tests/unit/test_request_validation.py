@@ -1,4 +1,4 @@
-"""Which requests can run on a given model and engine; what cannot is refused with field, value and remedy."""
+"""Requests that cannot run on a given model and engine are refused with field, value and remedy."""
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from vllm_mp.config import (
 )
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.request_validation import check_pooling, check_request
+from vllm_mp.request_validation import validate_generation, validate_pooling
 from vllm_mp.sampling_params import SamplingParams
 
 VOCAB, CONTEXT, HIDDEN, MAX_SEQS = 100, 32, 64, 4
@@ -78,7 +78,7 @@ def config(max_logprobs=20, **changes):
 
 def admit(params=None, num_prompt_tokens=5, output=(), bad_words=(), request_id="id", engine=None, prompt=None):
     prompt = np.arange(num_prompt_tokens, dtype=np.int32) if prompt is None else np.array(prompt, np.int32)
-    return check_request(
+    return validate_generation(
         request_id, prompt, np.array(output, np.int32), params or SamplingParams(), list(bad_words), engine or config()
     )
 
@@ -106,11 +106,11 @@ def test_an_answer_ends_at_max_tokens_or_with_the_context(num_prompt_tokens, max
     assert admit(SamplingParams(max_tokens=max_tokens), num_prompt_tokens) == total
 
 
-def test_an_answer_that_was_begun_elsewhere_goes_on_to_the_same_end():
+def test_an_answer_that_another_core_began_has_the_same_limit():
     params = SamplingParams(max_tokens=3)
     assert admit(params, output=[1, 2]) == admit(params) == 8
     message = refusal(params=params, output=[1, 2, 3])
-    assert message == "the answer has 3 tokens already, which is all that the request allows"
+    assert message == "the answer is complete: it has 3 tokens, the limit of the request"
 
 
 def test_a_prompt_must_leave_room_for_a_token():
@@ -123,7 +123,7 @@ def test_a_prompt_must_leave_room_for_a_token():
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1])
-def test_token_ids_out_of_vocabulary_are_refused_wherever_they_are(token):
+def test_token_ids_out_of_the_vocabulary_are_refused_in_every_field(token):
     range_of = f"must be in [0, {VOCAB}), the model's vocabulary, got {token}"
     assert refusal(prompt=[1, token, 2]) == f"prompt_token_ids {range_of}"
     assert refusal(output=[token]) == f"the answer so far {range_of}"
@@ -134,7 +134,7 @@ def test_token_ids_out_of_vocabulary_are_refused_wherever_they_are(token):
         assert refusal(params=SamplingParams(logit_bias={5: 1, token: 1})) == f"logit_bias {range_of}"
 
 
-def test_the_whole_vocabulary_may_be_named():
+def test_every_token_of_the_vocabulary_is_accepted():
     every = list(range(VOCAB))
     params = SamplingParams(
         stop_token_ids=every, allowed_token_ids=every, logit_bias=dict.fromkeys(every, 1), bad_words=["x"]
@@ -155,11 +155,11 @@ def test_the_whole_vocabulary_may_be_named():
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_bad_words_that_no_client_makes_are_refused_by_name(words, bad_words, message):
+def test_malformed_bad_words_are_refused_by_name(words, bad_words, message):
     assert refusal(params=SamplingParams(bad_words=words), bad_words=bad_words) == message
 
 
-def test_bad_words_have_two_spellings_of_many_tokens():
+def test_bad_words_may_have_two_spellings_of_many_tokens():
     admit(SamplingParams(bad_words=["a", "b"]), bad_words=[[1], [2], [3], [4] * 1024])
 
 
@@ -174,7 +174,7 @@ def test_bad_words_have_two_spellings_of_many_tokens():
         (VOCAB + 50, [VOCAB + 50, -1], [VOCAB + 51]),
     ],
 )
-def test_log_probabilities_have_the_engines_limit(name, limit, accepted, refused):
+def test_logprobs_have_the_limit_of_the_engine(name, limit, accepted, refused):
     engine = config(max_logprobs=limit)
     for wanted in accepted:
         admit(SamplingParams(**{name: wanted}), engine=engine)
@@ -185,16 +185,17 @@ def test_log_probabilities_have_the_engines_limit(name, limit, accepted, refused
         assert "max_logprobs" in message
 
 
-def test_more_answers_may_be_asked_for_than_are_written_at_once():
+def test_n_may_exceed_max_num_seqs():
     admit(SamplingParams(n=MAX_SEQS + 1))
 
 
-def test_min_tokens_must_fit_behind_the_prompt():
+def test_min_tokens_must_fit_after_the_prompt():
     room = CONTEXT - 5
     assert admit(SamplingParams(min_tokens=room, max_tokens=None)) == CONTEXT
     message = refusal(params=SamplingParams(min_tokens=room + 1, max_tokens=None))
     assert message.startswith(f"min_tokens must be at most {room}")
-    assert message.endswith(f"max_model_len={CONTEXT}, got {room + 1}")
+    assert f"max_model_len={CONTEXT} " in message
+    assert message.endswith(f"the prompt of 5 tokens, got {room + 1}")
 
 
 def test_request_ids_have_bounds():
@@ -203,24 +204,24 @@ def test_request_ids_have_bounds():
     assert refusal(request_id="\ud800").startswith("request_id must be valid Unicode")
 
 
-def test_what_is_not_served_is_refused_by_the_core_too():
+def test_fields_that_are_not_served_are_refused_by_the_core_too():
     with pytest.raises(NotImplementedError, match="structured_outputs"):
         admit(SamplingParams(structured_outputs={"regex": "a"}))
 
 
-def test_an_encoder_writes_nothing():
+def test_an_encoder_generates_nothing():
     encoder = config()
     encoder.model_config.architecture = msgspec.structs.replace(encoder.model_config.architecture, is_encoder=True)
     assert refusal(engine=encoder) == "m is an encoder and generates no text; call encode() for its embeddings"
 
 
 def pool(params=None, num_prompt_tokens=5, request_id="id"):
-    check_pooling(request_id, np.arange(num_prompt_tokens, dtype=np.int32), params or PoolingParams(), config())
+    validate_pooling(request_id, np.arange(num_prompt_tokens, dtype=np.int32), params or PoolingParams(), config())
 
 
-def test_pooling_takes_prompts_up_to_the_whole_context_and_vectors_up_to_the_models():
+def test_pooling_accepts_prompts_of_the_whole_context_and_vectors_of_the_hidden_size():
     pool(PoolingParams(dimensions=HIDDEN), CONTEXT)
-    with pytest.raises(ValueError, match=f"{CONTEXT + 1} tokens, and max_model_len={CONTEXT}"):
+    with pytest.raises(ValueError, match=f"too long: {CONTEXT + 1} tokens, the limit is max_model_len={CONTEXT}"):
         pool(num_prompt_tokens=CONTEXT + 1)
     with pytest.raises(ValueError, match="empty"):
         pool(num_prompt_tokens=0)
@@ -229,4 +230,4 @@ def test_pooling_takes_prompts_up_to_the_whole_context_and_vectors_up_to_the_mod
     with pytest.raises(ValueError, match="request_id"):
         pool(request_id="x" * 1025)
     with pytest.raises(ValueError, match=rf"prompt_token_ids must be in \[0, {VOCAB}\).*got 100"):
-        check_pooling("id", np.array([VOCAB], np.int32), PoolingParams(), config())
+        validate_pooling("id", np.array([VOCAB], np.int32), PoolingParams(), config())

@@ -1,53 +1,76 @@
-"""What a request may ask for: every rule on parameters holds, and whoever breaks one is told field, value and range."""
+"""Sampling parameters out of range are refused with field, value and range."""
 
 import math
+import random
 from fractions import Fraction
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
 from vllm_mp import wire
-from vllm_mp.sampling_params import RequestOutputKind, SamplingParams, check_served
+from vllm_mp.sampling_params import PARAMETERS, Integer, Number, SamplingParams, Switch, _declared, check_served
+from vllm_mp.testing.sampling_cases import CASES, SHOWN_ELSEWHERE, every_field, random_params, refused_fields
 
-BOOLEANS = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-)
-RANGES = [
-    ("n", 1, 1_024),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
-    ("repetition_penalty", 1e-6, 1e6),
-    ("temperature", 0, 1e6),
-    ("top_p", 1e-9, 1),
-    ("top_k", -1, 2**31 - 1),
-    ("min_p", 0, 1),
-    ("seed", -(2**63), 2**63 - 1),
-    ("max_tokens", 1, 2**31 - 1),
-    ("min_tokens", 0, 16),
-    ("logprobs", -1, 2**31 - 1),
-    ("prompt_logprobs", -1, 2**31 - 1),
-    ("truncate_prompt_tokens", -1, 2**31 - 1),
-]
-"""Both ends belong to the range."""
-INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+REPOSITORY = Path(__file__).parents[2]
+
+BOOLEANS = [name for name, parameter in PARAMETERS.items() if isinstance(parameter, Switch)]
+RANGES = [(name, *case.range) for name, case in CASES.items() if case.range is not None]
+"""(field, low, high, the range as a refusal writes it); both ends belong to the range."""
+INTEGERS = [name for name, parameter in PARAMETERS.items() if isinstance(parameter, Integer)]
+NUMBERS = [name for name, parameter in PARAMETERS.items() if isinstance(parameter, Number)]
 
 
 def refusal(error, **fields):
-    """The message that a set of parameters is refused with."""
+    """Return the message with which parameters are refused."""
     with pytest.raises(error) as caught:
         SamplingParams(**fields)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "low", "high"), RANGES)
-def test_both_ends_of_a_range_are_accepted(name, low, high):
+def test_every_field_is_shown_to_be_served_or_refused():
+    """A new field needs a case that shows what it changes, or a declaration that refuses it."""
+    fields = set(SamplingParams.__struct_fields__)
+    assert CASES.keys() | SHOWN_ELSEWHERE.keys() | refused_fields() == fields
+    assert len(CASES) + len(SHOWN_ELSEWHERE) + len(refused_fields()) == len(fields), "each field in one place"
+    for name, path in SHOWN_ELSEWHERE.items():
+        assert name in (REPOSITORY / path).read_text()
+
+
+def test_every_number_has_a_range_in_the_cases():
+    assert {name for name, *_ in RANGES} == {*NUMBERS, *INTEGERS} - {"best_of"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_values_of_the_cases_are_valid_and_the_first_is_not_the_default(name):
+    given = [getattr(SamplingParams(**{name: value}), name) for value in CASES[name].values]
+    assert given[0] != getattr(SamplingParams(), name)
+    SamplingParams(**every_field())
+
+
+def test_random_parameters_are_valid_and_reach_every_field():
+    seen = set()
+    for seed in range(300):
+        params = random_params(random.Random(seed), 0.3)
+        SamplingParams(**params)
+        seen |= params.keys()
+    assert seen == CASES.keys()
+
+
+def test_a_field_without_a_declaration_is_an_error():
+    undeclared = msgspec.defstruct("SamplingParams", [("fake", float, 0.0)])
+    with pytest.raises(TypeError, match=r"SamplingParams\.fake has no declaration"):
+        _declared(msgspec.structs.fields(undeclared)[0])
+
+
+@pytest.mark.parametrize(("name", "low", "high", "limits"), RANGES)
+def test_both_ends_of_a_range_are_accepted_and_values_beyond_are_refused(name, low, high, limits):
     for value in (low, high):
         assert getattr(SamplingParams(**{name: value}), name) == value
+    least = 0 if limits.startswith("(") else low
+    for value in (least - 1, *([0] if limits.startswith("(") else []), *([] if name == "min_tokens" else [high + 1])):
+        assert refusal(ValueError, **{name: value}) == f"{name} must be in {limits}, got {value}"
 
 
 @pytest.mark.parametrize(
@@ -89,17 +112,15 @@ def test_a_number_out_of_range_is_refused_with_field_value_and_range(name, value
     assert f"got {value}" in message
 
 
-@pytest.mark.parametrize(
-    "name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p"]
-)
+@pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, -(10**400), np.float32("nan")], ids=repr)
-def test_what_is_no_finite_float_is_refused_by_name(name, value):
+def test_numbers_that_are_not_finite_are_refused_by_name(name, value):
     message = refusal(ValueError, **{name: value})
     assert message.startswith(f"{name} must be in")
     assert f"got {value}" in message
 
 
-@pytest.mark.parametrize("name", [name for name, _, _ in RANGES])
+@pytest.mark.parametrize("name", [name for name, *_ in RANGES])
 def test_a_number_of_the_wrong_type_is_refused_by_name(name):
     for value in (True, np.bool_(True), "1", [1], 1j, *([1.5] if name in INTEGERS else [])):
         message = refusal(TypeError, **{name: value})
@@ -150,7 +171,7 @@ def test_texts_have_bounds_in_number_and_length(name, most):
     assert refusal(TypeError, **{name: ["a", 3]}) == f"{name} must hold strings, got 3"
 
 
-def test_one_stop_string_does_for_a_list_and_none_for_an_empty_one():
+def test_one_stop_string_stands_for_a_list_and_none_for_an_empty_list():
     assert SamplingParams(stop="END").stop == ["END"]
     assert refusal(ValueError, stop="").startswith("stop must hold strings of 1 to")
     params = SamplingParams()
@@ -159,7 +180,7 @@ def test_one_stop_string_does_for_a_list_and_none_for_an_empty_one():
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
 @pytest.mark.parametrize("value", [5, 0, {1: 2}, np.array([1, 2]), 1.5], ids=repr)
-def test_what_is_no_list_is_refused_by_name(name, value):
+def test_values_that_are_not_lists_are_refused_by_name(name, value):
     message = refusal(TypeError, **{name: value})
     assert message.startswith(f"{name} must be a list")
     assert repr(value) in message
@@ -175,7 +196,7 @@ def test_token_ids_are_integers_in_range(name):
         assert refusal(TypeError, **{name: [3, value]}) == f"{name} must hold token ids, got {value!r}"
 
 
-def test_allowing_no_token_at_all_is_refused():
+def test_an_empty_list_of_allowed_tokens_is_refused():
     assert refusal(ValueError, allowed_token_ids=[]).startswith("allowed_token_ids must not be empty")
 
 
@@ -207,13 +228,13 @@ def test_a_bias_of_the_wrong_form_is_refused_by_name(value, error, words):
     assert refusal(error, logit_bias=value) == words
 
 
-def test_best_of_is_refused_with_a_reason_unless_it_is_n():
+def test_best_of_is_refused_with_a_reason_unless_it_equals_n():
     assert SamplingParams(n=3, best_of=3).best_of == 3
     message = refusal(ValueError, n=2, best_of=4)
-    assert message.startswith("best_of must be None or equal to n=2, got 4: answers that nobody receives")
+    assert message.startswith("best_of must be None or equal to n=2, got 4: no answers are drawn that are not returned")
 
 
-def test_several_greedy_answers_are_refused_because_they_would_be_the_same():
+def test_several_greedy_answers_are_refused():
     assert SamplingParams(n=1, temperature=0).n == 1
     message = refusal(ValueError, n=2, temperature=0)
     assert message.startswith("n must be 1 with temperature=0, got 2: all answers would be the same")
@@ -225,13 +246,13 @@ def test_stop_strings_need_text():
     assert SamplingParams(stop_token_ids=[1], detokenize=False).stop_token_ids == [1]
 
 
-def test_min_tokens_may_be_as_many_as_max_tokens_and_anything_where_there_is_no_limit():
+def test_min_tokens_may_equal_max_tokens_and_has_no_limit_without_max_tokens():
     assert SamplingParams(min_tokens=16).min_tokens == 16
     assert SamplingParams(min_tokens=5000, max_tokens=None).min_tokens == 5000
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, ["a"], 5], ids=repr)
-def test_extra_args_that_nobody_reads_are_refused(value):
+def test_extra_args_are_refused(value):
     message = refusal(ValueError, extra_args=value)
     assert message.startswith("extra_args must be empty, got")
     assert repr(value) in message
@@ -243,18 +264,18 @@ def test_a_seed_of_minus_one_is_none():
 
 
 @pytest.mark.parametrize("value", [3, "DELTA", None])
-def test_an_output_kind_that_there_is_not_is_refused(value):
+def test_an_unknown_output_kind_is_refused(value):
     assert refusal(ValueError, output_kind=value) == f"output_kind must be a RequestOutputKind, got {value!r}"
 
 
 @pytest.mark.parametrize("name", ["guided_decoding", "structured_outputs"])
-def test_what_is_not_served_is_named(name):
+def test_fields_that_are_not_served_are_refused_by_name(name):
     check_served(SamplingParams())
     with pytest.raises(NotImplementedError, match=rf"{name}=.*'regex'.*not served"):
         check_served(SamplingParams(**{name: {"regex": "a+"}}))
 
 
-def test_a_copy_shares_nothing_that_a_caller_changes():
+def test_parameters_keep_copies_of_lists():
     ids, bias, stop = [1], {1: 1.0}, ["x"]
     params = SamplingParams(stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias, stop=stop)
     copy = params.clone()
@@ -271,30 +292,15 @@ def test_a_copy_shares_nothing_that_a_caller_changes():
     assert params.temperature == 1.0
 
 
-FULL = {
+FULL = every_field() | {
     "n": 3,
     "best_of": 3,
-    "presence_penalty": -0.5,
-    "frequency_penalty": 1.5,
-    "repetition_penalty": 1.1,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "top_k": 7,
-    "min_p": 0.1,
     "seed": -(2**63),
     "stop": ["é", "\0"],
-    "stop_token_ids": [0, 5],
-    "bad_words": ["no", " way"],
-    "ignore_eos": True,
     "max_tokens": None,
-    "min_tokens": 3,
     "logprobs": -1,
-    "prompt_logprobs": 0,
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
-    "include_stop_str_in_output": True,
     "truncate_prompt_tokens": -1,
-    "output_kind": RequestOutputKind.FINAL_ONLY,
+    "spaces_between_special_tokens": False,
     "logit_bias": {0: -1e6, 2**31 - 1: 0.1},
     "allowed_token_ids": [2, 1, 2],
 }
@@ -304,8 +310,7 @@ def test_parameters_cross_the_wire_unchanged():
     for params in (SamplingParams(), SamplingParams(**FULL), SamplingParams(stop_token_ids=[1], detokenize=False)):
         message = wire.AddRequest(1, 0, "id", b"", params)
         assert wire.decode_client_message(wire.encode(message)).params == params
-    left_out = {"detokenize", "guided_decoding", "structured_outputs", "extra_args"}
-    assert FULL.keys() | left_out == set(SamplingParams.__struct_fields__)
+    assert FULL.keys() | {"detokenize"} | refused_fields() == set(SamplingParams.__struct_fields__)
 
 
 def test_json_bias_of_string_keys_means_the_same():

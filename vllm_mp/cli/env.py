@@ -7,8 +7,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
+from vllm_mp.cpu_info import cpu_name
 from vllm_mp.model_store import cache_root
 
 USAGE = ""
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [("python", f"{platform.python_version()} ({sys.executable})"), ("platform", platform.platform())]
     rows += [(name, _version(name)) for name in _PACKAGES]
     rows += [
-        ("cpu", f"{_cpu()}, {len(os.sched_getaffinity(0))} cores"),
+        ("cpu", f"{cpu_name() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"),
         ("memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"),
         ("gpu", _gpus()),
         ("cache", str(cache_root())),
@@ -54,13 +54,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _cpu() -> str:
-    """Return the processor's name, or its architecture if it has no name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _gpus() -> str:

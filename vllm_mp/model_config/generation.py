@@ -1,32 +1,29 @@
-"""What a model's generation_config.json says: where answers end, and how they are sampled unless a request says."""
+"""What a model's generation_config.json says: where answers end, and the defaults of sampling parameters."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
 from vllm_mp.model_config.json_file import read_json
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.sampling_params import PARAMETERS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
+_FIELDS = {
+    parameter.generation_config: field
+    for field, parameter in PARAMETERS.items()
+    if parameter.generation_config is not None
 }
-"""generation_config.json's names, and those of `SamplingParams`."""
-_GREEDY_FIELDS = {"repetition_penalty", "max_new_tokens"}
-"""What of them matters without sampling."""
+"""The names in generation_config.json of the fields of `SamplingParams`."""
+_GREEDY_NAMES = {"repetition_penalty", "max_new_tokens"}
+"""The names that matter without sampling too."""
 
 
 def read_generation_config(setting: str, folder: Path) -> dict[str, Any]:
-    """The contents of generation_config.json, as far as they are wanted.
+    """Return the contents of generation_config.json; {} if there is none or it is not wanted.
 
-    `setting` is "auto" (that of the model's `folder`, if there is one), "vllm" (none) or the folder of another one.
-    Raises ValueError, naming the file, if it is missing there or cannot be read.
+    `setting` is "auto" (the file in the model's `folder`, if it exists), "vllm" (no file) or another folder with such a
+    file. Raises ValueError, naming the file, if it is missing in that other folder or cannot be read.
     """
     if setting == "vllm":
         return {}
@@ -40,33 +37,33 @@ def read_generation_config(setting: str, folder: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path, generation: dict[str, Any], hf_config: dict[str, Any], vocab_size: int) -> list[int]:
-    """End-of-sequence ids: generation_config.json's, which may name several, before config.json's."""
+    """Return the end-of-sequence ids of generation_config.json, which may name several, or else of config.json."""
     ids = generation.get("eos_token_id")
     if ids is None:
         ids = hf_config.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    known = [one for one in ids if type(one) is int and 0 <= one < vocab_size]
+    known = [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < vocab_size]
     if len(known) < len(ids):
         logger.warning("%s: eos_token_id %s has ids outside the vocabulary of %d", folder, ids, vocab_size)
     return known
 
 
 def default_sampling_params(generation: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `SamplingParams` that `generation` sets, `overrides` being what of it the user gave.
+    """Return the fields of `SamplingParams` that `generation` sets; `overrides` is the part that the user gave.
 
-    Raises ValueError, naming the field and where it comes from, for bad ones.
+    Raises ValueError, naming the field, its value and where it comes from, for a value out of range.
     """
-    for name in overrides.keys() - {*_GENERATION_FIELDS, "do_sample", "eos_token_id"}:
-        logger.warning("override_generation_config: nothing here reads %r", name)
+    for name in overrides.keys() - {*_FIELDS, "do_sample", "eos_token_id"}:
+        logger.warning("override_generation_config: %r is ignored, as no sampling parameter has this name", name)
     defaults: dict[str, Any] = {}
-    wanted = set(_GENERATION_FIELDS)
+    wanted = set(_FIELDS)
     if generation.get("do_sample") is False:
-        # What transformers saves beside it are settings that it does not look at; what the user gives is meant.
+        # Transformers saves the other settings too, but ignores them; a setting that the user gives is intended.
         defaults["temperature"] = 0.0
-        wanted = _GREEDY_FIELDS | (set() if "do_sample" in overrides else overrides.keys())
+        wanted = _GREEDY_NAMES | (set() if "do_sample" in overrides else overrides.keys())
     elif generation.get("do_sample"):
         defaults["temperature"] = 1.0
-    for name, field in _GENERATION_FIELDS.items():
+    for name, field in _FIELDS.items():
         value = generation.get(name)
         if value is None or name not in wanted:
             continue
@@ -77,6 +74,6 @@ def default_sampling_params(generation: dict[str, Any], overrides: dict[str, Any
                 raise ValueError(f"override_generation_config: {name}={value!r}: {error}") from error
             raise ValueError(
                 f"generation_config.json: {name}={value!r}: {error}; correct it with override_generation_config, or "
-                "set generation_config='vllm' to do without the file"
+                "set generation_config='vllm' to ignore the file"
             ) from error
     return defaults

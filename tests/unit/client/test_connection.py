@@ -31,8 +31,10 @@ def peers(tmp_path):
     ("answer", "words"),
     [
         (wire.encode(wire.Welcome(99, 1, 0, 1, b"{}")), "version 99"),
-        (wire.encode(wire.Welcome(wire.PROTOCOL_VERSION, 1, 0, 1, b"{")), "cannot be read"),
-        (wire.encode(wire.Welcome(wire.PROTOCOL_VERSION, 1, 0, 1, b'{"model_config": 3}')), "cannot be read"),
+        (wire.encode(wire.Welcome(wire.PROTOCOL_VERSION, 1, 0, 1, b"{}", "0" * 16, "9.9")), "core is vllm-mp 9.9"),
+        (wire.encode(wire.Welcome(wire.PROTOCOL_VERSION, 1, 0, 1, b"{}")), "schema unknown"),
+        (wire.encode(wire.welcome(1, 0, 1, b"{")), "cannot be read"),
+        (wire.encode(wire.welcome(1, 0, 1, b'{"model_config": 3}')), "cannot be read"),
         (wire.encode(wire.Refused("no room")), "no room"),
         (b"\xff\x00 HTTP/1.1", "is not a core"),
     ],

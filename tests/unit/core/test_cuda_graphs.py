@@ -195,8 +195,7 @@ def test_a_model_that_cannot_be_captured_is_computed_without_and_says_so_once(fo
         assert answers(folders["llama"], make_capture=lambda device: refuse) == expected
     assert not replays
     assert [record.getMessage() for record in caplog.records if record.name.startswith("vllm_mp")] == [
-        "decode steps are launched anew each, as they cannot be captured: steps of 12 rows: operation not permitted "
-        "when stream is capturing"
+        "decode steps are not captured: steps of 12 rows: operation not permitted when stream is capturing"
     ]
 
 
@@ -265,9 +264,10 @@ def test_what_the_graphs_will_take_is_counted_from_two_of_them_while_the_largest
         monkeypatch.setattr(torch.cuda, name, Mock())
     monkeypatch.setattr(model_runner, "free_cuda_memory", lambda _: next(free))
     drawn = Mock(wraps=ops.sample)
-    monkeypatch.setattr(model_runner.ops, "sample", drawn)
-    others = len(batch_sizes(len(engine.batch.temperature))) - 1
+    monkeypatch.setattr(ops, "sample", drawn)
+    others = len(batch_sizes(len(engine.batch.sampling))) - 1
     assert engine.runner._profile() == 100 + others * 30
     assert others == 4
-    ((logits, *_), _) = drawn.call_args
-    assert logits.shape == (len(engine.batch.temperature), CONFIGS["qwen3"].vocab_size), "each row draws at once"
+    ((logits, params), _) = drawn.call_args
+    assert logits.shape == (len(engine.batch.sampling), CONFIGS["qwen3"].vocab_size), "each row draws at once"
+    assert params.filters == ops.SAMPLING_FILTERS, "with every filter"

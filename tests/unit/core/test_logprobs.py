@@ -10,7 +10,7 @@ from vllm_mp import wire
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
-from vllm_mp.core.worker.logit_rules import LogitRules
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.logprobs import Logprobs, StepLogprobs, prompt_logprobs
 from vllm_mp.core.worker.sampler import NO_TOKEN, Sampler
 from vllm_mp.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ def make_request(slot, tokens, num_prompt_tokens, num_logprobs=-1, num_prompt_lo
         num_prompt_tokens,
         100,
         (0, slot),
-        rules=LogitRules.of(made, []),
+        logits_processors=LogitsProcessors.from_params(made, []),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
     )

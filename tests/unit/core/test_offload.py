@@ -208,7 +208,7 @@ def test_a_cache_that_finds_no_room_leaves_nothing_behind(folders, monkeypatch, 
     monkeypatch.setattr(engine.runner, "_load", watch)
     with monkeypatch.context() as patch:
         patch.setattr(model_runner, "available_memory", lambda: 1000)
-        with pytest.raises(RuntimeError, match=r"cannot have weights and kv_cache back.*bytes, and 1,000 are free"):
+        with pytest.raises(RuntimeError, match=r"cannot restore weights and kv_cache.*bytes, and 1,000 are free"):
             carry_out(sleep, sleep.wake_up())
     assert [model() for model in loaded] == [None] * (level - 1)
     carry_out(sleep, sleep.wake_up())

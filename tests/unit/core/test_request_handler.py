@@ -7,14 +7,14 @@ import pytest
 import zmq
 from support.stand_in_engine import Engine
 
-from vllm_mp import AsyncEngineArgs, wire
+from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.scheduler import memory_quota
 from vllm_mp.sampling_params import SamplingParams
 
-HELLO = wire.encode(wire.Hello(wire.PROTOCOL_VERSION))
+HELLO = wire.encode(wire.hello())
 
 
 class Core:
@@ -81,6 +81,19 @@ def request(slot, num_tokens=1):
     return wire.AddRequest(1, slot, f"id {slot}", wire.pack_ids([5] * num_tokens), SamplingParams(seed=1))
 
 
+@pytest.mark.parametrize("hello", [wire.Hello(1), wire.Hello(wire.PROTOCOL_VERSION, "0" * 16, "9.9")], ids=str)
+def test_client_of_another_version_or_schema_is_refused(core, hello):
+    client = core.connect()
+    refused = core.ask(client, hello)
+    assert isinstance(refused, wire.Refused)
+    assert f"core is vllm-mp {__version__} (protocol version {wire.PROTOCOL_VERSION}, schema {wire.SCHEMA})" in (
+        refused.reason
+    )
+    assert (hello.package or "another vllm-mp") in refused.reason
+    assert "install the same vllm-mp for both" in refused.reason
+    assert isinstance(core.ask(client, wire.hello()), wire.Welcome)
+
+
 def test_flood_of_hellos_sends_few_probes_to_other_clients(core):
     quiet, loud = core.connect(), core.connect()
     for _ in range(1000):
@@ -117,11 +130,11 @@ def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, 
     refusal = core.answer(late)
     assert isinstance(refusal, wire.Refused)
     assert "3 clients" in refusal.reason
-    assert isinstance(core.ask(first, wire.Hello(wire.PROTOCOL_VERSION)), wire.Welcome)
+    assert isinstance(core.ask(first, wire.hello()), wire.Welcome)
     first.send(wire.encode(wire.Bye(1)))
     while core.request_handler.num_clients == 3:
         core.request_handler.receive()
-    assert isinstance(core.ask(late, wire.Hello(wire.PROTOCOL_VERSION)), wire.Welcome)
+    assert isinstance(core.ask(late, wire.hello()), wire.Welcome)
 
 
 def test_request_beyond_the_memory_quota_is_refused_and_other_clients_have_room(core, monkeypatch):

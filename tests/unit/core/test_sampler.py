@@ -1,24 +1,20 @@
-"""Draws follow the distribution that the parameters describe; transformers' own warpers are the reference."""
+"""Draws follow the distribution that the parameters describe; transformers' warpers are the reference."""
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare, kstest
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.sampler import NO_TOKEN, Sampler, uniform_draws
-from vllm_mp.kernels.reference import invert_cumulative
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.sampling import SAMPLING_FILTERS, filter_logits, invert_cumulative
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.testing.sampling_cases import CASES, DRAWS, draw_params, warped
 
 VOCAB = 40
-DRAWS = 8000
+NUM_DRAWS = 8000
 EOS = 3
 
 
@@ -35,21 +31,14 @@ def logits_of(seed=0, vocab=VOCAB):
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def reference(logits, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
-    scores = TemperatureLogitsWarper(temperature)(None, logits[None])
-    if min_p:
-        scores = MinPLogitsWarper(min_p)(None, scores)
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    return scores.softmax(-1)[0].double().numpy()
+def reference(logits, **knobs):
+    return warped(logits[None], knobs).softmax(-1)[0].double().numpy()
 
 
 def assert_follows(tokens, probabilities):
-    """Chi-square, with a fixed seed, so that the outcome is the same every time."""
+    """Check by chi-square; the seeds are fixed, so the outcome is the same every time."""
     counts = np.bincount(tokens, minlength=len(probabilities))
-    assert counts[probabilities == 0].sum() == 0, "a token that the parameters exclude was drawn"
+    assert counts[probabilities == 0].sum() == 0, "a barred token was drawn"
     likely = probabilities * len(tokens) >= 5
     observed = np.append(counts[likely], counts[~likely].sum())
     expected = np.append(probabilities[likely], probabilities[~likely].sum()) * len(tokens)
@@ -59,38 +48,62 @@ def assert_follows(tokens, probabilities):
         assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {},
-        {"temperature": 0.3},
-        {"temperature": 2.5},
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"temperature": 1.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02},
-        {"top_k": 10_000},
-        {"top_k": -1},
-        {"top_p": 1e-6},
-        {"min_p": 1.0},
-        {"top_k": 1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("knobs", DRAWS, ids=str)
 def test_draws_follow_the_distribution(knobs):
     logits = logits_of()
-    batch, sampler = make_batch([SamplingParams(seed=seed, **knobs) for seed in range(DRAWS)])
-    tokens = sampler.sample(logits.repeat(DRAWS, 1), batch.order).numpy()
-    expected = dict(knobs)
-    expected["top_k"] = min(max(0, expected.get("top_k", 0)), VOCAB)
-    assert_follows(tokens, reference(logits, **expected))
+    batch, sampler = make_batch([SamplingParams(seed=seed, **knobs) for seed in range(NUM_DRAWS)])
+    tokens = sampler.sample(logits.repeat(NUM_DRAWS, 1), batch.order).numpy()
+    assert_follows(tokens, reference(logits, **knobs))
+
+
+FILTERED = [(one, value) for one in SAMPLING_FILTERS for value in CASES[one.name].values]
+
+
+@pytest.mark.parametrize(("sampling_filter", "value"), FILTERED, ids=lambda value: str(getattr(value, "name", value)))
+def test_a_filter_keeps_the_tokens_that_transformers_keeps(sampling_filter, value):
+    logits = 3 * torch.randn(50, 500, generator=torch.Generator().manual_seed(3))
+    params = draw_params([{sampling_filter.name: value, "temperature": 1.0}] * 50, torch.zeros(50).double())
+    found = filter_logits(logits, params, [sampling_filter])
+    assert torch.equal(found == -torch.inf, warped(logits, {sampling_filter.name: value}) == -torch.inf)
+    assert torch.equal(found[found > -torch.inf], logits[found > -torch.inf])
+
+
+@pytest.mark.parametrize("sampling_filter", SAMPLING_FILTERS, ids=lambda one: one.name)
+def test_a_filter_leaves_rows_alone_that_are_greedy_or_off_or_not_finite(sampling_filter):
+    logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(3))
+    logits[2, 3], logits[3, 7] = torch.nan, torch.inf
+    on = {sampling_filter.name: sampling_filter.trial}
+    params = draw_params([{**on, "temperature": 0}, {}, on, on, on], torch.zeros(5).double())
+    found = filter_logits(logits, params, [sampling_filter])
+    assert torch.equal(found[:2], logits[:2])
+    assert torch.isnan(found[2, 3])
+    assert torch.isposinf(found[3, 7])
+    assert torch.isneginf(found[4]).any(), "the trial value bars tokens"
+
+
+def test_only_the_filters_that_some_row_uses_run(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops, "sample", lambda logits, params: seen.append(params))
+    for one in SAMPLING_FILTERS:
+        batch, sampler = make_batch([SamplingParams(seed=1), SamplingParams(seed=2, **{one.name: one.trial})])
+        sampler.sample(torch.zeros(2, VOCAB), batch.order)
+        assert seen.pop().filters == (one,)
+        sampler.sample(torch.zeros(1, VOCAB), batch.order[:1])
+        assert seen.pop().filters == ()
+
+
+def test_filters_that_triton_does_not_fuse_come_before_those_that_it_fuses():
+    triton = pytest.importorskip("vllm_mp.kernels.triton.sampling")
+    fused = [one.name in triton.FUSED_FILTERS for one in SAMPLING_FILTERS]
+    assert fused == sorted(fused)
+    assert sum(fused) == len(triton.FUSED_FILTERS)
 
 
 @pytest.mark.parametrize("size", [1, 7, 256, 257, 5000])
-def test_the_place_is_where_the_sum_passes_the_number(size):
+def test_the_drawn_index_is_where_the_cumulative_sum_passes_the_number(size):
     generator = torch.Generator().manual_seed(size)
     probability = torch.rand(200, size, generator=generator).pow(8)
-    probability[:, 1:] *= torch.rand(200, size - 1, generator=generator) < 0.3  # most are barred
+    probability[:, 1:] *= torch.rand(200, size - 1, generator=generator) < 0.3  # most have probability zero
     uniform = torch.rand(200, 1, generator=generator, dtype=torch.float64)
     uniform[:40], uniform[40:80] = 0, 1 - 2.0**-52
     places = invert_cumulative(probability, uniform)
@@ -104,7 +117,7 @@ def test_the_place_is_where_the_sum_passes_the_number(size):
 
 
 @pytest.mark.parametrize("size", [7, 256, 600])
-def test_rows_that_are_not_numbers_get_no_token_and_the_others_theirs(size):
+def test_rows_that_are_not_finite_get_no_token_and_leave_other_rows_alone(size):
     logits = torch.randn(4, size, generator=torch.Generator().manual_seed(size))
     batch, sampler = make_batch([SamplingParams(seed=seed) for seed in range(4)])
     expected = sampler.sample(logits.clone(), batch.order)
@@ -116,7 +129,7 @@ def test_successive_positions_of_one_request_draw_independently():
     logits = logits_of(1)
     batch, sampler = make_batch([SamplingParams(seed=11)])
     tokens = []
-    for _ in range(DRAWS):
+    for _ in range(NUM_DRAWS):
         tokens.append(int(sampler.sample(logits[None].clone(), batch.order)))
         batch.num_tokens[0] += 1
     assert_follows(np.array(tokens), reference(logits))
@@ -135,7 +148,7 @@ def test_draws_are_uniform_over_seeds_and_positions():
         assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
 
 
-def test_greedy_takes_the_likeliest_token_and_mixes_with_draws():
+def test_greedy_rows_get_the_most_likely_token_among_rows_that_draw():
     logits = torch.stack([logits_of(seed) for seed in range(6)])
     params = [SamplingParams(temperature=0 if i % 2 else 1, seed=i) for i in range(6)]
     batch, sampler = make_batch(params)
@@ -143,23 +156,21 @@ def test_greedy_takes_the_likeliest_token_and_mixes_with_draws():
     assert tokens[1::2].tolist() == logits[1::2].argmax(-1).tolist()
 
 
-def test_a_request_draws_the_same_alone_and_among_others_with_other_settings():
+def test_draws_are_batch_invariant():
     rng = np.random.default_rng(0)
     params = [
         SamplingParams(
             temperature=float(rng.choice([0, 0.5, 1, 2])),
-            top_k=int(rng.integers(0, 8)),
-            top_p=float(rng.uniform(0.3, 1)),
-            min_p=float(rng.choice([0, 0.05])),
             seed=int(rng.integers(2**62)),
+            **{one.name: rng.choice(CASES[one.name].values).item() for one in SAMPLING_FILTERS if rng.random() < 0.4},
         )
         for _ in range(50)
     ]
     logits = torch.stack([logits_of(seed) for seed in range(50)])
     batch, sampler = make_batch(params, num_output_tokens=4)
     together = sampler.sample(logits.clone(), batch.order).tolist()
-    for i, one in enumerate(params):
-        batch, sampler = make_batch([one], num_output_tokens=4)
+    for i, row_params in enumerate(params):
+        batch, sampler = make_batch([row_params], num_output_tokens=4)
         assert sampler.sample(logits[i : i + 1].clone(), batch.order).tolist() == [together[i]]
 
 
@@ -172,7 +183,7 @@ def test_stop_tokens_are_barred_below_min_tokens():
     assert sampler.sample(logits, batch.order).tolist() == [20, EOS, EOS]
 
 
-def test_a_draw_at_the_very_end_of_the_distribution_is_a_token_that_has_probability(monkeypatch):
+def test_draws_at_both_ends_of_the_distribution_have_probability(monkeypatch):
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, 4] = logits[0, 6] = 0
     batch, sampler = make_batch([SamplingParams(seed=0)])

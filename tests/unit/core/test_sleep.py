@@ -167,7 +167,7 @@ def test_a_wake_up_that_fails_leaves_what_an_earlier_one_has_brought(first, seco
     sleep(engine, 1)
     wake_up(engine, first)
     engine.memory.fails = {"prepare": RuntimeError("no room for graphs")}
-    with pytest.raises(RuntimeError, match=f"cannot have {second} back"):
+    with pytest.raises(RuntimeError, match=f"cannot restore {second}"):
         wake_up(engine)
     assert engine.sleep.state == SleepState(1, (second,))
     assert (engine.memory.weights == "device", engine.memory.cache) == (first == "weights", first == "kv_cache")
@@ -185,7 +185,7 @@ def test_a_failure_that_is_none_of_memory_or_files_ends_the_core():
 def test_a_host_without_room_for_the_weights_lets_the_engine_go_on():
     engine = engine_with(2)
     engine.memory.fails = {"offload_weights": RuntimeError("no memory")}
-    with pytest.raises(RuntimeError, match=r"goes on as before: no memory; .*level=2"):
+    with pytest.raises(RuntimeError, match=r"continues as before: no memory; .*level=2"):
         sleep(engine, 1, "abort")
     assert engine.sleep.state == AWAKE
     engine.run()

@@ -1,4 +1,4 @@
-"""The sampling parameters that a model's folder proposes for requests that bring none."""
+"""The sampling parameters that a model's folder proposes for requests without parameters."""
 
 import json
 
@@ -8,7 +8,8 @@ import pytest
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.engine_args import AsyncEngineArgs
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.sampling_params import PARAMETERS, SamplingParams
+from vllm_mp.testing.sampling_cases import CASES, invalid_values
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,7 +44,7 @@ PROPOSED = {
 
 @pytest.fixture
 def configure(tmp_path):
-    """A function that makes the configuration of an engine whose model's folder holds `generation`."""
+    """Return a function that configures an engine whose model's folder holds `generation`."""
 
     def make(generation, **options):
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -60,22 +61,33 @@ def defaults(configure):
     return lambda *args, **options: configure(*args, **options).default_sampling_params
 
 
-def test_the_folders_values_are_proposed_under_the_names_of_sampling_params(defaults):
+def test_the_folder_proposes_values_under_the_names_of_sampling_params(defaults):
     assert defaults(SAMPLED) == PROPOSED
     SamplingParams(**defaults(SAMPLED))
 
 
+def test_every_field_that_declares_a_name_is_read_and_checked(defaults):
+    names = {field: one.generation_config for field, one in PARAMETERS.items() if one.generation_config is not None}
+    assert PROPOSED.keys() <= names.keys()
+    for field, name in names.items():
+        for value in CASES[field].values:
+            assert defaults({name: value}) == {field: value}
+        for value in invalid_values(field):
+            with pytest.raises(ValueError, match=rf"^generation_config.json: {name}="):
+                defaults({name: value})
+
+
 @pytest.mark.parametrize("generation", [None, {}, {"temperature": None, "eos_token_id": 5}], ids=str)
-def test_a_folder_that_says_nothing_proposes_nothing(defaults, generation):
+def test_a_folder_without_values_proposes_nothing(defaults, generation):
     assert defaults(generation) == {}
 
 
-def test_a_folder_that_samples_at_no_temperature_of_its_own_samples_at_1(defaults):
+def test_a_folder_that_samples_without_a_temperature_samples_at_1(defaults):
     assert defaults({"do_sample": True, "top_k": 5}) == {"temperature": 1.0, "top_k": 5}
     assert defaults({"temperature": 0.5}, override_generation_config={"do_sample": True}) == {"temperature": 0.5}
 
 
-def test_the_folder_can_be_left_out_of_account(defaults):
+def test_the_folder_can_be_ignored(defaults):
     assert defaults(SAMPLED, generation_config="vllm") == {}
     override = {"top_k": 3}
     assert defaults(SAMPLED, generation_config="vllm", override_generation_config=override) == {"top_k": 3}
@@ -97,18 +109,18 @@ def test_the_users_values_replace_the_folders_one_by_one(defaults):
     assert defaults(SAMPLED, override_generation_config={}) == PROPOSED
 
 
-def test_the_end_of_an_answer_may_be_replaced_too(configure):
+def test_the_end_of_sequence_ids_may_be_replaced_too(configure):
     assert configure({"eos_token_id": 5}, override_generation_config={"eos_token_id": [6, 7]}).eos_token_ids == [6, 7]
 
 
-def test_a_folder_that_does_not_sample_proposes_greedy_and_what_matters_to_it(defaults):
+def test_a_folder_that_does_not_sample_proposes_greedy_sampling_and_the_fields_that_matter_to_it(defaults):
     greedy = {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": 300}
     assert defaults({**SAMPLED, "do_sample": False}) == greedy
     assert defaults({"do_sample": False}) == {"temperature": 0.0}
     assert defaults(SAMPLED, override_generation_config={"do_sample": False}) == greedy
 
 
-def test_the_user_may_ask_a_folder_that_does_not_sample_to_sample(defaults):
+def test_the_user_may_sample_with_a_folder_that_does_not(defaults):
     folder = {**SAMPLED, "do_sample": False}
     asked = {"temperature": 0.7, "top_k": 4}
     expected = {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.1, "max_tokens": 300}
@@ -130,7 +142,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), BAD)
-def test_a_bad_value_is_refused_with_its_name_and_where_it_comes_from(defaults, name, value, allowed):
+def test_an_invalid_value_is_refused_with_its_name_and_source(defaults, name, value, allowed):
     with pytest.raises(ValueError) as caught:
         defaults({**SAMPLED, name: value})
     assert str(caught.value).startswith(f"generation_config.json: {name}={value!r}: ")
@@ -144,14 +156,16 @@ def test_a_bad_value_is_refused_with_its_name_and_where_it_comes_from(defaults, 
     assert defaults({**SAMPLED, name: value}, override_generation_config={name: None}) is not None
 
 
-def test_a_value_that_nobody_reads_is_refused_nowhere_but_mentioned_where_the_user_gave_it(defaults, caplog):
+def test_an_unknown_name_is_ignored_with_a_warning_if_the_user_gave_it(defaults, caplog):
     assert defaults({**SAMPLED, "num_beams": 4}) == PROPOSED
     assert not caplog.messages
     assert defaults(SAMPLED, override_generation_config={"temprature": 0.1}) == PROPOSED
-    assert caplog.messages == ["override_generation_config: nothing here reads 'temprature'"]
+    assert caplog.messages == [
+        "override_generation_config: 'temprature' is ignored, as no sampling parameter has this name"
+    ]
 
 
-def test_numbers_of_other_libraries_reach_the_core_as_plain_ones(tmp_path):
+def test_numbers_of_other_libraries_reach_the_core_as_plain_numbers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     override = {"top_k": np.int64(3), "temperature": np.float32(0.5)}
     args = AsyncEngineArgs(model=str(tmp_path), load_format="dummy", override_generation_config=override)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_mp import RequestOutputKind
 from vllm_mp.testing.prompts import PROMPTS
+from vllm_mp.testing.sampling_cases import FILTERS
 
 MAX_MODEL_LEN = 320
 VOCAB_SIZE = 49_152
@@ -78,9 +79,8 @@ def random_case(chance: random.Random, tokenizer: PreTrainedTokenizerBase, num_b
         (chance.randint(1, 2), chance.randint(3, 12), chance.randint(8, 48), chance.randint(32, 64))
     )
     maybe(0.3, "min_tokens", lambda: chance.randint(0, params["max_tokens"]))
-    maybe(0.35, "top_k", lambda: chance.choice((-1, 1, 2, 5, 40, 1000, 10**6)))
-    maybe(0.35, "top_p", lambda: chance.choice((0.01, 0.3, 0.9, 0.99)))
-    maybe(0.25, "min_p", lambda: chance.choice((0.01, 0.1, 0.5, 1.0)))
+    for name, values in FILTERS.items():
+        maybe(0.3, name, lambda values=values: chance.choice(values))
     maybe(0.25, "repetition_penalty", lambda: chance.uniform(0.7, 1.8))
     maybe(0.25, "frequency_penalty", lambda: chance.uniform(-2, 2))
     maybe(0.25, "presence_penalty", lambda: chance.uniform(-2, 2))

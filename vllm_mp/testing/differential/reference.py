@@ -129,12 +129,20 @@ class Reference:
     def _filtered(self, params: SamplingParams, values: Logits, leeway: float) -> Logits:
         """Return weights [vocab_size]: 0 for the tokens that a filter drops when its border is moved by `leeway`."""
         scaled = (values - values.max()) / params.temperature
+        if params.typical_p < 1:
+            share = np.exp(scaled) / np.exp(scaled).sum()
+            surprise = np.log(np.exp(scaled).sum()) - scaled
+            distance = np.abs(surprise - (share * np.where(share > 0, surprise, 0)).sum())
+            order = np.argsort(distance, kind="stable")
+            last = int(np.searchsorted(np.cumsum(share[order]), params.typical_p + leeway))
+            scaled[distance > distance[order[min(last, len(order) - 1)]] + leeway] = -np.inf
         highest = int(scaled.argmax())
+        scaled -= scaled[highest]
         if params.min_p > 0:
             scaled[scaled < np.log(params.min_p) - leeway] = -np.inf
         if 0 < params.top_k < len(scaled):
             scaled[scaled < np.partition(scaled, -params.top_k)[-params.top_k] - leeway] = -np.inf
-        scaled[highest] = 0.0  # no filter drops the most likely token
+        scaled[highest] = 0.0  # neither min-p nor top-k drops the most likely token
         weights: Logits = np.exp(scaled)
         if params.top_p < 1:
             order = np.argsort(-scaled, kind="stable")

@@ -12,6 +12,7 @@ from vllm_mp import AsyncLLM, PoolingParams, RequestOutputKind
 from vllm_mp.errors import EngineError
 from vllm_mp.testing.differential import Case, Outcome, consume
 from vllm_mp.testing.prompts import PROMPTS
+from vllm_mp.testing.sampling_cases import FILTERS
 
 
 class PoolingCase(NamedTuple):
@@ -27,6 +28,7 @@ AnyOutcome = Outcome | Vector
 
 _GREEDY = {"temperature": 0.0}
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+_FILTERS = {name: values[0] for name, values in FILTERS.items()}
 _KINDS: tuple[tuple[RequestOutputKind, dict[str, Any]], ...] = (
     (RequestOutputKind.CUMULATIVE, _GREEDY),
     (RequestOutputKind.DELTA, _SAMPLED),
@@ -34,7 +36,7 @@ _KINDS: tuple[tuple[RequestOutputKind, dict[str, Any]], ...] = (
     (RequestOutputKind.CUMULATIVE, {**_SAMPLED, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "logprobs": 1}),
     (RequestOutputKind.DELTA, {**_SAMPLED, "n": 3}),
     (RequestOutputKind.DELTA, {**_GREEDY, "stop": [". The", "\n\n", "ing to"], "include_stop_str_in_output": True}),
-    (RequestOutputKind.FINAL_ONLY, {**_SAMPLED, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.6}),
+    (RequestOutputKind.FINAL_ONLY, {**_SAMPLED, **_FILTERS, "presence_penalty": 0.6}),
     (RequestOutputKind.DELTA, {"temperature": 1.4, "logit_bias": {260: -5.0}, "bad_words": ["the"]}),
     (RequestOutputKind.CUMULATIVE, {**_GREEDY, "prompt_logprobs": 2, "stop": ["!", "?\n"]}),
 )

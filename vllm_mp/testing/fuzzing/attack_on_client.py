@@ -83,7 +83,7 @@ class HostileCore:
 
     def _handle(self, message: wire.ClientMessage) -> None:
         if isinstance(message, wire.Hello):
-            self._send(wire.Welcome(wire.PROTOCOL_VERSION, _INCARNATION, 0, 1, self._config))
+            self._send(wire.welcome(_INCARNATION, 0, 1, self._config))
         elif isinstance(message, wire.AddRequest) and message.request_id.startswith(_CALM):
             self._calm[message.slot] = message.request_id, 0
         elif isinstance(message, wire.AddRequest | wire.AddPooling):

@@ -106,7 +106,7 @@ class Attacker:
     def _burst(self, count: int) -> None:
         """Send frames of every kind on every socket. Return when the core has processed them."""
         for dealer in self._sockets:
-            self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+            self._send("hello", dealer, wire.hello())
         for _ in range(count):
             kind, frames = next(self._frames)
             dealer = self._stranger if self._chance.random() < 0.1 else self._chance.choice(self._sockets)
@@ -168,7 +168,7 @@ class Attacker:
         dealers = []
         for i in range(120):
             dealer = self._dealer(own[i] if i < len(own) else self._chance.randbytes(self._chance.randint(1, 255)))
-            self._send("fresh identity", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+            self._send("fresh identity", dealer, wire.hello())
             if i % 2:
                 params = self._one_token()
                 self._send("fresh identity", dealer, wire.AddRequest(self._incarnation, i, "id", b"\1\0\0\0", params))
@@ -181,7 +181,7 @@ class Attacker:
     def _pause_flood(self) -> None:
         """Send pauses that are undone at once, and pauses with invalid arguments."""
         dealer, incarnation = self._sockets[0], self._incarnation
-        self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+        self._send("hello", dealer, wire.hello())
         bad: tuple[list[Any], ...] = ([], ["x", True], [None, None], ["keep", 1], ["keep"] * 9, [2**64 - 1, 0.5])
         for i in range(100):
             self._send("pause", dealer, wire.Call(incarnation, i, "pause", ["keep", False]))
@@ -192,7 +192,7 @@ class Attacker:
     def _sleep_flood(self) -> None:
         """Send sleeps of either level that end at once, and calls with invalid arguments. Wake up in either order."""
         dealer, incarnation = self._sockets[0], self._incarnation
-        self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+        self._send("hello", dealer, wire.hello())
         bad: tuple[list[Any], ...] = ([], [0], [True], [1.0, "keep"], [1, "wait"], ["weights"], [2**64 - 1], [1] * 9)
         for i in range(40):
             self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", [1 + i % 2, "keep"]))
@@ -232,14 +232,14 @@ class Attacker:
             dealer.setsockopt(zmq.SNDHWM, 0)
             dealer.setsockopt(zmq.LINGER, 2000)
             dealer.connect(self._address)
-            self._send("never reads", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+            self._send("never reads", dealer, wire.hello())
             for i in range(2000):
                 self._send("never reads", dealer, wire.Call(self._incarnation, i, "status"))
 
     def _flood(self) -> None:
         """Send many requests at once, all of them isolated or none, and abort all of them."""
         dealer = self._sockets[2]
-        self._send("hello", dealer, wire.Hello(wire.PROTOCOL_VERSION))
+        self._send("hello", dealer, wire.hello())
         isolate_until = self._chance.choice((0, 1, 2**40))
         for slot in range(1000, 3000):
             message = wire.AddRequest(

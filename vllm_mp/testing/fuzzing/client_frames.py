@@ -16,6 +16,7 @@ from vllm_mp import wire
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing.mutation import UNENCODABLE, HostileMessage, Mutator
+from vllm_mp.testing.sampling_cases import CASES, random_params
 
 _SLEEP_CALLS = tuple(("sleep", level) for level in wire.SLEEP_LEVELS)
 
@@ -40,7 +41,7 @@ class ClientFrames:
             "valid, out of order": (8, lambda: [self._valid()]),
             "replayed": (4, lambda: [self._chance.choice(self._recent)]),
             "other incarnation": (3, lambda: [self._of_another_incarnation()]),
-            "other version": (2, lambda: [wire.encode(wire.Hello(self._chance.choice((0, 1, -1, 10**6, 2**64 - 1))))]),
+            "other version": (2, lambda: [wire.encode(self._of_another_version())]),
             "random bytes": (2, lambda: [self._chance.randbytes(self._chance.choice((0, 1, 9, 200)))]),
             "not of any encoder": (2, lambda: [self._chance.choice(UNENCODABLE)]),
             "a core's": (1, lambda: [self._of_a_core()]),
@@ -70,23 +71,9 @@ class ClientFrames:
     def _params(self) -> SamplingParams:
         chance = self._chance
         params: dict[str, Any] = {"seed": chance.randrange(2**32), "max_tokens": chance.choice((1, 1, 2, 5, None))}
-        others: tuple[tuple[str, Any], ...] = (
-            ("temperature", 0.0),
-            ("top_k", 5),
-            ("top_p", 0.5),
-            ("repetition_penalty", 1.5),
-            ("stop_token_ids", [chance.randrange(self._vocab_size)]),
-            ("logit_bias", {chance.randrange(self._vocab_size): 2.0}),
-            ("allowed_token_ids", [1, 2, 3]),
-            ("bad_words", ["no"]),
-            ("logprobs", chance.randint(-1, 5)),
-            ("prompt_logprobs", chance.randint(-1, 5)),
-            ("min_tokens", 1),
-            ("ignore_eos", True),
-            ("extra_args", {}),
-        )
-        params |= {name: value for name, value in others if chance.random() < 0.15}
-        return SamplingParams(**params)
+        others = random_params(chance, 0.15, [name for name in CASES if name not in (*params, "min_tokens")])
+        others |= {name: value for name, value in (("min_tokens", 1), ("extra_args", {})) if chance.random() < 0.15}
+        return SamplingParams(**others, **params)
 
     def _message(self) -> wire.ClientMessage:
         chance, incarnation = self._chance, self._incarnation
@@ -119,7 +106,7 @@ class ClientFrames:
             args = [chance.choice(values) for _ in range(chance.choice((0, 0, 1, 2, 5)))]
             return wire.Call(incarnation, chance.randrange(2**32), name, args)
         if kind < 0.985:
-            return wire.Hello(wire.PROTOCOL_VERSION)
+            return wire.hello()
         return wire.Bye(incarnation)
 
     def _hostile_values(self) -> bytes:
@@ -161,11 +148,15 @@ class ClientFrames:
             message.incarnation = self._chance.choice((0, 1, self._incarnation - 1, self._incarnation + 1))
         return wire.encode(message)
 
+    def _of_another_version(self) -> wire.Hello:
+        versions = (0, 1, -1, 10**6, 2**64 - 1, wire.PROTOCOL_VERSION)
+        return wire.Hello(self._chance.choice(versions), self._chance.choice(("", "0123456789abcdef", "s" * 64)))
+
     def _of_a_core(self) -> bytes:
         return wire.encode(
             self._chance.choice(
                 (
-                    wire.Welcome(wire.PROTOCOL_VERSION, self._incarnation, 0, 1, b"{}"),
+                    wire.welcome(self._incarnation, 0, 1, b"{}"),
                     wire.Refused("no"),
                     wire.StepOutput(self._incarnation, 1, b"\0\0", b"\0\0\0\0", b"\0\0"),
                     wire.Reply(self._incarnation, 1),

@@ -72,7 +72,7 @@ class CoreFrames:
         chance, incarnation = self._chance, self._incarnation
         kind = chance.random()
         if kind < 0.04:
-            return wire.Welcome(wire.PROTOCOL_VERSION, incarnation, 0, 1, b"{}")
+            return wire.welcome(incarnation, 0, 1, b"{}")
         if kind < 0.08:
             return wire.Refused("no")
         if kind < 0.15:

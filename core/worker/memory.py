@@ -1,0 +1,93 @@
+"""How much memory is free, and how much of it the KV cache gets."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from vllm_mp.config import VllmConfig
+
+_CPU_CACHE_LIMIT = 4 * 2**30
+
+
+def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, graph_bytes: int = 0) -> int:
+    """Return the number of KV blocks to allocate, the padding block included. The weights must be loaded.
+
+    `token_bytes` are the bytes of one token over all layers. If they are 0, as for an encoder, the result is the
+    largest number of blocks that requests can use. `graph_bytes` stay free on a CUDA device for the graphs that are
+    captured later. Raises ValueError if a single request of `max_model_len` tokens does not fit.
+    """
+    model, cache = config.model_config, config.cache_config
+    block_bytes = token_bytes * cache.block_size
+    request_blocks = -(-model.max_model_len // cache.block_size)
+    useful = request_blocks * config.scheduler_config.max_num_seqs
+    if not block_bytes:
+        return useful + 1
+    if cache.kv_cache_memory_bytes is not None:
+        memory, source = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif device.type == "cuda":
+        memory, source = (
+            max(0, _remaining_cuda_memory(cache.gpu_memory_utilization, device) - graph_bytes),
+            "gpu_memory_utilization",
+        )
+    else:
+        memory, source = min(_CPU_CACHE_LIMIT, available_memory() // 4), "a quarter of the free memory"
+    blocks = min(memory // block_bytes, useful + 1)
+    if blocks < request_blocks + 1:
+        fits = max(0, blocks - 1) * cache.block_size
+        raise ValueError(
+            f"no space for the cache: max_model_len={model.max_model_len} needs "
+            f"{(request_blocks + 1) * block_bytes:,} bytes of KV cache, {source} gives {memory:,}, enough for "
+            f"{fits} tokens; set kv_cache_memory_bytes higher or max_model_len to at most {fits}"
+            if fits
+            else f"no space for the cache: {source} gives {memory:,} bytes, one block of {cache.block_size} "
+            f"tokens takes {block_bytes:,}; set kv_cache_memory_bytes to at least "
+            f"{(request_blocks + 1) * block_bytes:,}"
+        )
+    if device.type == "cpu" and blocks * block_bytes > available_memory():
+        raise ValueError(
+            f"kv_cache_memory_bytes={memory:,} exceeds the free memory of {available_memory():,} bytes; lower it"
+        )
+    return int(blocks)
+
+
+@contextlib.contextmanager
+def memory_to_start(config: VllmConfig) -> Iterator[None]:
+    """Turn the error of a device that runs out of memory inside the block into a ValueError with the remedies."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+        raise ValueError(
+            f"no memory on the device to start model={model.model!r} in {model.dtype} with "
+            f"gpu_memory_utilization={cache.gpu_memory_utilization:g}, "
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} and max_num_seqs={scheduler.max_num_seqs}: "
+            f"{error}; end other processes on the device, lower these options, or use a smaller model"
+        ) from error
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory that can be allocated without swapping, within the limit of the control group."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
+    except OSError:
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+
+
+def free_cuda_memory(device: torch.device) -> int:
+    """Return the free bytes of the device's memory."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free
+
+
+def _remaining_cuda_memory(utilization: float, device: torch.device) -> int:
+    """Return the bytes of the core's share of the device that remain beside the weights and the largest step."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return max(0, int(total * utilization) - (total - free) + reserve - peak)

@@ -1,0 +1,26 @@
+"""What the Linux kernel says about this machine's processor."""
+
+from pathlib import Path
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the processor's feature flags, such as "avx2"; empty if the system does not tell."""
+    return frozenset((_field("flags") or "").split())
+
+
+def cpu_name() -> str | None:
+    """Return the processor's name; None if the system does not tell."""
+    return _field("model name")
+
+
+def _field(name: str) -> str | None:
+    """Return the value of the first line of /proc/cpuinfo with this name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None
