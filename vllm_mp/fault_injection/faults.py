@@ -4,7 +4,7 @@
     fault  = action "@" item { "," item }
     item   = place | "once" | condition "=" value
 
-A fault strikes whenever the core passes its place and all its conditions hold. docs/faults.md explains every word.
+A fault strikes whenever the core passes its place and all its conditions hold. docs/operating/faults.md defines all words.
 """
 
 import dataclasses
@@ -135,14 +135,14 @@ def parse_faults(text: str, device: str) -> list[Fault]:
         if fault.action in _CUDA_ACTIONS and device == "cpu":
             raise ValueError(
                 f"fault_injection: {fault.action} in {fault.text!r} needs a CUDA device, but the device is 'cpu'; "
-                "set device='cuda', or remove the fault; see docs/faults.md"
+                "set device='cuda', or remove the fault; see docs/operating/faults.md"
             )
     return faults
 
 
 def _parse_fault(text: str) -> Fault:
     def refusal(what: str) -> ValueError:
-        return ValueError(f"fault_injection: {what} in {text!r}; see docs/faults.md")
+        return ValueError(f"fault_injection: {what} in {text!r}; see docs/operating/faults.md")
 
     action, at, rest = text.partition("@")
     if action not in ACTIONS:
