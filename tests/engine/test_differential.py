@@ -61,10 +61,19 @@ def test_whatever_is_changed_in_an_answer_is_noticed(played):
         judge.verify(case, [one])
         return found, len(judge.differences) - found
 
+    def end_is_verified(case, one):
+        judge = Judge(*means)
+        judge.verify(case, [one])
+        return judge.counts["ends verified"] == 1
+
     case, (one,) = next(
         (case, lone)
         for case, _, lone in plays
-        if len(lone) == 1 and lone[0].logprobs and len(lone[0].token_ids) > 2 and lone[0].text
+        if len(lone) == 1
+        and lone[0].logprobs
+        and len(lone[0].token_ids) > 2
+        and lone[0].text
+        and end_is_verified(case, lone[0])
     )
     other_token = (one.token_ids[1] + 1) % 49152
     entry = one.logprobs[1][one.token_ids[1]]
