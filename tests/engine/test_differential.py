@@ -67,10 +67,19 @@ def test_every_change_of_a_completion_is_noticed(played):
         judge.verify(case, [completion])
         return found, len(judge.differences) - found
 
+    def end_is_verified(case, completion):
+        judge = Judge(*judge_args)
+        judge.verify(case, [completion])
+        return judge.counts["ends verified"] == 1
+
     case, (right,) = next(
         (case, lone)
         for case, _, lone in plays
-        if len(lone) == 1 and lone[0].logprobs and len(lone[0].token_ids) > 2 and lone[0].text
+        if len(lone) == 1
+        and lone[0].logprobs
+        and len(lone[0].token_ids) > 2
+        and lone[0].text
+        and end_is_verified(case, lone[0])
     )
     other_token = (right.token_ids[1] + 1) % 49152
     entry = right.logprobs[1][right.token_ids[1]]

@@ -4,7 +4,7 @@
     fault  = action "@" item { "," item }
     item   = place | "once" | condition "=" value
 
-A fault strikes whenever the core passes its place and all its conditions hold. docs/operating/faults.md defines all words.
+A fault strikes whenever the core passes its place and all its conditions hold; docs/operating/faults.md has all words.
 """
 
 import dataclasses
