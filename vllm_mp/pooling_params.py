@@ -1,4 +1,4 @@
-"""What a request may ask of the pooler, validated when it is constructed."""
+"""What a pooling request may ask for, validated when it is constructed."""
 
 import numbers
 
@@ -8,13 +8,14 @@ POOLING_TYPES = ("last", "mean", "cls")
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True):
-    """How one vector is made of a prompt's hidden states.
+    """How one vector is made from a prompt's hidden states.
 
-    `pooling_type` is "last" (the last token's), "mean" (the average of all) or "cls" (the first token's), in any
-    case of letters; None is the way that the model's folder names, or "last" for decoders and "mean" for encoders.
-    `dimensions` keeps that many leading components (Matryoshka embeddings). `normalize` then scales the vector to
-    length 1; None does so unless the model's folder says otherwise. `truncate_prompt_tokens` cuts longer prompts to
-    that many tokens, -1 to the model's context: a text as the model's tokenizer truncates, token ids from the front.
+    `pooling_type` is "last" (of the last token), "mean" (the average of all tokens) or "cls" (of the first token), in
+    upper or lower case. None uses the type that the model's folder names, or "last" for decoders and "mean" for
+    encoders. `dimensions` keeps that many leading components (Matryoshka embeddings). `normalize` then scales the
+    vector to length 1; None does so unless the model's folder says otherwise. `truncate_prompt_tokens` cuts longer
+    prompts to that many tokens, -1 to the model's context: text as the model's tokenizer truncates it, token ids at the
+    front.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError when it
     is of the wrong type.
@@ -25,7 +26,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
     task: str | None = None
-    """"embed" is the only one there is, and the default."""
+    """"embed" or None, which means the same."""
 
     def __post_init__(self) -> None:
         if self.pooling_type is not None:
@@ -42,7 +43,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
-            number = int(value)  # NumPy's scalars have no place on the wire
+            number = int(value)  # the wire does not carry NumPy's scalars
             if not low <= number < 2**31 or number == 0:
                 raise ValueError(f"{name} must be {'-1 or ' if low < 0 else ''}in [1, 2**31), got {value}")
             setattr(self, name, number)

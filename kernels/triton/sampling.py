@@ -1,7 +1,7 @@
-"""The highest of a row, and draws from a distribution of which only the likely part is kept.
+"""Argmax of a row, and draws from a filtered distribution.
 
-No row is sorted. What a value must reach to be kept is found by narrowing an interval (a k-ary search over the bits of
-float32, which order as the numbers do), and the sums that this takes are of the row as it lies. So is the draw's.
+No row is sorted. The limit that a value must reach to be kept is found by narrowing an interval: a k-ary search over the
+bits of float32, which order like the numbers. Its sums, and the sum of the draw, run over the row in token order.
 """
 
 import torch
@@ -22,14 +22,14 @@ _PIVOTS = tl.constexpr(8)
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """See `reference.argmax`."""
+    """See `kernels.sampling.argmax`."""
     return _highest(scores, options("argmax", scores.device))[1]
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
     """See `kernels.sampling.sample`."""
-    if others := [one for one in params.filters if one.name not in FUSED_FILTERS]:
-        logits = filter_logits(logits, params, others)
+    if unfused := [one for one in params.filters if one.name not in FUSED_FILTERS]:
+        logits = filter_logits(logits, params, unfused)
     num_rows, size = logits.shape
     launch = options("argmax", logits.device)
     highest, tokens = _highest(logits, launch)
@@ -61,7 +61,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def _highest(scores: Tensor, launch: Options) -> tuple[Tensor, Tensor]:
-    """The highest of each row of `scores` [n, size], float32 [n], and what `reference.argmax` says of it."""
+    """Return the highest of each row of `scores` [n, size], float32 [n], and its place as `argmax` defines it."""
     num_rows, size = scores.shape
     num_parts = triton.cdiv(size, launch["ELEMENTS"])
     part_highest = torch.empty((num_rows, num_parts), dtype=torch.float32, device=scores.device)
@@ -95,7 +95,7 @@ def _part_highest_kernel(
     PARTS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """The highest of ELEMENTS of one row, and the first place of it."""
+    """Find the highest of ELEMENTS of one row, and its first place."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     place = part * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -118,7 +118,7 @@ def _highest_kernel(
     PART_TILE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One row of what its parts have."""
+    """Combine the parts of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PART_TILE)
     value = tl.load(part_highest + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
@@ -144,7 +144,7 @@ def _depth_kernel(
     SIZE: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """How far ELEMENTS of one row are below its highest, over the temperature; infinity where they are barred."""
+    """Write how far ELEMENTS of one row are below its highest, over the temperature; infinity for barred tokens."""
     row = tl.program_id(0).to(tl.int64)
     warmth = tl.load(temperature + row)
     if warmth > 0.0:
@@ -158,15 +158,15 @@ def _depth_kernel(
 
 @triton.jit
 def _weight(depth):
-    """exp(-depth) of the bits of a depth."""
+    """Return exp(-depth) from the bits of a depth."""
     return tl.exp(-depth.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _narrowed(depths, goal, high, SIZE: tl.constexpr, ELEMENTS: tl.constexpr, COUNTS: tl.constexpr):
-    """The least depth up to which the number of tokens (if it COUNTS) or the sum of weights reaches `goal`.
+    """Return the least depth up to which the number of tokens (if COUNTS) or the sum of weights reaches `goal`.
 
-    `high`, at which it does, if there is none below.
+    It is at most `high`, at which the goal is reached.
     """
     low = tl.full([], -1, tl.int32)
     number = tl.arange(0, _PIVOTS)
@@ -188,7 +188,7 @@ def _narrowed(depths, goal, high, SIZE: tl.constexpr, ELEMENTS: tl.constexpr, CO
 
 @triton.jit
 def _kept_weight(depths, token, deepest, last_tie, SIZE: tl.constexpr):
-    """Weights, zero for a token that is barred."""
+    """Return weights, zero for barred tokens."""
     depth = tl.load(depths + token, mask=token < SIZE, other=_INFINITY)
     kept = (depth < deepest) | ((depth == deepest) & (token <= last_tie))
     return tl.where(kept, _weight(depth), 0.0)
@@ -205,13 +205,13 @@ def _sample_kernel(
     SIZE: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """Draw for one row, unless its temperature is zero or it has no token that can be drawn."""
+    """Draw for one row, unless its temperature is 0 or no token can be drawn."""
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(temperature + row) == 0.0) | (tl.load(tokens + row) == _NO_PLACE):
         return
     depths += row * SIZE
 
-    # What is deeper is barred, and what is just as deep if its token comes after the last tie.
+    # Deeper tokens are barred, and tokens of the same depth after the last tie.
     deepest = tl.full([], _INFINITY, tl.int32)
     last_tie = tl.full([], SIZE, tl.int32)
     most = tl.load(top_k + row)
@@ -261,6 +261,6 @@ def _sample_kernel(
         stretch = tl.sum(weight, 0)
     passes = before + tl.cumsum(weight, 0) > target
     place = tl.min(tl.where(passes, token, SIZE), 0)
-    # The sums of the stretch in one order and in another may differ in the last bit.
+    # Sums of the stretch in different orders may differ in the last bit.
     last = tl.max(tl.where(weight > 0.0, token, -1), 0)
     tl.store(tokens + row, tl.minimum(place, last).to(tl.int64))
