@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
+from vllm_mp.kernels.sampling import argmax as argmax
+from vllm_mp.kernels.sampling import sample as sample
 
 # Bounds on the size of what one attention call materialises, in elements of [rows or queries, context].
 MAX_GATHERED_TOKENS = 32_768
