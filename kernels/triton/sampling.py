@@ -1,7 +1,7 @@
 """Argmax of a row, and draws from a filtered distribution.
 
-No row is sorted. The limit that a value must reach to be kept is found by narrowing an interval: a k-ary search over the
-bits of float32, which order like the numbers. Its sums, and the sum of the draw, run over the row in token order.
+No row is sorted. The limit that a value must reach to be kept is found by narrowing an interval: a k-ary search over
+the bits of float32, which order like the numbers. Its sums, and the sum of the draw, run over the row in token order.
 """
 
 import torch
