@@ -233,6 +233,9 @@ def _import_all() -> None:
 
     import vllm_mp.core.engine_core
     import vllm_mp.core.worker.model_runner  # noqa: F401
+    from vllm_mp.core.models import import_native_models
+
+    import_native_models()
 
     # The first operation of each dtype takes as long as some imports.
     with torch.inference_mode():

@@ -14,6 +14,8 @@ from torch import Tensor
 NO_PLACE = -1
 """Stands for a token where there is none to choose."""
 _STRETCH = 256
+_MAX_FILTERED_ELEMENTS = 1 << 22
+"""Bound on the logits that `filter_logits` works on at a time: filters take many times the memory of their logits."""
 
 
 class SamplingFilter(NamedTuple):
@@ -83,16 +85,22 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def filter_logits(logits: Tensor, params: DrawParams, filters: Sequence[SamplingFilter]) -> Tensor:
-    """Return `logits` [n, vocab] as float32, with -inf for each token that `filters` bar.
+    """Return `logits` [n, vocab] as float32, with -inf for each token that `filters` bar; may overwrite `logits`.
 
     Rows with temperature 0, and rows that are not finite, stay as they are.
     """
     is_random = params.temperature > 0
+    temperature = params.temperature.masked_fill(~is_random, 1.0)
     logits = logits.float()
-    scaled = _scaled(logits, logits.amax(dim=-1), params.temperature.masked_fill(~is_random, 1.0))
-    for sampling_filter in filters:
-        sampling_filter.bar(scaled, getattr(params, sampling_filter.name))
-    return logits.masked_fill((scaled == -torch.inf) & is_random.unsqueeze(-1), -torch.inf)
+    num_rows = max(1, _MAX_FILTERED_ELEMENTS // logits.shape[-1])
+    for start in range(0, len(logits), num_rows):
+        rows = slice(start, start + num_rows)
+        part = logits[rows]
+        scaled = _scaled(part, part.amax(dim=-1), temperature[rows])
+        for sampling_filter in filters:
+            sampling_filter.bar(scaled, getattr(params, sampling_filter.name)[rows])
+        part.masked_fill_((scaled == -torch.inf) & is_random[rows].unsqueeze(-1), -torch.inf)
+    return logits
 
 
 def _draw(logits: Tensor, highest: Tensor, params: DrawParams) -> Tensor:

@@ -371,8 +371,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     ] = 1.0
 
     def __post_init__(self) -> None:
-        for name, parameter in PARAMETERS.items():
-            setattr(self, name, parameter.checked(name, getattr(self, name)))
+        for name, checked in _CHECKS:
+            value = getattr(self, name)
+            plain = checked(name, value)
+            if plain is not value:
+                setattr(self, name, plain)
         self._check_together()
         if self.seed == -1:
             self.seed = None  # callers of the older API write -1 for "no seed"
@@ -439,6 +442,9 @@ def _declared(field: msgspec.structs.FieldInfo) -> Parameter:
 
 PARAMETERS = {field.name: _declared(field) for field in msgspec.structs.fields(SamplingParams)}
 """The declaration of each field, in the order of the fields."""
+_CHECKS = tuple(
+    (name, parameter.checked) for name, parameter in PARAMETERS.items() if not isinstance(parameter, NotServed)
+)
 _NOT_SERVED = {
     field.name: field.default
     for field in msgspec.structs.fields(SamplingParams)

@@ -3,26 +3,29 @@
 A message is one ZeroMQ frame: a msgspec struct encoded as a msgpack array whose first element is its tag. The
 core's ROUTER socket knows a client by its identity frame; the client's DEALER socket has one peer.
 
-Evolution: fields are only ever added at the end, with a default; tags are never used again; any other change
-raises PROTOCOL_VERSION. `Hello` and `Welcome` carry PROTOCOL_VERSION and SCHEMA, a digest of all fields, and each side
-refuses a peer that differs. Otherwise msgspec would silently ignore a field that the older side does not know.
+Evolution: fields are only ever added at the end, with a default; tags are never used again; any other change raises
+PROTOCOL_VERSION. `Hello` and `Welcome` carry PROTOCOL_VERSION and SCHEMA, a digest of all fields and their types. Each
+side refuses a peer that differs, because msgspec would silently ignore a field that the older side does not know.
 
-Two invariants make loss and repetition visible. Every message carries the core's incarnation, so messages that were
-meant for, or sent by, an earlier core are dropped. Every token carries its position in the answer, so a client takes
-each position once and in order.
+Two invariants make loss and repetition visible. Every message but the greeting carries the core's incarnation, so
+messages that were meant for, or sent by, an earlier core are dropped. Every token carries its position in the output,
+so a client takes each position once and in order.
 """
 
 import functools
 import hashlib
+import logging
 import operator
+import types
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm_mp import __version__
+from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import MAX_BAD_WORDS, SamplingParams
 
@@ -46,7 +49,9 @@ _MAX_ARGS = 16
 _LARGE_FRAME_BYTES = 2**16
 
 
-_Name = Annotated[str, msgspec.Meta(max_length=64)]
+_MAX_NAME_LENGTH = 64
+_Name = Annotated[str, msgspec.Meta(max_length=_MAX_NAME_LENGTH)]
+_PACKAGE = __version__[:_MAX_NAME_LENGTH]
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -247,7 +252,7 @@ _core_decoder = msgspec.msgpack.Decoder(CoreMessage)
 
 
 def _fingerprint(messages: Iterable[type[msgspec.Struct]]) -> str:
-    """Return a digest of the names and the order of the fields of `messages` and of all structs that they hold.
+    """Return a digest of the names, types and order of the fields of `messages` and of all structs that they hold.
 
     It is the same in every process and every version of Python.
     """
@@ -261,7 +266,7 @@ def _fingerprint(messages: Iterable[type[msgspec.Struct]]) -> str:
                 pending += _structs_in(field.type)
     lines = [
         f"{struct.__name__} {struct.__struct_config__.tag}: "
-        + " ".join(field.encode_name for field in msgspec.structs.fields(struct))
+        + " ".join(f"{field.encode_name}={_type_name(field.type)}" for field in msgspec.structs.fields(struct))
         for struct in structs
     ]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
@@ -274,18 +279,29 @@ def _structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
         yield from _structs_in(argument)
 
 
-SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage)))
-"""What client and core must have in common beside PROTOCOL_VERSION."""
+def _type_name(kind: Any) -> str:
+    """Return the name of a type, with its parameters and without annotations: the same for every Python."""
+    if get_origin(kind) is Annotated:
+        return _type_name(get_args(kind)[0])
+    names = [_type_name(argument) for argument in get_args(kind)]
+    if isinstance(kind, types.UnionType) or get_origin(kind) is Union:
+        return "|".join(sorted(names))
+    name: str = getattr(get_origin(kind) or kind, "__name__", None) or repr(kind)
+    return f"{name}[{','.join(names)}]" if names else name
+
+
+SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage), VllmConfig))
+"""What client and core must have in common beside PROTOCOL_VERSION: the messages and the configuration."""
 
 
 def hello() -> Hello:
     """Return the `Hello` of this version of vllm-mp."""
-    return Hello(PROTOCOL_VERSION, SCHEMA, __version__)
+    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE)
 
 
 def welcome(incarnation: int, client: int, pid: int, config: bytes) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
-    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, __version__)
+    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE)
 
 
 def mismatch(peer: Hello | Welcome) -> str | None:
@@ -302,6 +318,31 @@ def mismatch(peer: Hello | Welcome) -> str | None:
 def _described(peer: Hello | Welcome) -> str:
     package = f"vllm-mp {peer.package}" if peer.package else "another vllm-mp"
     return f"{package} (protocol version {peer.version}, schema {peer.schema or 'unknown'})"
+
+
+class DropCounter:
+    """Counts the messages that one end drops, and logs them ever more rarely."""
+
+    def __init__(self, logger: logging.Logger, sender: str) -> None:
+        self._logger = logger
+        self._sender = sender
+        self.num_dropped = 0
+
+    def count(self) -> None:
+        """Count a message that is dropped without a line in the log, such as one of an earlier incarnation."""
+        self.num_dropped += 1
+
+    def warn(self, why: str, cause: Exception | None = None) -> None:
+        """Count a message that is invalid, and log it if the count is a power of two: so no flood fills the log."""
+        self.num_dropped += 1
+        if self.num_dropped & (self.num_dropped - 1) == 0:
+            self._logger.warning(
+                "dropped an invalid message from %s (%d so far): %.500s",
+                self._sender,
+                self.num_dropped,
+                why,
+                exc_info=cause,
+            )
 
 
 def encode(message: ClientMessage | CoreMessage) -> bytes:

@@ -44,7 +44,7 @@ class CoreConnection:
         elif not address.startswith("ipc://"):
             raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
         self.address = address
-        self.num_dropped = 0
+        self._dropped = wire.DropCounter(logger, "the core")
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,6 +129,11 @@ class CoreConnection:
             self._loop.call_soon(self._receive)
 
     @property
+    def num_dropped(self) -> int:
+        """Messages that were dropped: invalid, or of another incarnation."""
+        return self._dropped.num_dropped
+
+    @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """The event loop that the connection is attached to, if any."""
         return self._loop
@@ -170,7 +175,7 @@ class CoreConnection:
                         on_message(message)
                 except Exception as error:
                     # A message that cannot be handled must not keep the next ones from their requests.
-                    self._drop("it could not be handled", error)
+                    self._dropped.warn("it could not be handled", error)
 
         self._loop = loop
         self._receive = receive
@@ -210,23 +215,12 @@ class CoreConnection:
         try:
             message = wire.decode_core_message(frame)
         except (ValueError, RecursionError) as error:
-            self._drop(str(error))
+            self._dropped.warn(str(error))
             return None
         if not isinstance(message, wire.Refused) and message.incarnation != self.incarnation:
-            self.num_dropped += 1
+            self._dropped.count()
             return None
         return message
-
-    def _drop(self, why: str, cause: Exception | None = None) -> None:
-        self.num_dropped += 1
-        # Log at powers of two, so that a flood of invalid messages does not flood the log.
-        if self.num_dropped & (self.num_dropped - 1) == 0:
-            logger.warning(
-                "dropped an invalid message from the core (%d so far): %.500s",
-                self.num_dropped,
-                why,
-                exc_info=cause,
-            )
 
 
 def run_on(loop: asyncio.AbstractEventLoop, call: Callable[..., Any], *args: Any) -> None:

@@ -39,7 +39,7 @@ class RequestHandler:
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", config: VllmConfig, incarnation: int) -> None:
-        self.num_dropped = 0
+        self._dropped = wire.DropCounter(logger, "a client")
         self._admits = True
         self._socket = socket
         self._config = config
@@ -49,6 +49,11 @@ class RequestHandler:
         self._calls: dict[str, Callable[..., Any]] = {}
         self._is_held_up = False
         """The latest call must be completed before later messages are read."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages that were dropped: invalid, or of another incarnation."""
+        return self._dropped.num_dropped
 
     @property
     def num_clients(self) -> int:
@@ -93,7 +98,7 @@ class RequestHandler:
                 raise
             except Exception as error:
                 # Whatever a message asks for, the other clients are served.
-                self._drop(f"it could not be handled: {error!r}", error)
+                self._dropped.warn(f"it could not be handled: {error!r}", error)
                 client = self._clients.find(identity)
                 if client is not None and isinstance(message, wire.AddRequest | wire.AddPooling):
                     self._turn_away(client, message, repr(error))
@@ -118,24 +123,13 @@ class RequestHandler:
 
     def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
         if len(frames) != 1:
-            self._drop(f"{len(frames)} frames where 1 was expected")
+            self._dropped.warn(f"{len(frames)} frames where 1 was expected")
             return None
         try:
             return wire.decode_client_message(frames[0])
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as error:
-            self._drop(str(error))
+            self._dropped.warn(str(error))
             return None
-
-    def _drop(self, why: str, cause: Exception | None = None) -> None:
-        self.num_dropped += 1
-        # Powers of two, so that a flood of garbage does not flood the log.
-        if self.num_dropped & (self.num_dropped - 1) == 0:
-            logger.warning(
-                "dropped a message that is not of the protocol (%d so far): %.500s",
-                self.num_dropped,
-                why,
-                exc_info=cause,
-            )
 
     def _handle(self, identity: bytes, message: wire.ClientMessage, num_bytes: int) -> None:
         if isinstance(message, wire.Hello):
@@ -143,9 +137,9 @@ class RequestHandler:
             return
         client = self._clients.find(identity)
         if client is None:
-            self._drop("a message from a client that has not said hello")
+            self._dropped.warn("a message from a client that has not said hello")
         elif message.incarnation != self._incarnation:
-            self._drop(f"a message for incarnation {message.incarnation} of the core, this is {self._incarnation}")
+            self._dropped.warn(f"a message for incarnation {message.incarnation}, this is {self._incarnation}")
         elif isinstance(message, wire.AddRequest | wire.AddPooling):
             self._add(client, message, num_bytes)
         elif isinstance(message, wire.AbortRequests):
@@ -175,7 +169,7 @@ class RequestHandler:
     def _add(self, client: int, message: wire.AddRequest | wire.AddPooling, num_bytes: int) -> None:
         scheduler = self._running_scheduler()
         if not 0 <= message.slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, message.slot):
-            self._drop(f"slot {message.slot} of client {client} is not free")
+            self._dropped.warn(f"slot {message.slot} of client {client} is not free")
             return
         try:
             if not self._admits:

@@ -2,16 +2,16 @@
 
 import importlib
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
-from vllm_mp.model_config.registry import NATIVE_MODELS
+from vllm_mp.model_config.registry import NATIVE_MODELS, NativeEntry
 
-__all__ = ["CausalLM", "NativeModel", "build_model"]
+__all__ = ["CausalLM", "NativeModel", "build_model", "import_native_models"]
 
 
 class CausalLM(Protocol):
@@ -70,7 +70,16 @@ def build_model(arch: NativeArchitecture, dtype: torch.dtype, device: torch.devi
 
     `vllm_mp.core.weights.loader.load_weights` gives them values.
     """
-    module, _, name = NATIVE_MODELS[arch.name].model.partition(":")
-    model_class = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    model: nn.Module = model_class(arch, dtype, torch.device(device))
+    model: nn.Module = _model_class(NATIVE_MODELS[arch.name])(arch, dtype, torch.device(device))
     return model.requires_grad_(False)
+
+
+def import_native_models() -> None:
+    """Import the modules of all native models, so that building one later imports nothing."""
+    for entry in NATIVE_MODELS.values():
+        _model_class(entry)
+
+
+def _model_class(entry: NativeEntry) -> Any:
+    module, _, name = entry.model.partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

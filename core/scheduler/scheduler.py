@@ -233,7 +233,7 @@ class Scheduler:
     def _has_suspect(self) -> bool:
         """Return whether a suspect runs, or is next in the waiting queue."""
         first = self.waiting.first()
-        return self._suspect is not None or (first is not None and first.isolate_until_num_tokens > 0)
+        return self._suspect is not None or (first is not None and first.isolate_until_num_tokens != 0)
 
     def _schedule_suspect(self) -> ScheduledStep:
         """Choose a step of the suspect whose turn it is; other requests may be preempted for it."""

@@ -8,8 +8,9 @@ from typing import Final
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vllm_mp.model_store.folder import WEIGHT_INDEX
+
 SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
 
 
 def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
@@ -17,7 +18,7 @@ def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
 
     Raises ValueError, naming the file, the cause and the remedy, if there are none, or some are missing.
     """
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    single, index = folder / SINGLE_FILE, folder / WEIGHT_INDEX
     if single.is_file():
         return {single: None}
     if not index.is_file():
@@ -29,7 +30,7 @@ def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
                 "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         raise ValueError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; point `model` at a folder with the "
+            f"{folder} has neither {SINGLE_FILE} nor {WEIGHT_INDEX}; point `model` at a folder with the "
             "weights of a Hugging Face checkpoint, or use load_format='dummy' for random ones"
         )
     try:
@@ -48,7 +49,7 @@ def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
     missing = [path.name for path in shards if not path.is_file()]
     if missing:
         raise ValueError(
-            f"{folder} lacks {len(missing)} of the {len(shards)} files that {INDEX_FILE} names, the "
+            f"{folder} lacks {len(missing)} of the {len(shards)} files that {WEIGHT_INDEX} names, the "
             f"first being {missing[0]}; download the checkpoint again"
         )
     return dict(shards)
@@ -71,7 +72,7 @@ def read_tensors(
                 present = set(file.keys())
                 for name in wanted if wanted is not None else file.keys():
                     if name not in present:
-                        raise ValueError(f"{path} lacks {name}, which {INDEX_FILE} places there; download it again")
+                        raise ValueError(f"{path} lacks {name}, which {WEIGHT_INDEX} places there; download it again")
                     tensor = file.get_tensor(name)
                     yield name, tensor
                     done += tensor.nbytes

@@ -317,18 +317,19 @@ class ModelRunner:
     def _profile_sampler(self) -> None:
         """Sample a token for as many rows as there can be, each with every filter on, beside their log-probabilities.
 
-        It runs the sampler itself over all of `SAMPLING_FILTERS`, so it allocates whatever a step can allocate.
+        It runs the sampler itself over all of `SAMPLING_FILTERS` and with a logits processor (stop tokens are barred),
+        on logits of the model's dtype, so it allocates whatever a step can allocate.
         """
         num_rows = self._config.scheduler_config.max_num_seqs
-        all_filters: dict[str, Any] = {one.name: one.trial for one in ops.SAMPLING_FILTERS}
-        params = SamplingParams(temperature=0.5, seed=0, **all_filters)
+        all_filters: dict[str, Any] = {each.name: each.trial for each in ops.SAMPLING_FILTERS}
+        params = SamplingParams(temperature=0.5, seed=0, min_tokens=1, **all_filters)
         batch = Batch(num_rows, 1, self._config.cache_config.block_size, [])
         for slot in range(num_rows):
             request = Request(0, slot, "profile", params, np.zeros(1, np.int32), 1, 2, (0, slot))
             batch.add(request, np.zeros(0, np.int32))
         vocab_size = self._config.model_config.architecture.vocab_size
-        logits = torch.zeros((num_rows, vocab_size), dtype=torch.float32, device=self._device)
-        logprobs = logits.log_softmax(dim=-1)  # a step with log-probabilities holds them during the draw
+        logits = torch.zeros((num_rows, vocab_size), dtype=self._dtype, device=self._device)
+        logprobs = logits.float().log_softmax(dim=-1)  # a step with log-probabilities holds them during the draw
         Sampler(batch, self._device).sample(logits, batch.order)
         del logprobs
 

@@ -62,9 +62,14 @@ class Sampler:
         seeds = values["seed"].astype(np.uint64)
         columns = {name: np.ascontiguousarray(values[name]) for name in _DRAW_COLUMNS}
         columns["uniform"] = uniform_draws(seeds, batch.num_tokens[rows] - batch.num_prompt_tokens[rows])
+        is_random = columns["temperature"] > 0
+        filters = [
+            sampling_filter
+            for sampling_filter in ops.SAMPLING_FILTERS
+            if (sampling_filter.is_on(columns[sampling_filter.name]) & is_random).any()
+        ]
         return DrawParams(
-            **{name: to_device(column, self._device) for name, column in columns.items()},
-            filters=tuple(one for one in ops.SAMPLING_FILTERS if one.is_on(columns[one.name]).any()),
+            **{name: to_device(column, self._device) for name, column in columns.items()}, filters=tuple(filters)
         )
 
 

@@ -1,6 +1,7 @@
 """Print one summary of several pytest runs that were made side by side, from their JUnit reports.
 
-Usage: test_summary.py SECONDS REPORT...; exits with 1 if a test failed or a report is missing or damaged.
+Usage: test_summary.py SECONDS {EXIT_CODE REPORT}..., with the exit code of each pytest. Exits with 1 if a test failed, or
+if a run was interrupted, selected no test or left no report.
 """
 
 import re
@@ -13,6 +14,9 @@ from xml.etree import ElementTree
 
 GPU_TESTS = "tests.gpu."
 NEEDS_A_GPU = "need a GPU"
+COMPLETE = (0, 1)
+"""pytest's exit codes of runs that came to their end: all tests passed, or some failed."""
+WHY_INCOMPLETE = {2: "was interrupted", 3: "had an internal error", 4: "had wrong arguments", 5: "selected no test"}
 
 
 class Summary(NamedTuple):
@@ -24,17 +28,20 @@ class Summary(NamedTuple):
     failed: list[str]
     """Node ids of the tests that failed, in the order of the reports."""
     lost: list[str]
-    """Why a report could not be read, for each run that left none: it crashed or was killed."""
+    """Why a run counts as failed whatever its tests did: it was interrupted, or left no report."""
 
     @property
     def has_failed(self) -> bool:
         return bool(self.failed or self.lost)
 
 
-def summarize(reports: Iterable[Path]) -> Summary:
-    """Read the reports, which pytest wrote with `--junit-xml=REPORT`."""
+def summarize(runs: Iterable[tuple[int, Path]]) -> Summary:
+    """Read the reports, which pytest wrote with `--junit-xml=REPORT`, beside its exit codes."""
     summary = Summary(0, Counter(), [], [])
-    for report in reports:
+    for exit_code, report in runs:
+        if exit_code not in COMPLETE:
+            why = WHY_INCOMPLETE.get(exit_code, "ended")
+            summary.lost.append(f"the run of {report.name} {why} (pytest's exit code {exit_code})")
         try:
             cases = list(ElementTree.parse(report).iter("testcase"))
         except (OSError, ElementTree.ParseError) as error:
@@ -94,8 +101,8 @@ def lines(summary: Summary, seconds: int) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Print the summary; return the exit code."""
-    seconds, *reports = arguments
-    summary = summarize(map(Path, reports))
+    seconds, *runs = arguments
+    summary = summarize(zip(map(int, runs[::2]), map(Path, runs[1::2]), strict=True))
     print("\n".join(lines(summary, int(seconds))))
     return 1 if summary.has_failed else 0
 

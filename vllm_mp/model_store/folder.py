@@ -8,7 +8,7 @@ from vllm_mp.model_config.json_file import read_json
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 """Patterns of the files that hold a tokenizer. The first is the fast tokenizer, the others are vocabularies."""
 
-_WEIGHT_INDEX = "model.safetensors.index.json"
+WEIGHT_INDEX = "model.safetensors.index.json"
 _POINTER_START = b"version https://git-lfs"
 
 
@@ -43,12 +43,12 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _weights_problem(folder: Path) -> str | None:
     """Return the reason why the safetensors of `folder` cannot be loaded. Raises ValueError for an unreadable index."""
-    index: dict[str, Any] = read_json(folder / _WEIGHT_INDEX, dict) or {}
+    index: dict[str, Any] = read_json(folder / WEIGHT_INDEX, dict) or {}
     files = set(index.get("weight_map", {}).values())
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         return (
-            f"{folder} lacks {len(missing)} of the {len(files)} files that {_WEIGHT_INDEX} names, "
+            f"{folder} lacks {len(missing)} of the {len(files)} files that {WEIGHT_INDEX} names, "
             f"for example {missing[0]}: copy or download them again"
         )
     shards = sorted(folder.glob("*.safetensors"))

@@ -180,3 +180,14 @@ def test_suspect_stays_isolated_until_it_is_past_the_death():
     assert engine.scheduler.num_preemptions > 0
     engine.run()
     assert engine.ends == {0: "length", 1: "length"}
+
+
+@pytest.mark.parametrize("isolate_until", [-1, -(2**40)])
+def test_negative_count_of_a_hostile_client_isolates_until_the_first_token(isolate_until):
+    engine = Engine()
+    engine.add(0)
+    engine.add(1, isolate_until_num_tokens=isolate_until)
+    assert slots_of(engine, engine.step()) == [1]
+    assert sorted(slots_of(engine, engine.step())) == [0, 1]
+    engine.run()
+    assert engine.ends == {0: "length", 1: "length"}

@@ -42,9 +42,10 @@ def report(tmp_path, **files):
     return path
 
 
-def summarize(*reports):
+def summarize(*reports, exit_code=1):
+    runs = [argument for report in reports for argument in (str(exit_code), report)]
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "shared" / "test_summary.py", "683", *reports],
+        [sys.executable, ROOT / "tools" / "shared" / "test_summary.py", "683", *runs],
         capture_output=True,
         text=True,
         check=False,
@@ -73,3 +74,18 @@ def test_reports_are_added_up_and_a_missing_report_is_a_failure(tmp_path):
     assert code == 1
     assert lost.startswith("no report in killed.xml, so pytest crashed or was killed")
     assert counts.startswith("1 tests passed")
+
+
+def test_interrupted_run_is_no_success(tmp_path):
+    passed = report(tmp_path, unit_fine="def test_fine(): pass\n")
+    assert summarize(passed, exit_code=0)[0] == 0
+    code, lines = summarize(passed, exit_code=2)
+    assert code == 1
+    assert f"the run of {passed.name} was interrupted (pytest's exit code 2)" in lines
+
+
+def test_run_that_selects_no_test_is_no_success(tmp_path):
+    empty = report(tmp_path, unit_empty="")
+    code, lines = summarize(empty, exit_code=5)
+    assert code == 1
+    assert f"the run of {empty.name} selected no test (pytest's exit code 5)" in lines
