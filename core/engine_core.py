@@ -107,7 +107,7 @@ class EngineCore:
                     check_invariants(self._scheduler)
 
     def status(self) -> dict[str, Any]:
-        """Return, by name, the numbers of steps, requests, blocks and clients, and whether the core is paused or asleep."""
+        """Return, by name, numbers of steps, requests, blocks and clients, and whether the core is paused or asleep."""
         return {
             "pid": os.getpid(),
             "step": self._num_launched,

@@ -198,9 +198,9 @@ def _read_launch() -> CoreLaunch:
 def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Event) -> None:
     """Start a thread that stops the core when its parent dies, and ends the process if the loop does not stop in time.
 
-    `stopped` must be set when the loop has stopped. The thread watches standard input, whose other end the parent holds, and the parent's pid, because a child that the
-    parent forked may hold that end too. The kernel's parent-death signal would not do: it comes when the *thread* that
-    started the core ends.
+    `stopped` must be set when the loop has stopped. The thread watches standard input, whose other end the parent
+    holds, and the parent's pid, because a child that the parent forked may hold that end too. The kernel's parent-death
+    signal would not do: it comes when the *thread* that started the core ends.
     """
 
     def watch() -> None:
