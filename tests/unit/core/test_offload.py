@@ -45,7 +45,7 @@ class Module(nn.Module):
 
 @pytest.mark.parametrize("stretch", [1, 1000, 2**28])
 def test_offloaded_weights_take_no_memory_of_the_device_and_come_back_in_place(monkeypatch, stretch):
-    monkeypatch.setattr(offload, "_STRETCH_BYTES", stretch)
+    monkeypatch.setattr(offload, "_BUFFER_BYTES", stretch)
     module, beats = Module(), []
     if stretch == 1:
         module.table = module.original = torch.arange(3)
@@ -53,7 +53,7 @@ def test_offloaded_weights_take_no_memory_of_the_device_and_come_back_in_place(m
     before = [tensor.detach().clone() for tensor in tensors]
     offloaded = OffloadedWeights(module, lambda: beats.append(1))
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
-    assert sum(len(one) for one in offloaded._stretches) == 100 * 7 * 4 + module.table.numel() * 8
+    assert sum(len(buffer) for buffer in offloaded._buffers) == 100 * 7 * 4 + module.table.numel() * 8
     assert beats
     offloaded.restore()
     assert all(one is other for one, other in zip(tensors, module.tensors(), strict=True))
