@@ -56,7 +56,9 @@ def test_draws_follow_the_distribution(knobs):
     assert_follows(tokens, reference(logits, **knobs))
 
 
-FILTERED = [(one, value) for one in SAMPLING_FILTERS for value in CASES[one.name].values]
+FILTERED = [
+    (sampling_filter, value) for sampling_filter in SAMPLING_FILTERS for value in CASES[sampling_filter.name].values
+]
 
 
 @pytest.mark.parametrize(("sampling_filter", "value"), FILTERED, ids=lambda value: str(getattr(value, "name", value)))
@@ -68,7 +70,7 @@ def test_a_filter_keeps_the_tokens_that_transformers_keeps(sampling_filter, valu
     assert torch.equal(found[found > -torch.inf], logits[found > -torch.inf])
 
 
-@pytest.mark.parametrize("sampling_filter", SAMPLING_FILTERS, ids=lambda one: one.name)
+@pytest.mark.parametrize("sampling_filter", SAMPLING_FILTERS, ids=lambda sampling_filter: sampling_filter.name)
 def test_a_filter_leaves_rows_alone_that_are_greedy_or_off_or_not_finite(sampling_filter):
     logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(3))
     logits[2, 3], logits[3, 7] = torch.nan, torch.inf
@@ -84,17 +86,19 @@ def test_a_filter_leaves_rows_alone_that_are_greedy_or_off_or_not_finite(samplin
 def test_only_the_filters_that_some_row_uses_run(monkeypatch):
     seen = []
     monkeypatch.setattr(ops, "sample", lambda logits, params: seen.append(params))
-    for one in SAMPLING_FILTERS:
-        batch, sampler = make_batch([SamplingParams(seed=1), SamplingParams(seed=2, **{one.name: one.trial})])
+    for sampling_filter in SAMPLING_FILTERS:
+        batch, sampler = make_batch(
+            [SamplingParams(seed=1), SamplingParams(seed=2, **{sampling_filter.name: sampling_filter.trial})]
+        )
         sampler.sample(torch.zeros(2, VOCAB), batch.order)
-        assert seen.pop().filters == (one,)
+        assert seen.pop().filters == (sampling_filter,)
         sampler.sample(torch.zeros(1, VOCAB), batch.order[:1])
         assert seen.pop().filters == ()
 
 
 def test_filters_that_triton_does_not_fuse_come_before_those_that_it_fuses():
     triton = pytest.importorskip("vllm_mp.kernels.triton.sampling")
-    fused = [one.name in triton.FUSED_FILTERS for one in SAMPLING_FILTERS]
+    fused = [sampling_filter.name in triton.FUSED_FILTERS for sampling_filter in SAMPLING_FILTERS]
     assert fused == sorted(fused)
     assert sum(fused) == len(triton.FUSED_FILTERS)
 
@@ -162,7 +166,11 @@ def test_draws_are_batch_invariant():
         SamplingParams(
             temperature=float(rng.choice([0, 0.5, 1, 2])),
             seed=int(rng.integers(2**62)),
-            **{one.name: rng.choice(CASES[one.name].values).item() for one in SAMPLING_FILTERS if rng.random() < 0.4},
+            **{
+                sampling_filter.name: rng.choice(CASES[sampling_filter.name].values).item()
+                for sampling_filter in SAMPLING_FILTERS
+                if rng.random() < 0.4
+            },
         )
         for _ in range(50)
     ]
