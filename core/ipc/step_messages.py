@@ -10,7 +10,7 @@ from vllm_mp.core.scheduler.request import RequestKey
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 
 MAX_PART_BYTES = wire.MAX_MESSAGE_BYTES // 4
-"""Bytes of log-probabilities or vectors in a message. Well below the limit, as a message carries several kinds."""
+"""Limit of the bytes of log-probabilities, or of vectors, in a message, which may carry several kinds of them."""
 
 T = TypeVar("T")
 

@@ -143,7 +143,7 @@ class DecodeGraphs:
 
 
 class _UnknownLengths(Sequence[int]):
-    """Lengths that differ between replays. Reading them raises RuntimeError, so it fails at capture."""
+    """Lengths that differ between replays. Reading them raises, so attention that reads them cannot be captured."""
 
     def __getitem__(self, index: Any) -> NoReturn:
         raise RuntimeError("attention reads the lengths of rows on the host, which a graph cannot do")

@@ -155,7 +155,7 @@ class ModelRunner:
         elif self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
-        release_memory(self._device)  # which the host's copy took, or the files of the weights
+        release_memory(self._device)  # the memory of the host's copy, or of the weight files
 
     def drop_cache(self) -> None:
         self._graphs, self._kv_caches = None, []
@@ -194,7 +194,7 @@ class ModelRunner:
         return computed
 
     def _default_capture(self) -> Callable[[torch.device], Capture] | None:
-        """Return the maker of a capture in CUDA graphs, for native models; None if no step is to be captured."""
+        """Return the function that makes a capture in CUDA graphs; None if steps of this model are not captured."""
         model = self._config.model_config
         if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
             return None
