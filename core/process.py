@@ -120,7 +120,10 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
 def _load(
     launch: CoreLaunch, page: StatusPage, handler: RequestHandler, bound: BoundSocket, stop: StopSignal
 ) -> "EngineCore | None":
-    """Return the core with its weights loaded; None if it was told to stop in the meantime."""
+    """Return the core with its weights loaded; None if it was told to stop in the meantime.
+
+    Raises ValueError, with the remedy, if the configuration does not suit the model or the machine.
+    """
     started = time.monotonic()
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.worker.device import (
