@@ -5,7 +5,7 @@ import os
 
 from vllm_mp.core.process import main
 
-code = main()
+exit_code = main()
 logging.shutdown()
-# Everything is closed. Destroying torch's objects one by one would delay the parent by half a second more.
-os._exit(code)
+# Everything is closed. The usual exit would destroy torch's objects for half a second while the parent waits.
+os._exit(exit_code)

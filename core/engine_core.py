@@ -29,13 +29,14 @@ from vllm_mp.status_page import StatusPage, StepRequests
 logger = logging.getLogger(__name__)
 
 _BEAT_MS = 500
+"""Interval of the heartbeats of a core without work."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class EngineCore:
-    """Runs requests until it is told to stop: never sleeps while there is work, and blocks in poll without work.
+    """Runs requests until it is told to stop; never waits while there is work, and blocks in poll without work.
 
     With `async_scheduling` one step stays pending while the next step is scheduled and launched, so that the device
     never waits for the host. Without, each step is processed as soon as it is launched.
@@ -55,6 +56,7 @@ class EngineCore:
         stop: StopSignal,
         page: StatusPage,
     ) -> None:
+        """`socket` is polled for messages, which `handler` reads. `page` gets every change of state."""
         scheduler_config, cache = config.scheduler_config, config.cache_config
         model = config.model_config
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
@@ -71,6 +73,7 @@ class EngineCore:
         self._handler = handler
         self._page = page
         self._num_launched = 0
+        """Number of the latest launched step; steps are counted from 1."""
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(stop.fd, zmq.POLLIN)
@@ -93,7 +96,7 @@ class EngineCore:
     def run(self) -> None:
         """Serve until told to stop; if the stop drains, until there is no work left."""
         self._note_state()
-        with contextlib.suppress(StopSignal.Stopped):
+        with contextlib.suppress(StopSignal.Stopped):  # from a wake-up that loads weights
             while not self._stop.is_set or (self._stop.drain and self._scheduler.has_work):
                 self._wait_for_work()
                 self._handler.receive(admit=not self._stop.is_set)
@@ -104,7 +107,7 @@ class EngineCore:
                     check_invariants(self._scheduler)
 
     def status(self) -> dict[str, Any]:
-        """Return what the core holds, in plain numbers."""
+        """Return, by name, numbers of steps, requests, blocks and clients, and whether the core is paused or asleep."""
         return {
             "pid": os.getpid(),
             "step": self._num_launched,
@@ -121,12 +124,13 @@ class EngineCore:
         }
 
     def _wait_for_work(self) -> None:
-        """Return at once if there is work, else when a message or the stop arrives, or it is time for a beat."""
+        """Return at once if there is work; else when a message or the stop arrives, at the latest after `_BEAT_MS`."""
         if not (self._scheduler.has_work or self._scheduler.pending_steps):
             self._poller.poll(_BEAT_MS)
             self._page.beat()
 
     def _settle_sleep(self) -> None:
+        """Carry out the calls of `sleep` and `wake_up` that have arrived, after all pending steps."""
         if self._sleep.is_due:
             self._process_all_but(0)
             self._sleep.settle()
@@ -140,6 +144,7 @@ class EngineCore:
         self._process_all_but(self._num_ahead if step is not None else 0)
 
     def _launch(self, step: ScheduledStep) -> None:
+        """Launch `step`, with its requests on the status page before the device can fail."""
         self._num_launched += 1
         self._page.begin_step(self._num_launched, self._requests_with(step))
         output = self._runner.launch(step, self._batch, self._sampler)
@@ -187,6 +192,7 @@ class EngineCore:
         return StepRequests(batch.client[rows], batch.slot[rows], num_output_tokens)
 
     def _note_state(self) -> None:
+        """Write the state between two steps to the status page."""
         self._page.end_step(
             self._scheduler.num_running,
             self._scheduler.num_waiting,

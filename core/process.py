@@ -30,25 +30,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_mp.core")
 
 _STOP_GRACE_S = 5.0
+"""Time that the loop has to stop after the parent's death, before the process is ended."""
 _PARENT_CHECK_MS = 500
 _STANDBY_PARENT_CHECK_MS = 2000
 _LINGER_MS = 1000
+"""Time that unsent messages have to leave when the socket is closed."""
 _FAILED_LINGER_MS = 200
-"""Shorter, because the supervisor waits for the end of a failed core before it starts the next."""
+"""The same for a core that failed while it served: the supervisor waits for its end before it starts the next."""
 _kept: list[Exception] = []
 """The error that ended the core. Its frames keep all objects of the core alive until the process is gone: after an
 error of the device, an object that holds device memory may hang when it is destroyed."""
 
 
 def main() -> int:
-    """Run a core as the launch line on standard input says; return the exit code.
+    """Run the core that the launch line on standard input describes; return the exit code, 1 if the core failed.
 
-    With `--standby` the process first imports everything, then waits for its launch line; it exits with 0 if none
-    comes. A stand-alone core that is told to stop exits with 0. A core that belongs to a parent, and is stopped by a
-    signal from elsewhere, dies by that signal, so that the parent learns the cause.
+    With `--standby` the process first imports everything, then waits for its launch line, and returns 0 if none comes.
+    A stand-alone core that is told to stop returns 0. A core that belongs to a parent, and is stopped by a signal from
+    elsewhere, dies by that signal, so that the parent learns the cause.
     """
     _make_output_lossy()
-    gc.disable()
+    gc.disable()  # until `_load` has imported everything
     if "--standby" in sys.argv[1:] and not _stand_by():
         return 0
     launch = _read_launch()
@@ -75,7 +77,10 @@ def main() -> int:
 
 
 def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
-    """Bind, load and run; return True if that failed for a reason that was logged and sent to the clients."""
+    """Bind the address, load the model and run; return True if that failed.
+
+    The reason is then logged, and sent to the clients if the address was bound.
+    """
     try:
         bound = BoundSocket(launch.address, launch.key_file)
     except ValueError as error:
@@ -93,7 +98,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         return False
     except Exception as error:
         _kept.append(error)
-        gc.disable()
+        gc.disable()  # for the same reason as `_kept`
         if isinstance(error, ValueError) and core is None:
             reason = str(error)  # a mistake in the configuration, explained to the user
             logger.error("%s", reason)
@@ -115,7 +120,10 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
 def _load(
     launch: CoreLaunch, page: StatusPage, handler: RequestHandler, bound: BoundSocket, stop: StopSignal
 ) -> "EngineCore | None":
-    """Return the core with its weights loaded; None if it was told to stop in the meantime."""
+    """Return the core with its weights loaded; None if it was told to stop in the meantime.
+
+    Raises ValueError, with the remedy, if the configuration does not suit the model or the machine.
+    """
     started = time.monotonic()
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.worker.device import (
@@ -174,12 +182,18 @@ def _load(
 
 
 def _read_launch() -> CoreLaunch:
-    """Read the first line of standard input, which stays open: its end means that the parent has died."""
+    """Read the launch line from standard input, which stays open: its end means that the parent has died.
+
+    Raises SystemExit if standard input ends before the line does.
+    """
     line = bytearray()
     while not line.endswith(b"\n"):
         chunk = os.read(0, 65_536)
         if not chunk:
-            raise SystemExit("python -m vllm_mp.core reads its configuration as a line of JSON on standard input")
+            raise SystemExit(
+                "standard input has no launch line: python -m vllm_mp.core is for engines to start; use "
+                "`vllm-mp engine` to start a core by hand"
+            )
         line += chunk
     return msgspec.json.decode(bytes(line), type=CoreLaunch)
 
@@ -187,9 +201,9 @@ def _read_launch() -> CoreLaunch:
 def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Event) -> None:
     """Start a thread that stops the core when its parent dies, and ends the process if the loop does not stop in time.
 
-    The thread watches standard input, whose other end the parent holds, and the parent's pid, because a child that the
-    parent forked may hold that end too. The kernel's parent-death signal would not do: it comes when the *thread* that
-    started the core ends.
+    `stopped` must be set when the loop has stopped. The thread watches standard input, whose other end the parent
+    holds, and the parent's pid, because a child that the parent forked may hold that end too. The kernel's parent-death
+    signal would not do: it comes when the *thread* that started the core ends.
     """
 
     def watch() -> None:
@@ -229,6 +243,7 @@ def _stand_by() -> bool:
 
 
 def _import_all() -> None:
+    """Import the modules of a core, and run torch's first operations."""
     import torch
 
     import vllm_mp.core.engine_core
@@ -237,7 +252,7 @@ def _import_all() -> None:
 
     import_native_models()
 
-    # The first operation of each dtype takes as long as some imports.
+    # The first operation of each dtype initializes libraries, which takes as long as some imports.
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
             torch.nn.functional.linear(torch.ones(32, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype)).sum().item()

@@ -1,30 +1,30 @@
-"""The request to a core that it stop."""
+"""The signal that tells a core to stop."""
 
 import os
 import signal
 
 
 class StopSignal:
-    """Set by signal handlers and by other threads; the loop polls its file descriptor `fd`."""
+    """Tells the loop to stop. Signal handlers and other threads set it; the loop polls its file descriptor `fd`."""
 
     class Stopped(Exception):
-        """Raised to leave work that has become pointless."""
+        """Raised to abandon work that is pointless once the core is told to stop."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.signal: int | None = None
-        """The signal that asked for the stop; None if another thread did."""
+        """The number of the signal that told the core to stop; None if a thread did."""
         self.is_set = False
         self.drain = False
-        """True: finish the work first."""
+        """True: the core finishes its work before it stops."""
 
     def set(self) -> None:
-        """Ask the core to stop; safe in signal handlers and threads."""
+        """Tell the core to stop; safe in signal handlers and threads."""
         self.is_set = True
         os.eventfd_write(self.fd, 1)
 
     def listen(self, drains: bool) -> None:
-        """Stop on SIGTERM and SIGINT, on SIGINT after draining if `drains`; the second signal kills the process."""
+        """Set this on SIGTERM and SIGINT, with `drain` on SIGINT if `drains`; the second signal kills the process."""
 
         def handle(signum: int, _frame: object) -> None:
             if self.signal is not None:

@@ -15,7 +15,7 @@ from vllm_mp.curve_key import read_key_file
 from vllm_mp.wire import MAX_MESSAGE_BYTES
 
 _MAX_UNREAD = 32
-"""Number of unread messages of one client that the core holds."""
+"""Number of unread messages of each client that the core holds."""
 _MANY_DESCRIPTORS = 2**16
 """Limit of descriptors to ask for if the system sets none."""
 
@@ -39,8 +39,9 @@ class BoundSocket:
         _raise_descriptor_limit()
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
-        # A message to a client that has gone raises, instead of being dropped in silence. The send queue has no limit,
-        # at which tokens would be lost. Messages that a client sends faster than they are read wait with the client.
+        # A message to a client that has gone raises instead of being dropped silently. The send queue has no limit,
+        # because tokens beyond it would be lost. Messages that a client sends faster than the core reads them wait
+        # with the client.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
@@ -61,7 +62,7 @@ class BoundSocket:
             raise
 
     def close(self, linger_ms: int = 0) -> None:
-        """Unbind; give unsent messages `linger_ms` milliseconds to leave. No-op if already closed."""
+        """Unbind, after unsent messages had `linger_ms` milliseconds to leave. No-op if already closed."""
         if self.socket.closed:
             return
         self.socket.close(linger=linger_ms)
@@ -70,7 +71,7 @@ class BoundSocket:
         self._context.term()
         if self._lock is not None and self._path is not None:
             for path in (self._path, _lock_file(self._path)):
-                with contextlib.suppress(OSError):  # the folder may have been removed or moved
+                with contextlib.suppress(OSError):  # if the folder was removed or moved
                     path.unlink()
             os.close(self._lock)
             self._lock = None
@@ -87,6 +88,10 @@ class BoundSocket:
             self._path.chmod(0o600)
 
     def _lock_path(self, path: Path) -> None:
+        """Lock `path`, and write this process's pid to the lock file.
+
+        Raises ValueError if another process holds the lock, or if `path` cannot be a socket.
+        """
         if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
             raise ValueError(
                 f"the path of {self._address} is longer than {zmq.IPC_PATH_MAX_LEN} bytes, the limit of Unix sockets; "
@@ -95,7 +100,7 @@ class BoundSocket:
         try:
             if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
                 raise ValueError(
-                    f"cannot listen on {self._address}: the path is a file that is no socket; choose another path"
+                    f"cannot listen on {self._address}: the path is a file, not a socket; choose another path"
                 )
             lock = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
@@ -117,6 +122,7 @@ class BoundSocket:
         self._lock, self._path = lock, path
 
     def _require_keys(self, key_file: str | None) -> None:
+        """Admit only clients with the keys of `key_file`; raise ValueError without a file or with a bad file."""
         if key_file is None:
             raise ValueError(
                 f"{self._address} is a TCP address, which needs keys: give --key-file FILE (created if it does not "
@@ -131,7 +137,7 @@ class BoundSocket:
 
 
 class _OneKey:
-    """Admits exactly the clients that hold the same key as the core."""
+    """Admits the clients whose public key is the core's."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public

@@ -19,11 +19,11 @@ class Clients:
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
         self._number_of: dict[bytes, int] = {}
-        """By the identity frame that the ROUTER socket puts before each message."""
+        """By identity, the frame that the ROUTER socket puts before each message of a client."""
         self._identity_of: dict[int, bytes] = {}
         self._next_number = 0
         self._probe_below = 0
-        """Clients with lower numbers were here before the latest hello, and may have left unnoticed since."""
+        """Clients with lower numbers connected before the latest hello, and may have left without a Bye."""
         self._last_probe = -_PROBE_INTERVAL_S
 
     def __len__(self) -> int:
@@ -31,11 +31,11 @@ class Clients:
         return len(self._identity_of)
 
     def find(self, identity: bytes) -> int | None:
-        """Return the number of a client, None if it has not said hello."""
+        """Return the number of a client; None if it has not said hello."""
         return self._number_of.get(identity)
 
     def add(self, identity: bytes) -> int:
-        """Return the number of a client that says hello, also if it has done so before.
+        """Return the number of a client that says hello: a new number, unless it has said hello before.
 
         Raises ValueError if there are too many clients.
         """
@@ -44,7 +44,7 @@ class Clients:
         if number is not None:
             return number
         if len(self) >= _MAX_CLIENTS:
-            raise ValueError(f"too many clients: the core has {_MAX_CLIENTS} clients, which is the limit; close some")
+            raise ValueError(f"too many clients of this core: the limit is {_MAX_CLIENTS}; close some clients")
         number = self._next_number
         self._next_number += 1
         self._number_of[identity] = number
@@ -58,7 +58,7 @@ class Clients:
     def take_probes(self) -> list[int]:
         """Return the clients that should be sent a probe now, to find those that have left without a Bye.
 
-        Probes follow a hello, at most once in `_PROBE_INTERVAL_S`, and go to all clients that were here before it.
+        Probes follow a hello, at most once in `_PROBE_INTERVAL_S`, and go to all clients that connected before it.
         """
         if not self._probe_below or time.monotonic() < self._last_probe + _PROBE_INTERVAL_S:
             return []
@@ -67,7 +67,7 @@ class Clients:
         return due
 
     def send(self, client: int, message: wire.CoreMessage) -> bool:
-        """Send `message`, or nothing to a client that was removed; return False if the client turns out to be gone."""
+        """Send `message` unless the client was removed; return False if the client turns out to be gone."""
         identity = self._identity_of.get(client)
         return identity is None or self.reply(identity, message)
 

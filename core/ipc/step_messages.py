@@ -9,8 +9,8 @@ from vllm_mp import wire
 from vllm_mp.core.scheduler.request import RequestKey
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 
-# Well below the limit of one message.
 MAX_PART_BYTES = wire.MAX_MESSAGE_BYTES // 4
+"""Limit of the bytes of log-probabilities, or of vectors, in a message, which may carry several kinds of them."""
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 def step_outputs(
     incarnation: int, number: int, update: StepUpdate, output: ModelOutput
 ) -> Iterator[tuple[int, wire.StepOutput]]:
-    """Yield (client, message) for every client that step `number` concerns; several messages if one would be too long.
+    """Yield (client, message) for every client that step `number` concerns; several messages for results that are long.
 
     A token, its log-probabilities and the end of its request are in one message. Vectors and log-probabilities of
     prompts may be sent in messages before it.
@@ -29,11 +29,11 @@ def step_outputs(
     logprobs = by_client(_without_gone(output.logprobs, update.gone))
     prompt_logprobs = by_client(_without_gone(output.prompt_logprobs, update.gone))
     for client in {*update.clients.tolist(), *ends, *prompt_logprobs}:
-        *ahead, last_logprobs = _parts(prompt_logprobs.get(client, []), _num_bytes)
-        for messages in ahead:
+        *earlier_prompt_logprobs, last_prompt_logprobs = _parts(prompt_logprobs.get(client, []), _num_bytes)
+        for messages in earlier_prompt_logprobs:
             yield client, wire.StepOutput(incarnation, number, b"", b"", b"", prompt_logprobs=messages)
-        *many, last_vectors = _parts(vectors.get(client, []), lambda pair: len(pair[1]))
-        for pairs in many:
+        *earlier_vectors, last_vectors = _parts(vectors.get(client, []), lambda pair: len(pair[1]))
+        for pairs in earlier_vectors:
             yield client, wire.StepOutput(incarnation, number, b"", b"", b"", vectors=pairs)
         entries = np.flatnonzero(update.clients == client)
         size_of = {message.slot: _num_bytes(message) for message in logprobs.get(client, [])}
@@ -41,6 +41,7 @@ def step_outputs(
         if size_of:
             sizes = [size_of.get(slot, 0) for slot in update.slots[entries].tolist()]
             parts = [entries[part] for part in _parts(range(len(entries)), sizes.__getitem__)]
+        # A request without a new token is in the first part.
         part_of = {int(update.slots[entry]): i for i, part in enumerate(parts) for entry in part} if parts[1:] else {}
         for i, part in enumerate(parts):
             columns = wire.pack_tokens(update.slots[part].astype(np.int64), update.tokens[part], update.positions[part])
@@ -53,17 +54,17 @@ def step_outputs(
                     finished=[end for end in ends.get(client, []) if part_of.get(end.slot, 0) == i],
                     cached=[pair for pair in cached.get(client, []) if part_of.get(pair[0], 0) == i],
                     logprobs=[message for message in logprobs.get(client, []) if part_of.get(message.slot, 0) == i],
-                    prompt_logprobs=last_logprobs if i == 0 else [],
+                    prompt_logprobs=last_prompt_logprobs if i == 0 else [],
                     vectors=last_vectors if i == 0 else [],
                 ),
             )
 
 
 def by_client(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
-    """Group (client, thing) by client."""
+    """Return the items of `pairs` (client, item) by client, in their order."""
     groups: dict[int, list[T]] = {}
-    for client, thing in pairs:
-        groups.setdefault(client, []).append(thing)
+    for client, item in pairs:
+        groups.setdefault(client, []).append(item)
     return groups
 
 
@@ -76,16 +77,19 @@ def _without_gone(
     return ((client, message) for client, message in logprobs if (client, message.slot) not in gone)
 
 
-def _parts(things: Sequence[T], size: Callable[[T], int]) -> list[list[T]]:
-    """Split `things` into runs of at most `MAX_PART_BYTES`, or of a single thing; at least one run, maybe empty."""
+def _parts(items: Sequence[T], size: Callable[[T], int]) -> list[list[T]]:
+    """Split `items` into parts of at most `MAX_PART_BYTES`; a larger item is a part by itself.
+
+    `size` returns the bytes of an item. Without items there is one part, which is empty.
+    """
     parts: list[list[T]] = [[]]
     total = 0
-    for thing in things:
-        total += size(thing)
+    for item in items:
+        total += size(item)
         if parts[-1] and total > MAX_PART_BYTES:
             parts.append([])
-            total = size(thing)
-        parts[-1].append(thing)
+            total = size(item)
+        parts[-1].append(item)
     return parts
 
 

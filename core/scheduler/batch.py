@@ -28,8 +28,9 @@ class Batch:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: list[int]) -> None:
+        """`block_size` is in tokens."""
         max_blocks = -(-max_model_len // block_size)
-        # Pages of these two arrays that no request has reached take no memory.
+        # Memory pages of these two arrays that no request has reached are never allocated.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
@@ -42,18 +43,18 @@ class Batch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.max_total_tokens = np.zeros(max_num_seqs, np.int64)
         self.min_total_tokens = np.zeros(max_num_seqs, np.int64)
-        """Tokens below which no stop token is allowed."""
+        """Number of tokens, prompt included, below which stop tokens are barred."""
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.has_stop_ids = np.zeros(max_num_seqs, np.bool_)
         self.has_logits_processors = np.zeros(max_num_seqs, np.bool_)
         self.reads_answer = np.zeros(max_num_seqs, np.bool_)
-        """Rows with a logits processor that reads the tokens of the answer."""
+        """Rows with a logits processor that reads the output tokens so far."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.sampling = np.zeros(max_num_seqs, _SAMPLING_COLUMNS)
-        """The sampling parameters that the sampler reads for each row, by name; -1 stands for None."""
+        """Sampling parameters of each row, by the name of the parameter; -1 stands for None."""
         self.is_pooled = np.zeros(max_num_seqs, np.bool_)
-        """Rows of pooling requests: a vector is made and no token sampled. Their sampling columns are neutral."""
+        """Rows of pooling requests: a vector is made and no token is sampled. Their sampling columns are neutral."""
         self.client = np.zeros(max_num_seqs, np.uint32)
         self.slot = np.zeros(max_num_seqs, np.uint32)
         self.requests: list[Request | None] = [None] * max_num_seqs
@@ -131,7 +132,7 @@ class Batch:
         self.sampling[row] = tuple(-1 if value is None else value for value in values)
 
     def _clear_sampling_columns(self, row: int) -> None:
-        """Set the values that change nothing: nothing is sampled for `row`."""
+        """Set neutral values for `row`, as no token is sampled for it."""
         self.min_total_tokens[row] = 0
         self.stops_at_eos[row] = self.has_stop_ids[row] = False
         self.sampling[row] = 0

@@ -21,12 +21,14 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks` counts the padding block."""
         self.num_blocks = num_blocks - 1
+        """Number of blocks, without the padding block."""
         self._num_users = np.zeros(num_blocks, np.int32)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        """The block that has been free for longest comes first."""
+        """Free blocks; the block that has been free for longest comes first."""
         self.num_returned = 0
-        """Number of uses of blocks that have ended so far. While it stays the same, no room has been made."""
+        """Number of uses of blocks that have ended so far. While it stays the same, no block becomes free."""
         self._block_of: dict[bytes, int] = {}
+        """Registered blocks by hash; `_hash_of` is its inverse."""
         self._hash_of: dict[int, bytes] = {}
 
     @property
@@ -46,7 +48,7 @@ class BlockPool:
         return result
 
     def free(self, blocks: npt.NDArray[np.int32]) -> None:
-        """End one use of each of `blocks` [n], in the order of a request; raise RuntimeError for blocks not in use."""
+        """End one use of each of `blocks` [n], in the order of their tokens; raise RuntimeError if a block is free."""
         if (self._num_users[blocks] <= 0).any():
             raise RuntimeError(f"blocks {blocks[self._num_users[blocks] <= 0].tolist()} are free already")
         self.num_returned += len(blocks)
@@ -76,16 +78,16 @@ class BlockPool:
         self._num_users[blocks] += 1
 
     def register(self, block: int, digest: bytes) -> None:
-        """Let `block` be found under `digest`, unless another block already is.
+        """Let `find` return `block` for `digest`, unless another block is registered under it.
 
-        Its tokens must be computed, or be computed before any request that finds the block reads it.
+        The tokens of the block must be computed before any request that finds the block reads it.
         """
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
     def forget_all(self) -> None:
-        """Remove all hashes, so that no block is found any more. Blocks in use stay with their users."""
+        """Remove all hashes, so that `find` returns no blocks. Blocks in use stay with their users."""
         self._block_of.clear()
         self._hash_of.clear()
 
@@ -96,7 +98,7 @@ class BlockPool:
 
 
 def root_hash(salt: str) -> bytes:
-    """Return the hash before the first block of a request; requests of different `salt` share no blocks."""
+    """Return the hash that precedes the first block of a request; requests with different `salt` share no blocks."""
     return hashlib.sha256(salt.encode()).digest()
 
 

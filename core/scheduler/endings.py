@@ -11,11 +11,11 @@ _NO_TOKEN_ERROR = (
     "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias and min_tokens together allow no "
     "token; lift one of these, or give the model another prompt"
 )
-_NO_VECTOR_ERROR = "the vector is not finite: the model overflows on this prompt"
+_NO_VECTOR_ERROR = "the vector is not finite, as the model overflows on this prompt; give the model another prompt"
 
 
 class Ending(NamedTuple):
-    """How a request ends; the fields are those of `wire.Finished`."""
+    """How a request ends: the fields of `wire.Finished` without the slot."""
 
     num_output_tokens: int
     reason: str
@@ -24,10 +24,10 @@ class Ending(NamedTuple):
 
 
 def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
-    """Return, by row, the endings of the requests for which `live` is the last output.
+    """Return, by row, the ending of each request whose last token or vector is in `live`.
 
     A new token ends its request if it is an end-of-sequence or stop token, or if the request has reached its length.
-    A vector always ends its request. A negative token and a vector that is not finite end theirs with an error.
+    A vector always ends its request. A negative token, or a vector that is not finite, ends its request with an error.
     """
     rows, tokens = live.rows, live.tokens
     at_eos = batch.stops_at_eos[rows] & (tokens[:, None] == batch.eos_token_ids).any(1)

@@ -1,4 +1,4 @@
-"""What must hold between two steps, whatever has happened before, also with a step pending."""
+"""The invariants of the scheduler between two steps, whether or not a step is pending."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,13 +13,14 @@ from vllm_mp.core.scheduler.scheduler import Scheduler
 
 
 class InvariantError(RuntimeError):
-    """The scheduler's records contradict each other: the engine has a bug."""
+    """The records of the scheduler contradict each other, because the engine has a bug."""
 
 
 def check_invariants(scheduler: Scheduler) -> None:
     """Check that no request, row or block is lost or used twice.
 
-    Raises InvariantError, which names the broken invariant and what breaks it. Takes time in proportion to the cache.
+    Raises InvariantError, which names the broken invariant and the keys, rows or blocks that break it. The check takes
+    time in proportion to the size of the cache.
     """
     _check_requests(scheduler)
     _check_rows(scheduler.batch)
@@ -45,9 +46,10 @@ def _check_requests(scheduler: Scheduler) -> None:
     )
     _require("a waiting request has no row", [key for key in waiting + held if scheduler._requests[key].row != NO_ROW])
     suspects = [request for row in batch.order.tolist() if (request := batch.request(row)).isolate_until_num_tokens]
-    turn = [] if scheduler._suspect is None else [scheduler._suspect]
+    suspects_in_turn = [] if scheduler._suspect is None else [scheduler._suspect]
     _require(
-        "a suspect runs exactly if it is its turn", [suspect.key for suspect in suspects] if suspects != turn else []
+        "a suspect runs exactly if it is its turn",
+        [suspect.key for suspect in suspects] if suspects != suspects_in_turn else [],
     )
     _require("waiting requests are counted", [len(queue)] if len(queue) != len(waiting) else [])
     counted, used = scheduler.memory._used, Counter[int]()
@@ -136,7 +138,7 @@ def _check_block_users(scheduler: Scheduler) -> None:
 
 
 def _check_hashes(scheduler: Scheduler) -> None:
-    """Check that a block found under a hash holds the tokens that its request has computed there."""
+    """Check that a registered block holds the computed tokens of its row that have its hash."""
     batch, pool, size = scheduler.batch, scheduler.cache.pool, scheduler.cache.block_size
     is_awaited = scheduler.pending_steps.awaited_rows()
     for row in batch.order.tolist():
@@ -156,9 +158,11 @@ def _check_hashes(scheduler: Scheduler) -> None:
 
 
 def _require(invariant: str, offenders: Iterable[Any]) -> None:
+    """Raise InvariantError if there are `offenders`: keys, rows, blocks or numbers that break `invariant`."""
     broken = offenders.tolist() if isinstance(offenders, np.ndarray) else list(offenders)
     if broken:
-        raise InvariantError(f"{invariant}; broken by {broken[:10]}{' and others' if len(broken) > 10 else ''}")
+        others = " and others" if len(broken) > 10 else ""
+        raise InvariantError(f"{invariant}; broken by {broken[:10]}{others}; please report this bug of vllm_mp")
 
 
 def _repeated(items: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ class KVCacheManager:
         self._batch = batch
 
     def find_prefix(self, request: Request) -> list[int]:
-        """Return the cached blocks that hold the beginning of `request`, at most up to its last token."""
+        """Return the cached blocks that hold the beginning of `request`, never its last token."""
         if not request.hashes or not request.reads_cache:
             return []
         # The last token is always computed, because the next token is sampled from its logits.
@@ -37,7 +37,7 @@ class KVCacheManager:
         return self.pool.find(self._block_hashes(request, request.tokens, 0, num_full))
 
     def has_room(self, request: Request, found: list[int], spare: int = 0) -> bool:
-        """Return whether the pool has the blocks that `request` needs beside those `found`, and `spare` more."""
+        """Return whether the pool has the blocks that `request` needs beside the blocks `found`, and `spare` more."""
         needed = self._blocks_for(len(request.tokens)) - len(found)
         return needed + spare <= self.pool.num_free - self.pool.num_free_among(found)
 
@@ -55,7 +55,7 @@ class KVCacheManager:
         return row
 
     def remove_row(self, row: int) -> None:
-        """Take the row and its blocks from the request that has them."""
+        """Take `row` and its blocks from its request."""
         self.pool.free(self._batch.remove(row))
 
     def growing_rows(self, excluded: Mask | None = None) -> Rows:
@@ -72,9 +72,9 @@ class KVCacheManager:
             batch.num_blocks[rows] += 1
 
     def register_decodes(self, rows: Rows, awaits: Rows) -> None:
-        """Register the blocks that one more computed token fills, of `rows` [n].
+        """Register the blocks of `rows` [n] that are full when one more token of each row is computed.
 
-        The last token of the rows at the indexes `awaits` is not known yet, so it counts for no block.
+        `awaits` are indexes into `rows`. The last token of these rows is not known yet, so it counts for no block.
         """
         batch = self._batch
         num_tokens = batch.num_computed_tokens[rows] + 1
@@ -99,7 +99,7 @@ class KVCacheManager:
         batch.num_registered[row] = num_full
 
     def forget_prefixes(self) -> None:
-        """Let no filled block be found any more, nor later blocks of running requests that build on them."""
+        """Stop filled blocks from being found, and later blocks of the running requests, which build on them."""
         self.pool.forget_all()
         self._batch.num_registered[self._batch.order] = _NEVER_REGISTERS
 

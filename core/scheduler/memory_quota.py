@@ -12,7 +12,7 @@ class MemoryQuota:
     """Counts the bytes of live requests by client.
 
     A client may take as much as it leaves for others (the dynamic threshold of Choudhury and Hahne, 1998). The first
-    client gets at most a half, the next a quarter. So some memory is left for a new client, whatever others ask for.
+    client gets at most a half, the next a quarter. So some memory is always left for a new client.
     """
 
     def __init__(self) -> None:
@@ -24,8 +24,8 @@ class MemoryQuota:
         if self._used[client] + num_bytes > MAX_BYTES - self._total - num_bytes:
             raise ValueError(
                 f"no room for a request of {num_bytes} bytes: the live requests of this client take "
-                f"{self._used[client]} bytes, those of all clients {self._total} of {MAX_BYTES} bytes; wait until some "
-                "of them have ended"
+                f"{self._used[client]} bytes, the requests of all clients {self._total} of {MAX_BYTES} bytes; wait "
+                "until some of them have ended"
             )
 
     def take(self, client: int, num_bytes: int) -> None:

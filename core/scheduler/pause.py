@@ -12,14 +12,14 @@ _MAX_DRAINS = 4096
 
 
 class _Drain(NamedTuple):
-    """A call that is answered when the requests from before the pause have ended."""
+    """A call of `pause` that is answered when all requests that arrived before it have ended."""
 
     done: "Future[None]"
     clears_cache: bool
 
 
 class Pause:
-    """Tells the scheduler when to hold requests back, and the callers when their pause has taken effect.
+    """Tells the scheduler when to hold requests back, and callers when their pause has taken effect.
 
     A pause belongs to the core, not to the client that asked for it: it outlives that client, and any client may end
     it. A pause during a pause changes the mode for the requests that are not held back. Held requests stay held until
@@ -31,6 +31,7 @@ class Pause:
         self._scheduler = scheduler
         self._send_ends = send_ends
         self._drains: list[_Drain] = []
+        """Calls with mode "wait" that are not answered yet."""
 
     def pause(self, mode: str, clear_cache: bool) -> "Future[None]":
         """Hold back requests that arrive from now on, and end the live requests as `mode` says.
@@ -42,7 +43,7 @@ class Pause:
         when the last of the requests has ended, and it fails with RuntimeError if `resume` or a pause with "keep" comes
         first.
 
-        Raises ValueError for another mode, and if too many calls wait already.
+        Raises ValueError for another mode, and if `_MAX_DRAINS` calls wait already.
         """
         check_pause(mode, clear_cache)
         if mode == "wait" and len(self._drains) >= _MAX_DRAINS:
@@ -68,9 +69,9 @@ class Pause:
         self._fail_drains("was resumed")
 
     def settle(self) -> None:
-        """Answer the calls that wait for requests to end, if these have ended.
+        """Answer the calls that wait for requests to end, if these requests have ended.
 
-        The caller must call this whenever requests may have ended.
+        Must be called whenever requests may have ended.
         """
         if not self._drains or self._scheduler.num_active:
             return
@@ -80,8 +81,11 @@ class Pause:
         for drain in drains:
             drain.done.set_result(None)
 
-    def _fail_drains(self, what: str) -> None:
+    def _fail_drains(self, event: str) -> None:
+        """Answer the calls that wait with an error: `event` came before their requests ended."""
         self.settle()  # Their requests may have ended since the last call of `settle`.
         drains, self._drains = self._drains, []
         for drain in drains:
-            drain.done.set_exception(RuntimeError(f"generation {what} before all running requests had ended"))
+            drain.done.set_exception(
+                RuntimeError(f"generation {event} before all running requests had ended; call pause again")
+            )

@@ -38,7 +38,7 @@ class Request:
     num_bytes: int = 0
     """Bytes that the request takes of the `MemoryQuota`."""
     hashes: list[bytes] = field(default_factory=list)
-    """The root hash, then the hash of each full block, as far as they were needed. Empty: it shares no blocks."""
+    """The root hash, then the hash of each full block, as far as they are computed. Empty: it shares no blocks."""
     reads_cache: bool = True
     """False: its beginning is computed even if it is cached. Other requests may still build on its blocks."""
     num_cached_tokens: int | None = None
@@ -49,12 +49,13 @@ class Request:
     num_prompt_logprobs: int = -1
     """The same for each position of the prompt."""
     num_prompt_logprobs_sent: int = 1
-    """Number of prompt positions that need none any more; the first token has none."""
+    """Number of prompt positions, from the first, whose log-probabilities are sent; the first token has none."""
     isolate_until_num_tokens: int = 0
     """Not 0: the request is a suspect, and runs isolated until its output has that many tokens."""
-    row: int = field(default=NO_ROW)
+    row: int = NO_ROW
+    """Row of the batch; `NO_ROW` while the request waits."""
     aborted: bool = False
-    """The request ended while it waited, and its entry in the waiting queue is void."""
+    """True: the request ended while it waited, and its entry in the waiting queue is void."""
 
     @property
     def key(self) -> RequestKey:

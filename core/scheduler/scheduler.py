@@ -41,11 +41,11 @@ class Scheduler:
         self._requests: dict[RequestKey, Request] = {}
         self._num_arrivals = 0
         self._refused: tuple[tuple[int, int], int] | None = None
-        """(order of the next request, `pool.num_returned`) when it was last found to have no room."""
+        """(order of the next request, `pool.num_returned`) when that request last had no room."""
         self._suspect: Request | None = None
         """The suspect whose turn it is: the only suspect that has a row."""
         self._is_frozen = False
-        """A pause has stopped all requests."""
+        """True: a pause has stopped all requests."""
         self._is_asleep = False
 
     @property
@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """There is a request that may run now."""
+        """Whether a request may run now."""
         return not (self._is_frozen or self._is_asleep) and self.num_active > 0
 
     @property
@@ -78,7 +78,7 @@ class Scheduler:
         return [slot for owner, slot in self._requests if owner == client]
 
     def order_of(self, priority: int) -> tuple[int, int]:
-        """Return the order of a request that arrives now."""
+        """Count an arrival and return its order; `priority` has an effect only with the policy "priority"."""
         self._num_arrivals += 1
         return (priority if self.config.policy == "priority" else 0, self._num_arrivals)
 
@@ -89,7 +89,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, client: int, slot: int) -> Finished | None:
-        """End a request wherever it is; return None if it is not live."""
+        """End a running, waiting or held request and return its end; return None if it is not live."""
         request = self._requests.get((client, slot))
         if request is None:
             return None
@@ -148,7 +148,8 @@ class Scheduler:
         if self.pending_steps:
             is_awaited = self.pending_steps.awaited_rows()
             if (is_awaited & batch.reads_answer).any():
-                return None  # Their next token depends on the values of all tokens before it.
+                return None  # The logits processors of these rows need the value of the awaited token.
+            # The token that these rows await is their last.
             is_complete = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
         if not self._give_blocks_to_growing_rows(is_complete):
             return None
@@ -218,9 +219,9 @@ class Scheduler:
     def _end(self, request: Request, ending: Ending) -> Finished:
         """End a live request; return the message that tells its client.
 
-        Every end of a live request goes through here, whatever its reason. It gives back all that the request has in
-        the core: its row and blocks or its place in the waiting queue, and its share of the memory quota. (A request
-        that is refused before `add` has nothing to give back: `RequestHandler` answers it.)
+        Every live request ends here, for whatever reason. It gives back everything that it has in the core: its row and
+        blocks or its place in the waiting queue, and its share of the memory quota. (A request that is refused before
+        `add` has nothing to give back: `RequestHandler` answers it.)
         """
         if request.row == NO_ROW:
             self.waiting.remove(request)
@@ -258,7 +259,10 @@ class Scheduler:
         return ScheduledStep.of(batch, np.array([row]), np.array([count]), int(count == 1))
 
     def _release_suspect(self, is_pooled: bool) -> None:
-        """Let the suspect run with others if the step just processed has brought it past the death."""
+        """Let the suspect run with other requests if it is past the step of the death.
+
+        `is_pooled` says that the step just processed made its vector.
+        """
         suspect = self._suspect
         if suspect is None:
             return
@@ -267,7 +271,10 @@ class Scheduler:
             suspect.isolate_until_num_tokens, self._suspect = 0, None
 
     def _chunk_prefills(self, prefilling: Rows, budget: int) -> list[tuple[int, int]]:
-        """Return (row, number of tokens) of prompts in progress and, while the budget lasts, of newly admitted ones."""
+        """Return (row, number of tokens) of each chunk that `budget`, in tokens, allows.
+
+        The rows `prefilling` [n], which compute their prompts, come first; then waiting requests are admitted.
+        """
         config, batch = self.config, self.batch
         chunks: list[tuple[int, int]] = []
         # If several prompts may be in progress they share the budget, so that a short prompt does not wait for a long
@@ -278,6 +285,7 @@ class Scheduler:
         num_partial = 0
 
         def chunk(wanted: int) -> int:
+            """Return the tokens of a prompt's chunk: its share of the rest of the budget, at most `wanted`."""
             return min(wanted, -(-budget // max(1, shares - num_partial)))
 
         for row in prefilling.tolist():
@@ -310,8 +318,8 @@ class Scheduler:
         if request is None or self.batch.is_full:
             return None
         if self._refused == (request.order, pool.num_returned):
-            return None  # Looking up its prefix in every step would make steps as long as prompts.
-        # A block for each row that grows stays free, or the next few tokens would preempt the request admitted now.
+            return None  # A look-up of its prefix in every step would take time in proportion to the prompt.
+        # A block for each row that grows must stay free, or the next few tokens would preempt the admitted request.
         num_growing = int((~self.batch.is_pooled[self.batch.order]).sum())
         found = self.cache.find_prefix(request)
         if len(self.batch) and not self.cache.has_room(request, found, num_growing):
@@ -330,8 +338,8 @@ class Scheduler:
     def _give_blocks_to_growing_rows(self, is_complete: Mask | None = None) -> bool:
         """Give a block to every row whose last token needs it; preempt from the end of the order if blocks run out.
 
-        Rows in `is_complete` [max_num_seqs] need none. Return False, and change nothing, if a request would have to be
-        preempted while a step is pending: processing that step may make room, and its tokens must not be lost.
+        Rows in `is_complete` [max_num_seqs] need no block. Return False, and change nothing, if a request would have to
+        be preempted while a step is pending: processing that step may free blocks, and its tokens must not be lost.
         """
         while True:
             growing = self.cache.growing_rows(is_complete)
@@ -343,6 +351,7 @@ class Scheduler:
             self._preempt(self.batch.request(int(self.batch.order[-1])))
 
     def _preempt(self, request: Request) -> None:
+        """Put a running request back into the waiting queue; raise RuntimeError while a step is pending."""
         if self.pending_steps:
             raise RuntimeError("a request must not be preempted while a step is pending: its tokens would be lost")
         self._vacate(request)

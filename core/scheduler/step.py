@@ -1,7 +1,7 @@
 """The life of a step: scheduled, pending, computed, processed.
 
 `Scheduler.schedule` chooses a `ScheduledStep`. From its launch on it is a `PendingStep`, until the scheduler processes
-its `ModelOutput`. The `StepUpdate` says what that changed.
+its `ModelOutput`. The `StepUpdate` holds the changes.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from vllm_mp.wire import Finished, TokenLogprobs
 
 
 class ScheduledStep(NamedTuple):
-    """What one step computes. Rows that compute a single token come first."""
+    """The rows and tokens of one step. Rows that compute a single token come first."""
 
     rows: Rows
     """[num_rows] rows of the batch. A row may read blocks that rows before it fill in this step."""
@@ -26,11 +26,11 @@ class ScheduledStep(NamedTuple):
     num_decodes: int
     """Number of rows, from the first, that compute a single token."""
     samples: Mask
-    """[num_rows] rows that reach their last known token, so a new token is sampled for them."""
+    """[num_rows] True: the row reaches its last known token, so a new token is sampled for it."""
     pools: Mask
-    """[num_rows] rows of pooling requests that reach their last token, so their vector is made."""
+    """[num_rows] True: the row of a pooling request reaches its last token, so its vector is made."""
     awaits: Rows = NO_ROWS
-    """[n] indexes into `rows`, all among the decodes: rows whose input token the pending step samples."""
+    """[n] indexes into `rows` of the decodes whose input token the pending step samples."""
 
     @classmethod
     def of(
@@ -43,7 +43,7 @@ class ScheduledStep(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """What the model made of a step."""
+    """The results of a step: tokens, log-probabilities, vectors."""
 
     tokens: npt.NDArray[np.int64]
     """[num_sampled] new tokens of the rows that the step samples, in order. Negative: no token could be sampled."""
@@ -56,7 +56,7 @@ class ModelOutput(NamedTuple):
 
 
 class StepUpdate(NamedTuple):
-    """What processing a model output changed: new tokens by column, and the requests that ended."""
+    """The changes by a model output: new tokens by column, and the requests that ended."""
 
     clients: npt.NDArray[np.uint32]
     """[num_tokens] client of each new token's request."""
@@ -69,7 +69,7 @@ class StepUpdate(NamedTuple):
     finished: list[tuple[int, Finished]]
     """(client, end) of each request that the step ended."""
     cached: list[tuple[int, int, int]]
-    """(client, slot, number of cached tokens) of each request whose first token or vector this is, if the number
+    """(client, slot, number of cached tokens) of each request that got its first token or its vector, if the number
     is above 0."""
     vectors: list[tuple[int, int, Vector]]
     """(client, slot, vector) of each pooling request that the step ended."""
@@ -91,9 +91,9 @@ class LiveOutput(NamedTuple):
     rows: Rows
     """[num_sampled] rows with a new token."""
     ends: npt.NDArray[np.int64]
-    """[num_sampled] number of computed tokens of each row, which is the index of its new token in the row."""
+    """[num_sampled] number of computed tokens of each row, which is the index of the new token in the row."""
     tokens: npt.NDArray[np.int64]
-    """[num_sampled] new tokens, negative where none could be sampled."""
+    """[num_sampled] new tokens. Negative: no token could be sampled."""
     pooled_rows: Rows
     """[num_pooled] rows with a vector."""
     vectors: Sequence[Vector]
@@ -114,7 +114,7 @@ class PendingStep(NamedTuple):
 
     @property
     def live(self) -> Mask:
-        """[num_rows] rows that still belong to the request that the step was launched for."""
+        """Return a mask [num_rows]: True if the request for which the row was launched still has the row."""
         if not self.gone:
             return np.ones(len(self.step.rows), np.bool_)
         return ~np.isin(self.step.rows, list(self.gone))
@@ -155,19 +155,19 @@ class PendingSteps:
         return self._steps.popleft()
 
     def leave(self, request: Request) -> None:
-        """Note that `request` leaves its row, so that what pending steps compute for it is discarded."""
+        """Note that `request` leaves its row, so that its output in pending steps is discarded."""
         for pending in self._steps:
             pending.gone.setdefault(request.row, request.key)
 
     def live_rows(self) -> Mask:
-        """[max_num_seqs] rows whose request is in a pending step."""
+        """Return a mask [max_num_seqs]: True if the row's request is in a pending step."""
         mask = np.zeros(self._max_num_seqs, np.bool_)
         for pending in self._steps:
             mask[pending.step.rows[pending.live]] = True
         return mask
 
     def awaited_rows(self) -> Mask:
-        """[max_num_seqs] rows whose last token a pending step samples, so that only the device knows it."""
+        """Return a mask [max_num_seqs]: True if a pending step samples the row's last token, which the host lacks."""
         mask = np.zeros(self._max_num_seqs, np.bool_)
         for pending in self._steps:
             mask[pending.step.rows[pending.step.samples & pending.live]] = True

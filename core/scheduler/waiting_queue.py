@@ -13,12 +13,12 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[bool, int, int], Request]] = []
-        """((is no suspect, *order), request). Requests that were aborted stay until they are the first entry."""
+        """((is no suspect, *order), request). An aborted request stays until its entry is the first."""
         self._num_queued = 0
-        """Number of entries without those that were aborted."""
+        """Number of entries, without aborted requests."""
         self._held: dict[RequestKey, Request] = {}
         self.is_holding = False
-        """Requests that arrive now are held back."""
+        """True: requests that arrive are held back."""
 
     def __len__(self) -> int:
         """Return the number of requests in the queue, without held requests."""
@@ -29,19 +29,19 @@ class WaitingQueue:
         return len(self._held)
 
     def add(self, request: Request) -> None:
-        """Take in a request that has arrived."""
+        """Queue a request that has arrived, or hold it back during a pause."""
         if self.is_holding:
             self._held[request.key] = request
         else:
             self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request that is not new, also during a pause."""
+        """Queue `request`, even during a pause: a pause does not hold back preempted requests."""
         heapq.heappush(self._heap, ((not request.isolate_until_num_tokens, *request.order), request))
         self._num_queued += 1
 
     def first(self) -> Request | None:
-        """Return the request that is next, and leave it in the queue."""
+        """Return the next request, which stays in the queue; None if the queue is empty."""
         while self._heap and self._heap[0][1].aborted:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
@@ -52,12 +52,12 @@ class WaitingQueue:
         self._num_queued -= 1
 
     def remove(self, request: Request) -> None:
-        """Remove a request wherever it waits."""
+        """Remove a request that is queued or held back."""
         if self._held.pop(request.key, None) is not None:
             return
         request.aborted = True
         self._num_queued -= 1
-        # The entry stays until it is the first, but aborted entries must not become the majority.
+        # The void entry stays until it is the first. Void entries must not become the majority: they hold requests.
         if len(self._heap) > 2 * self._num_queued:
             self._heap = [entry for entry in self._heap if not entry[1].aborted]
             heapq.heapify(self._heap)
@@ -67,7 +67,7 @@ class WaitingQueue:
         self.is_holding = True
 
     def release(self) -> None:
-        """Queue all held requests and those that arrive from now on."""
+        """Queue all held requests, and from now on requests that arrive."""
         self.is_holding = False
         for request in self._held.values():
             self.put_back(request)

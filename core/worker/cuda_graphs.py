@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: all launches of a model are recorded once and replayed by one call.
+"""Decode steps as captured graphs: all launches of a model are recorded once, and a single call replays them.
 
 A graph computes a fixed number of rows from buffers at fixed addresses. A step of fewer rows is padded. Padding has no
 context and writes its keys and values to the padding block, so it changes no row.
@@ -17,18 +17,17 @@ from vllm_mp.kernels.ops import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 512
-"""With more rows, the device takes longer to compute a step than the host takes to launch it."""
+_MAX_ROWS = 512
+"""With more rows a graph saves nothing: the device takes longer to compute a step than the host takes to launch it."""
 _CAPTURE_TIME_S = 60.0
 """After this time no further size is captured; steps of the missing sizes are padded to the next captured size."""
 
 Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
-"""From token ids and positions, int64 [num_tokens] each, and where attention reads, to hidden states
-[num_tokens, size]."""
+"""Returns hidden states [num_tokens, hidden_size] for token ids and positions, int64 [num_tokens] each."""
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Turns a computation on tensors at fixed addresses into its replay, which returns the same tensor each time.
 
-Graphs of one `Capture` share their memory: the result of one is valid until the next is replayed.
+Graphs of one `Capture` share their memory: the result of a replay is valid until the next replay of any of them.
 """
 
 
@@ -36,57 +35,64 @@ class CaptureError(RuntimeError):
     """The model cannot be captured."""
 
 
+class DeviceError(RuntimeError):
+    """The device has failed and cannot compute any more."""
+
+
 def batch_sizes(max_num_seqs: int) -> list[int]:
     """Return the numbers of rows to capture graphs for, ascending.
 
-    They double up to 8, because launches cost the most with few rows. Then they grow by 8, and from 256 on by 16:
+    They double up to 8, because launches dominate a step of few rows. Then they grow by 8, and from 256 on by 16:
     padding stays below 8 rows or a sixteenth, and matrix units compute rows in multiples of 8 anyway.
     """
-    most = min(max_num_seqs, _MOST_ROWS)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MOST_ROWS + 1, 16)]
-    return [size for size in sizes if size < most] + [most]
-
-
-class DeviceError(RuntimeError):
-    """The device has failed and cannot compute any more."""
+    largest = min(max_num_seqs, _MAX_ROWS)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS + 1, 16)]
+    return [size for size in sizes if size < largest] + [largest]
 
 
 class DecodeGraphs:
     """Graphs of a model's decode steps, with the buffers that they read."""
 
     def __init__(self, forward: Forward, max_blocks: int, max_model_len: int, device: torch.device) -> None:
-        """`max_blocks` is the width of the block table, `max_model_len` the longest context."""
+        """`max_blocks` is the width of the block table, `max_model_len` the longest context in tokens."""
         self._forward = forward
         self._max_model_len = max_model_len
         self._device = device
         self._max_blocks = max_blocks
         self._replays: dict[int, Callable[[], Tensor]] = {}
+        """By number of rows."""
         self._sizes: list[int] = []
         """The captured sizes, ascending."""
 
     def capture(self, sizes: Sequence[int], capture: Capture, beat: Callable[[], None]) -> None:
         """Capture graphs for `sizes`, as many as the time allows; the largest first, as the others reuse its memory.
 
-        Writes to the padding block only. `beat` is called before each. Raises CaptureError if the model cannot be
-        captured, after which no graph may be used, and DeviceError.
+        Writes to the padding block only. `beat` is called before each capture. Raises CaptureError if the model cannot
+        be captured, after which no graph may be used, and DeviceError if the device has failed.
         """
-        most = max(sizes)
+        largest = max(sizes)
 
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
-        self._input_ids = buffer(most, dtype=torch.int64)
-        self._positions = buffer(most, dtype=torch.int64)
-        self._cell_mapping = buffer(most, dtype=torch.int64)
-        self._seq_lens = buffer(most, dtype=torch.int32)
-        self._block_table = buffer(most, self._max_blocks, dtype=torch.int32)
-        self._query_start = torch.arange(most + 1, dtype=torch.int32, device=self._device)
+        self._input_ids = buffer(largest, dtype=torch.int64)
+        self._positions = buffer(largest, dtype=torch.int64)
+        self._cell_mapping = buffer(largest, dtype=torch.int64)
+        self._seq_lens = buffer(largest, dtype=torch.int32)
+        self._block_table = buffer(largest, self._max_blocks, dtype=torch.int32)
+        self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
         self._replays.clear()
         started = time.monotonic()
         for size in sorted(sizes, reverse=True):
             beat()
             if self._replays and time.monotonic() > started + _CAPTURE_TIME_S:
-                logger.warning("no graphs for steps of %d rows or fewer: the others took too long", size)
+                logger.warning(
+                    "no graphs for steps of %d rows or fewer: capturing the larger sizes took more than %.0f s; these "
+                    "steps are padded to %d rows",
+                    size,
+                    _CAPTURE_TIME_S,
+                    min(self._replays),
+                )
                 break
             try:
                 self._replays[size] = capture(self._computation(size))
@@ -101,9 +107,9 @@ class DecodeGraphs:
         return step.num_decodes == len(step.rows) <= (self._sizes[-1] if self._sizes else 0)
 
     def run(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor | None:
-        """Return the hidden states [num_rows, hidden] of a step that `fits`, valid until the next run.
+        """Return the hidden states [num_rows, hidden_size] of a step that `fits`, valid until the next run.
 
-        None if the block table has more columns than the graphs read.
+        Return None if the block table has more columns than the graphs read.
         """
         count, width = metadata.block_table.shape
         if width > self._max_blocks:
@@ -115,7 +121,7 @@ class DecodeGraphs:
         self._seq_lens[:count].copy_(metadata.seq_lens)
         self._block_table[:count, :width].copy_(metadata.block_table)
         if count < size:
-            # Rows without a context may read stale values of an earlier step in the other buffers.
+            # The other buffers keep values of an earlier step, which are harmless in rows without a context.
             self._cell_mapping[count:size].zero_()
             self._seq_lens[count:size].zero_()
         return self._replays[size]()[:count]

@@ -1,4 +1,4 @@
-"""What the core runs on: device, dtype, step size, attention, threads. Each choice is written to the config."""
+"""The choice of device, dtype, step size, overlap, attention and threads. The config gets all but the threads."""
 
 import logging
 import os
@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 _STEP_TOKENS, _CPU_STEP_TOKENS = 2048, 512
 _FLOAT8_CAPABILITY = (8, 9)
+"""The lowest CUDA compute capability with 8-bit floats."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -30,7 +31,11 @@ def choose_device(config: VllmConfig) -> torch.device:
 
 
 def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and activations."""
+    """Return the dtype of weights and activations.
+
+    "auto" means bfloat16 on a CPU that multiplies it, else float32; on a GPU the checkpoint's dtype if it has 16 bits,
+    else bfloat16 if the GPU has it, else float16.
+    """
     model = config.model_config
     if model.dtype == "auto":
         checkpoint = model.architecture.dtype
@@ -44,7 +49,7 @@ def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
 
 
 def check_float8(config: VllmConfig, device: torch.device) -> None:
-    """Raise ValueError if 8-bit floats are asked for and the GPU has none; a CPU computes them, slowly."""
+    """Raise ValueError if 8-bit floats are asked for and the GPU does not have them; warn on a CPU, which is slow."""
     model = config.model_config
     wanted = [f"the weights of {model.model} (FP8)"] if model.quantization == "fp8" else []
     if config.cache_config.cache_dtype == "fp8":
@@ -67,7 +72,8 @@ def choose_step_size(config: VllmConfig, device: torch.device) -> None:
     """Choose the maximum number of tokens of a step, unless it is given.
 
     A step has room for a token of every request and, without chunked prefill, for a whole prompt. All decodes wait for
-    the prefills of the same step; a CPU computes chunks above `_CPU_STEP_TOKENS` no faster per token.
+    the prefills of the same step, so steps are no larger than speed requires: a CPU computes chunks above
+    `_CPU_STEP_TOKENS` no faster per token.
     """
     scheduler = config.scheduler_config
     if not scheduler.max_num_batched_tokens:
@@ -86,9 +92,9 @@ def choose_overlap(config: VllmConfig, device: torch.device) -> None:
 def choose_attention(
     config: VllmConfig, device: torch.device, dtype: torch.dtype, kv_shapes: attention_backends.KVShapes
 ) -> attention_backends.AttentionBackend:
-    """What computes attention over caches of these shapes, its name written to `attention_config`.
+    """Return the backend that computes attention over caches of `kv_shapes`; write its name to `attention_config`.
 
-    Raises ValueError if the kernel that the config asks for cannot.
+    Raises ValueError if the config asks for a backend that cannot compute it.
     """
     cache, attention = config.cache_config, config.attention_config
     case = attention_backends.Case(device, dtype, cache.cache_dtype, cache.block_size, kv_shapes)
@@ -98,7 +104,7 @@ def choose_attention(
 
 
 def set_threads(config: VllmConfig) -> None:
-    """Give the CPU kernels the configured number of threads, or one for each usable core."""
+    """Give the CPU kernels the configured number of threads, or a thread for each usable processor core."""
     torch.set_num_threads(config.device_config.num_threads or len(os.sched_getaffinity(0)))
 
 

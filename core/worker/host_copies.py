@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 ToHost = Callable[[Tensor], Tensor]
-"""Returns a tensor on the host, whose content may still be under way."""
+"""Returns the copy of a tensor on the host, which the device may still be writing."""
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -20,15 +20,16 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return `tensor`: the `ToHost` for tensors that are on the host already."""
+    """Return `tensor` itself: the `ToHost` of tensors that are on the host already."""
     return tensor
 
 
 class HostCopies:
-    """Copies of tensors to the host that are waited for together; none are made if the device is the host."""
+    """Copies of tensors to the host, with one wait for all of them; no copies are made if the device is the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
+        """None if the device is the host."""
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 

@@ -1,6 +1,6 @@
-"""The changes that a request asks for of its logits: allowed tokens, barred tokens, biases and penalties.
+"""The changes of its logits that a request asks for: allowed tokens, barred tokens, biases and penalties.
 
-The sampler applies them. This file does without torch, because requests may arrive before the core has imported it.
+The sampler applies them. This module must not import torch: requests may arrive before the core has imported it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class LogitsProcessors:
-    """The logits processors of one request, with what they remember of its tokens."""
+    """The logits processors of a request, with their counts of its tokens."""
 
     def __init__(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
         """`bad_words` are those of `params`, as token ids."""
@@ -25,7 +25,7 @@ class LogitsProcessors:
         self.bias = np.fromiter(bias.values(), np.float32, len(bias))
         self._always_barred = [word[0] for word in bad_words if len(word) == 1]
         self._barred_after: dict[int, list[tuple[list[int], int]]] = {}
-        """By the last token but one of a bad word: all of its tokens but the last, and the last."""
+        """By the last token but one of a bad word: (all of its tokens but the last, its last token)."""
         for word in bad_words:
             if len(word) > 1:
                 self._barred_after.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
@@ -36,18 +36,18 @@ class LogitsProcessors:
 
     @classmethod
     def from_params(cls, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> "LogitsProcessors | None":
-        """Return the processors that `params` ask for, or None. `bad_words` are those of `params`, as token ids."""
+        """Return the processors of `params`, None without any; `bad_words` are those of `params`, as token ids."""
         if params.allowed_token_ids is None and not params.logit_bias and not bad_words and not _penalizes(params):
             return None
         return cls(params, bad_words)
 
     @property
     def reads_answer(self) -> bool:
-        """Whether the tokens of the answer so far decide which tokens are allowed next."""
+        """Whether the change of the logits depends on the output tokens so far."""
         return self.counts is not None or bool(self._barred_after)
 
     def barred(self, output: npt.NDArray[np.int32]) -> list[int]:
-        """Return the tokens that would complete a bad word after `output` [n], the answer so far."""
+        """Return the tokens that would complete a bad word after `output` [n], the output tokens so far."""
         barred = self._always_barred
         for start, last in self._barred_after.get(int(output[-1]), ()) if len(output) else ():
             if output[-len(start) :].tolist() == start:
@@ -56,7 +56,7 @@ class LogitsProcessors:
 
 
 class TokenCounts:
-    """The distinct tokens of one sequence, with how often each occurs in its answer."""
+    """The distinct tokens of a request's prompt and output, with the number of times that each occurs in the output."""
 
     def __init__(self) -> None:
         self._ids = np.zeros(64, np.int64)
@@ -65,19 +65,20 @@ class TokenCounts:
         self._num_seen = 0
 
     def catch_up(self, tokens: npt.NDArray[np.int32], num_prompt_tokens: int) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """Return the ids [n] and counts [n] of the sequence `tokens`, which begins with the tokens of the last call."""
+        """Return the ids [n] and counts [n] of `tokens`, which begin with the tokens of the call before."""
         if self._num_seen < num_prompt_tokens:
             for token in np.unique(tokens[:num_prompt_tokens]).tolist():
                 self._place(token)
             self._num_seen = num_prompt_tokens
         for token in tokens[self._num_seen :].tolist():
-            place = self._place(token)  # before `_counts` is read, which this call may replace
+            place = self._place(token)  # may replace `_counts`, so it is called first
             self._counts[place] += 1
         self._num_seen = len(tokens)
         used = len(self._place_of)
         return self._ids[:used], self._counts[:used]
 
     def _place(self, token: int) -> int:
+        """Return the index of `token` in the arrays, which grow if it is new and they are full."""
         place = self._place_of.setdefault(token, len(self._place_of))
         if place == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])

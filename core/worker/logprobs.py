@@ -13,26 +13,29 @@ from vllm_mp.core.worker.host_copies import ToHost, on_host, to_device
 from vllm_mp.wire import TokenLogprobs
 
 MAX_LOGIT_ELEMENTS = 1 << 22
-"""Bound on the logits of one piece of a prompt, in elements of [positions, vocab]. A message with all of their
+"""Most elements of the logits [positions, vocab] of one piece of a prompt. A message with all of their
 log-probabilities fits the limit of the wire."""
 
 Owned = tuple[int, TokenLogprobs]
-"""(client, message to it)."""
+"""(client, message to the client)."""
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities at n positions, on the host or under way to it."""
+    """Log-probabilities at n positions, on the host or being copied to it."""
 
     token_ids: Tensor
-    """Int32 [n, 1 + k], the chosen token, then the most likely ones, best first."""
+    """Int32 [n, 1 + k], the chosen token, then the k most likely tokens, best first."""
     values: Tensor
-    """Float32 [n, 1 + k]."""
+    """Float32 [n, 1 + k], the log-probabilities of `token_ids`."""
     ranks: Tensor
     """Int64 [n], rank of the chosen token, 1 for the most likely; equally likely tokens share the better rank."""
 
     @classmethod
     def gather(cls, distribution: Tensor, chosen: Tensor, count: int, to_host: ToHost = on_host) -> "Logprobs":
-        """Gather `chosen` int64 [n] and the `count` best from `distribution`, log-probabilities float32 [n, vocab]."""
+        """Return the log-probabilities of `chosen` int64 [n] and of the `count` most likely tokens.
+
+        `distribution` is all log-probabilities, float32 [n, vocab].
+        """
         chosen = chosen.unsqueeze(-1)
         own = distribution.gather(-1, chosen)
         ranks = (distribution > own).sum(-1) + 1
@@ -42,7 +45,10 @@ class Logprobs(NamedTuple):
         return cls(to_host(ids), to_host(values), to_host(ranks))
 
     def message(self, slot: int, position: int, first: int, last: int, count: int) -> TokenLogprobs:
-        """Return the message of rows [first, last) to `slot`, each with `count` tokens beside the chosen one."""
+        """Return the message to `slot` with entries [first, last), each with `count` tokens beside the chosen token.
+
+        `position` is the position of the first entry in the output or prompt of the request.
+        """
         return TokenLogprobs(
             slot,
             position,
@@ -68,7 +74,7 @@ class StepLogprobs:
         wanting = np.flatnonzero(batch.num_logprobs[rows] >= 0)
         rows = rows[wanting]
         self._counts = batch.num_logprobs[rows]
-        # Read now: when the messages are made, the rows may belong to other requests.
+        # Read now, because the rows may belong to other requests when the messages are made.
         positions = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
         self._owners = list(
             zip(batch.client[rows].tolist(), batch.slot[rows].tolist(), positions.tolist(), strict=True)
@@ -78,32 +84,32 @@ class StepLogprobs:
             self._distribution = logits[self._index].float().log_softmax(-1)
 
     def messages(self, tokens: Tensor, to_host: ToHost = on_host) -> Callable[[], list[Owned]]:
-        """Return a function for the messages about `tokens` int64 [n]; negative tokens have no log-probability.
+        """Return a function for the messages about the sampled `tokens` int64 [n]; a negative token has no message.
 
-        Call it once the copies of `to_host` are complete.
+        Call the function once the copies of `to_host` are complete.
         """
         if not self._owners:
             return list
         chosen = tokens[self._index]
-        copied = to_host(chosen)
-        found = []
-        # One selection for each number of tokens, because it decides how ties are ordered.
+        host_chosen = to_host(chosen)
+        groups = []
+        # One selection for each number of tokens: the number decides how ties are ordered, so a row must not depend on
+        # the numbers of other rows.
         for count in np.unique(self._counts).tolist():
-            alike = np.flatnonzero(self._counts == count)
-            at = to_device(alike, chosen.device)
-            found.append(
-                (count, alike, Logprobs.gather(self._distribution[at], chosen[at].clamp(min=0), count, to_host))
-            )
+            members = np.flatnonzero(self._counts == count)
+            at = to_device(members, chosen.device)
+            logprobs = Logprobs.gather(self._distribution[at], chosen[at].clamp(min=0), count, to_host)
+            groups.append((count, members.tolist(), logprobs))
 
         def make() -> list[Owned]:
-            is_good = (copied.numpy() >= 0).tolist()
+            is_sampled = (host_chosen.numpy() >= 0).tolist()
             messages: dict[int, Owned] = {}
-            for count, alike, logprobs in found:
-                for i, place in enumerate(alike.tolist()):
-                    if is_good[place]:
-                        client, slot, position = self._owners[place]
-                        messages[place] = client, logprobs.message(slot, position, i, i + 1, count)
-            return [messages[place] for place in sorted(messages)]
+            for count, members, logprobs in groups:
+                for i, member in enumerate(members):
+                    if is_sampled[member]:
+                        client, slot, position = self._owners[member]
+                        messages[member] = client, logprobs.message(slot, position, i, i + 1, count)
+            return [messages[member] for member in sorted(messages)]
 
         return make
 
@@ -116,10 +122,11 @@ def prompt_logprobs(
     vocab_size: int,
     to_host: ToHost = on_host,
 ) -> Callable[[], list[Owned]]:
-    """Return a function for the log-probabilities of the prompt tokens that `step` computes.
+    """Return a function for the messages about the prompt tokens that `step` predicts.
 
-    They are made for the rows that ask for them, and only for tokens that have not been sent. `hidden` are the step's
-    final hidden states [num_tokens, hidden_size]. Call the result once the copies of `to_host` are complete.
+    Rows that do not ask for log-probabilities have no messages, and each token has one only once, even if its prompt is
+    computed again. `hidden` are the step's final hidden states [num_tokens, hidden_size]. Call the function once the
+    copies of `to_host` are complete.
     """
     parts: list[tuple[int, int, int, int, Logprobs]] = []
     # Pieces, so that the logits of a long prompt stay bounded.

@@ -1,4 +1,4 @@
-"""How much memory is free, and how much of it the KV cache gets."""
+"""The free memory of host and device, and the share of it that the KV cache gets."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import torch
 from vllm_mp.config import VllmConfig
 
 _CPU_CACHE_LIMIT = 4 * 2**30
+"""Most bytes that the KV cache gets on a CPU unless the config says more."""
 
 
 def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, graph_bytes: int = 0) -> int:
@@ -16,7 +17,8 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
 
     `token_bytes` are the bytes of one token over all layers. If they are 0, as for an encoder, the result is the
     largest number of blocks that requests can use. `graph_bytes` stay free on a CUDA device for the graphs that are
-    captured later. Raises ValueError if a single request of `max_model_len` tokens does not fit.
+    captured later. Raises ValueError if a single request of `max_model_len` tokens does not fit, or if the host does
+    not have the memory that the config asks for.
     """
     model, cache = config.model_config, config.cache_config
     block_bytes = token_bytes * cache.block_size
@@ -54,7 +56,7 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
 
 @contextlib.contextmanager
 def memory_to_start(config: VllmConfig) -> Iterator[None]:
-    """Turn the error of a device that runs out of memory inside the block into a ValueError with the remedies."""
+    """Turn an error of missing device memory inside the `with` block into a ValueError with the remedies."""
     try:
         yield
     except torch.OutOfMemoryError as error:

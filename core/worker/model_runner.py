@@ -44,6 +44,7 @@ class PendingOutput(NamedTuple):
     prompt_logprobs: Callable[[], list[Owned]]
     vectors: Callable[[], list[Vector]]
     copies: HostCopies
+    """The copies that must be complete before the fields above are read."""
 
     def wait(self) -> ModelOutput:
         """Wait until the device has computed the step, and return its output."""
@@ -88,18 +89,20 @@ class ModelRunner:
         self._progress = progress or (lambda _: None)
         self._beat = beat
         self._wrap: Callable[[Any], Any] = lambda model: model
+        """Applied to each model that is loaded."""
         self._pooler = Pooler()
         self._offloaded: OffloadedWeights | None = None
+        """None unless the weights are in host memory."""
         self._graphs: DecodeGraphs | None = None
         self._nan_check_required = False
-        """Attention isolates tokens that are not finite only if it is asked to, so the host must look for them."""
+        """Attention isolates values that are not finite only if it is asked to, so the host must look for them."""
         self._latest: Tensor | None = None
         """Int64 [max_num_seqs] on the device: the latest sampled token of each row; None if no step reads it."""
         if scheduler_config.async_scheduling:
             self._latest = torch.zeros(scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
 
         self._model: Any = self._load()
-        self._make_capture = make_capture or self._usual_capture()
+        self._make_capture = make_capture or self._default_capture()
         needs_profile = device.type == "cuda" and not config.model_config.architecture.is_encoder
         graph_bytes = self._profile() if needs_profile else 0
         cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
@@ -109,16 +112,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> PendingOutput:
-        """Have the device compute the step, without waiting for it. `batch` is only read before this returns.
+        """Start the computation of `step` on the device and return its output, which is pending.
 
-        If the step awaits tokens (`step.awaits`), the step that samples them must be the one launched last.
+        `batch` is not read after this returns. The host waits for the device only if it must look for values that are
+        not finite. If the step awaits tokens (`step.awaits`), the step that samples them must be the latest launched.
         """
         copies = HostCopies(self._device)
         input_ids, positions, metadata = self._inputs(step, batch)
         hidden = self._forward(step, input_ids, positions, metadata)
         has_prefill = step.num_decodes < len(step.rows)
         if self._nan_check_required and has_prefill and not hidden.sum(dtype=torch.float32).isfinite():
-            # A token that overflows would corrupt the tokens before it in its prompt, and blocks that others share.
+            # A token that overflows would corrupt earlier tokens of its prompt, and blocks that other requests share.
             hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
         vectors = self._pooler.pool(hidden, step, batch, copies.take)
         vocab_size = self._config.model_config.architecture.vocab_size
@@ -128,7 +132,7 @@ class ModelRunner:
         return PendingOutput(tokens, logprobs, prompts, vectors, copies)
 
     def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
-        """Call `wrap(model)` instead of the model in every step."""
+        """Call `wrap(model)` instead of the model in every step, without CUDA graphs."""
         self._wrap = wrap
         self._model = wrap(self._model)
         self._graphs = self._make_capture = None
@@ -151,7 +155,7 @@ class ModelRunner:
         elif self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
-        release_memory(self._device)  # of the host's copy, or of the files that the weights were loaded from
+        release_memory(self._device)  # the memory of the host's copy, or of the weight files
 
     def drop_cache(self) -> None:
         self._graphs, self._kv_caches = None, []
@@ -165,10 +169,10 @@ class ModelRunner:
         self._kv_caches = self._allocate(cache.num_blocks)
 
     def prepare(self) -> None:
-        self._graphs = self._captured(batch_sizes(self._config.scheduler_config.max_num_seqs))
+        self._graphs = self._capture_graphs(batch_sizes(self._config.scheduler_config.max_num_seqs))
 
     def _load(self) -> Any:
-        """The model with its weights, its attention bound to the chosen backend, which beats at each layer."""
+        """Return the model with its weights, its attention bound to the chosen backend, and a beat at each layer."""
         model_config = self._config.model_config
         model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype)
         module = cast("nn.Module", model)
@@ -181,7 +185,7 @@ class ModelRunner:
     def _forward(
         self, step: ScheduledStep, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Return hidden states [num_tokens, hidden] of the step, computed by a graph if one fits."""
+        """Return the hidden states [num_tokens, hidden_size] of the step, computed by a graph if a graph fits."""
         if self._graphs is not None and self._graphs.fits(step):
             hidden = self._graphs.run(input_ids, positions, metadata)
             if hidden is not None:
@@ -189,28 +193,28 @@ class ModelRunner:
         computed: Tensor = self._model(input_ids, positions, self._kv_caches, metadata)
         return computed
 
-    def _usual_capture(self) -> Callable[[torch.device], Capture] | None:
-        """Return the capture in CUDA graphs for native models; None if steps are launched one operation at a time."""
+    def _default_capture(self) -> Callable[[torch.device], Capture] | None:
+        """Return the function that makes a capture in CUDA graphs; None if steps of this model are not captured."""
         model = self._config.model_config
         if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
             return None
         if not self._attention.captures:
-            logger.info("decode steps are not captured, because torch's attention reads lengths on the host")
+            logger.info("decode steps are not captured: this attention backend reads lengths on the host")
             return None
         return cuda_capture
 
     def _make_graphs(self, sizes: Sequence[int]) -> DecodeGraphs | None:
         """Return graphs of decode steps with these numbers of rows on the current cache; None if capturing fails."""
         try:
-            return self._captured(sizes)
+            return self._capture_graphs(sizes)
         except CaptureError as error:
             self._make_capture = None
             logger.warning("decode steps are not captured: %s", error)
             return None
 
     @torch.inference_mode()
-    def _captured(self, sizes: Sequence[int]) -> DecodeGraphs | None:
-        """Return graphs as `_make_graphs` does, or None if none are wanted; raises CaptureError if capturing fails."""
+    def _capture_graphs(self, sizes: Sequence[int]) -> DecodeGraphs | None:
+        """Return graphs as `_make_graphs` does, or None if steps are not captured; raise CaptureError on failure."""
         if self._make_capture is None or not self._kv_caches:
             return None
         started = time.monotonic()
@@ -226,7 +230,7 @@ class ModelRunner:
         return graphs
 
     def latest_token(self, row: int) -> int:
-        """Return the latest sampled token of `row`, which may not be on the host yet; waits for the device."""
+        """Return the latest sampled token of `row`; wait for the device, which may not have sampled it yet."""
         assert self._latest is not None, "without async_scheduling no step reads it"
         return int(self._latest[row])
 
@@ -250,17 +254,17 @@ class ModelRunner:
             tokens = sampler.sample(logits, rows)
             messages = logprobs.messages(tokens, copies.take)
         if self._latest is not None:
-            # A row without a token continues with any token, and its further output is discarded.
+            # A row that got no token continues with token 0 until its end is processed; that output is discarded.
             self._latest.index_copy_(0, self._to_device(rows), tokens.clamp(min=0))
         return copies.take(tokens), messages
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         self._beat()
-        logits: Tensor = self._model.compute_logits(hidden)  # an encoder has none, and is never asked
+        logits: Tensor = self._model.compute_logits(hidden)  # no request asks an encoder for logits
         return logits
 
     def _inputs(self, step: ScheduledStep, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
-        """Return the step token by token: ids and positions int64 [num_tokens], and where attention reads."""
+        """Return token ids and positions, int64 [num_tokens] each, and what attention reads."""
         input_ids, positions, metadata = step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
         if self._latest is not None and len(step.awaits):
             sampled = self._latest.index_select(0, self._to_device(step.rows[step.awaits]))
@@ -290,8 +294,8 @@ class ModelRunner:
     def _profile(self) -> int:
         """Run the largest prefill, a decode and the largest draw once; return the bytes that graphs will take.
 
-        The cache must leave room for their peak of memory. After them no kernel has to be loaded or compiled in the
-        first steps.
+        torch records their peak of memory, for which the cache leaves room (`cache_blocks`). They also load and
+        compile the kernels before the first steps need them.
         """
         scheduler, model = self._config.scheduler_config, self._config.model_config
         block_size = self._config.cache_config.block_size
@@ -302,10 +306,11 @@ class ModelRunner:
         request = Request(0, 0, "profile", SamplingParams(), prompt, count, count + 1, (0, 0))
         batch.add(request, np.arange(1, num_blocks + 1, dtype=np.int32))
         self._kv_caches = self._allocate(num_blocks + 1)
-        for done in (0, count - 1):
-            batch.num_computed_tokens[0] = done
+        for num_computed in (0, count - 1):
+            batch.num_computed_tokens[0] = num_computed
+            is_decode = int(num_computed > 0)
             step = ScheduledStep(
-                np.array([0]), np.array([count - done]), int(done > 0), np.array([True]), np.array([False])
+                np.array([0]), np.array([count - num_computed]), is_decode, np.array([True]), np.array([False])
             )
             self.launch(step, batch, Sampler(batch, self._device)).wait()
         graph_bytes = self._graph_bytes()
@@ -317,11 +322,12 @@ class ModelRunner:
     def _profile_sampler(self) -> None:
         """Sample a token for as many rows as there can be, each with every filter on, beside their log-probabilities.
 
-        It runs the sampler itself over all of `SAMPLING_FILTERS` and with a logits processor (stop tokens are barred),
-        on logits of the model's dtype, so it allocates whatever a step can allocate.
+        It runs the sampler itself over all of `SAMPLING_FILTERS`, so it allocates as much as any step can allocate.
         """
         num_rows = self._config.scheduler_config.max_num_seqs
-        all_filters: dict[str, Any] = {each.name: each.trial for each in ops.SAMPLING_FILTERS}
+        all_filters: dict[str, Any] = {
+            sampling_filter.name: sampling_filter.trial for sampling_filter in ops.SAMPLING_FILTERS
+        }
         params = SamplingParams(temperature=0.5, seed=0, min_tokens=1, **all_filters)
         batch = Batch(num_rows, 1, self._config.cache_config.block_size, [])
         for slot in range(num_rows):
@@ -334,7 +340,7 @@ class ModelRunner:
         del logprobs
 
     def _graph_bytes(self) -> int:
-        """Estimate the bytes of the graphs of all sizes from the largest and from one more, which shares its memory.
+        """Estimate the bytes of all graphs from the largest graph, and from the two largest, which share memory.
 
         The graphs themselves are bound to the cache, so they can only be captured after it is allocated.
         """

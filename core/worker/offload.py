@@ -1,4 +1,4 @@
-"""Releasing memory: weights move to host memory, and allocators return what they keep."""
+"""Releasing memory: weights move to host memory, and allocators return their unused memory."""
 
 import contextlib
 import ctypes
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-_STRETCH_BYTES = 2**28
-"""Host memory is allocated in stretches of this size: torch rounds pinned memory up to a power of two, and pinning a
-stretch takes less time than the interval of beats."""
+_BUFFER_BYTES = 2**28
+"""Host memory is allocated in buffers of this size: torch rounds pinned memory up to a power of two, and pinning a
+buffer takes less time than the interval of beats."""
 
 
 class OffloadedWeights:
-    """The weights of a model in host memory, pinned if the device is a GPU; the device has none meanwhile.
+    """The weights of a model in host memory, pinned if the device is a GPU; they take no memory of the device.
 
     The model's tensors stay the same objects, with the same sizes and the same shared storages, but must not be read
     before `restore`.
@@ -23,20 +23,20 @@ class OffloadedWeights:
     def __init__(self, model: nn.Module, beat: Callable[[], None]) -> None:
         """Copy the weights to the host and free them on the device.
 
-        `beat` is called often meanwhile. Raises RuntimeError, and changes nothing, if the host has no memory for them.
+        `beat` is called often, here and in `restore`. Raises RuntimeError, and changes nothing, if they do not fit.
         """
         self._storages = [(storage, storage.nbytes()) for storage in _storages(model)]
         self._beat = beat
-        self._stretches: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         try:
             self._copy()
         except RuntimeError:
-            self._stretches.clear()  # at once: the error refers to this object for as long as it is handled
+            self._buffers.clear()  # now, because the error's frames keep this object alive
             raise
         self._free()
 
     def restore(self) -> None:
-        """Bring the weights back; raises RuntimeError, and takes no memory, if the device has none for them."""
+        """Move the weights back to the device; raise RuntimeError, and take no memory, if they do not fit."""
         try:
             for storage, size in self._storages:
                 storage.resize_(size)
@@ -53,8 +53,8 @@ class OffloadedWeights:
         left = sum(size for _, size in self._storages)
         while left:
             self._beat()
-            size = min(left, _STRETCH_BYTES)
-            self._stretches.append(torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned))
+            size = min(left, _BUFFER_BYTES)
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned))
             left -= size
         for device, host in self._pieces():
             self._beat()
@@ -62,15 +62,15 @@ class OffloadedWeights:
         self._wait()
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield matching pieces of storages and stretches, uint8 [n] each, cut where either ends."""
-        stretches = iter(self._stretches)
+        """Yield (piece of a storage, piece of a buffer), uint8 [n] each, cut where either ends."""
+        buffers = iter(self._buffers)
         room = torch.empty(0, dtype=torch.uint8)
         for storage, size in self._storages:
             data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             at = 0
             while at < size:
                 if not len(room):
-                    room = next(stretches)
+                    room = next(buffers)
                 count = min(size - at, len(room))
                 yield data[at : at + count], room[:count]
                 room = room[count:]
@@ -86,10 +86,7 @@ class OffloadedWeights:
 
 
 def release_memory(device: torch.device) -> None:
-    """Return unreferenced memory to the system and to other processes.
-
-    Raises RuntimeError if the device has failed.
-    """
+    """Free unreferenced memory of host and device for other processes; raise RuntimeError if the device has failed."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -102,7 +99,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def _storages(model: nn.Module) -> list[torch.UntypedStorage]:
-    """Return the storages of the parameters, buffers and other tensors of the modules, each once."""
+    """Return the storages of the parameters, buffers and other tensors of the modules, without repetition."""
     found: dict[int, torch.UntypedStorage] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):

@@ -11,15 +11,15 @@ from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.host_copies import ToHost, on_host
 from vllm_mp.pooling_params import PoolingParams
 
-_SHORTEST = 1e-12
+_MIN_LENGTH = 1e-12
 """Lower bound of the length by which vectors are divided, as in sentence-transformers."""
 
 
 class Pooler:
     """Pools the hidden states of prompts, which may come in chunks, in float32.
 
-    Each row keeps the partial result of its chunks. A chunk that begins at the first token starts afresh, so the
-    partial result of an aborted or preempted request is never read.
+    Each row keeps the partial result of its chunks. The first chunk of a prompt ignores it, so the partial result of an
+    aborted or preempted request is never read.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class Pooler:
     ) -> Callable[[], list[Vector]]:
         """Return a function for the vectors of the rows that `step.pools` marks, in order.
 
-        `hidden` is [num_tokens, hidden_size]. Call this with every step as it is launched, before
-        `batch.num_computed_tokens` counts its chunks. Call the result once the copies of `to_host` are complete.
+        `hidden` is [num_tokens, hidden_size]. Must be called with every step as it is launched, before
+        `batch.num_computed_tokens` counts its chunks. Call the function once the copies of `to_host` are complete.
         """
         is_pooled = batch.is_pooled[step.rows]
         if not is_pooled.any():
@@ -44,7 +44,7 @@ class Pooler:
             pooling = _pooling_of(batch, row)
             value = self._value(row, states, pooling.pooling_type, continues=bool(batch.num_computed_tokens[row]))
             if not step.pools[i]:
-                # A copy, or it would keep the step's hidden states from being freed.
+                # A copy, because a view would keep all hidden states of the step.
                 self._partial[row] = value.to(torch.float32, copy=True)
             elif pooling.pooling_type == "mean":
                 pooled.append(value / int(batch.num_prompt_tokens[row]))
@@ -57,7 +57,7 @@ class Pooler:
         return lambda: [_finish(vector, pooling) for vector, pooling in zip(vectors.numpy(), params, strict=True)]
 
     def _value(self, row: int, states: Tensor, pooling_type: str | None, continues: bool) -> Tensor:
-        """Return the pooled value of `states` [count, hidden_size] and the chunks before; for the mean, their sum."""
+        """Return `states` [count, hidden_size] pooled with earlier chunks, [hidden_size]; for "mean", their sum."""
         if pooling_type == "last":
             return states[-1]
         before = self._partial.pop(row) if continues else None
@@ -68,6 +68,7 @@ class Pooler:
 
 
 def _pooling_of(batch: Batch, row: int) -> PoolingParams:
+    """Return the pooling parameters of `row`; raise RuntimeError if its request generates."""
     pooling = batch.request(row).pooling
     if pooling is None:
         raise RuntimeError(f"row {row} has no pooling request")
@@ -75,9 +76,9 @@ def _pooling_of(batch: Batch, row: int) -> PoolingParams:
 
 
 def _finish(vector: Vector, pooling: PoolingParams) -> Vector:
-    """Return `vector` cut to the requested dimensions, then scaled to length 1 if requested."""
+    """Return `vector` [hidden_size] cut to the requested dimensions, then scaled to length 1 if requested."""
     vector = vector[: pooling.dimensions]
     if pooling.normalize:
         length = np.sqrt(np.square(vector, dtype=np.float64).sum())
-        vector = (vector / max(length, _SHORTEST)).astype(np.float32)
+        vector = (vector / max(length, _MIN_LENGTH)).astype(np.float32)
     return vector

@@ -1,4 +1,4 @@
-"""PyTorch's profiler over some of a core's steps."""
+"""Traces of a core's steps by PyTorch's profiler."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ class Profiler:
         self._num_written = 0
 
     def start(self) -> None:
-        """Record all steps from now on, at most `MAX_STEPS`; raises ValueError if it is recording already."""
+        """Record the next steps, at most `MAX_STEPS`; raise ValueError if the profiler is on already."""
         if self._profile is not None:
             raise ValueError("the profiler is on already; call stop_profile first")
         self._profile = profile(activities=self._activities)
@@ -38,7 +38,7 @@ class Profiler:
         self._steps_left = MAX_STEPS
 
     def count_step(self) -> None:
-        """Count a step. Must be called after each step."""
+        """Count a step, and stop recording after `MAX_STEPS`. Must be called after each step."""
         if self._profile is None or not self._steps_left:
             return
         self._steps_left -= 1
@@ -47,9 +47,9 @@ class Profiler:
             logger.warning("the profiler has recorded %d steps, the limit; stop_profile writes them", MAX_STEPS)
 
     def stop(self) -> str:
-        """Write the trace and return its folder.
+        """Stop recording, write the trace and return its folder.
 
-        Raises ValueError if `start` has not been called, or if the folder cannot be written.
+        Raises ValueError if the profiler is not on, or if the trace cannot be written, which is then lost.
         """
         if self._profile is None:
             raise ValueError("the profiler is not on; call start_profile first")
@@ -69,6 +69,7 @@ class Profiler:
 
 
 def _make_folder() -> Path:
+    """Create and return the folder for traces."""
     wanted = os.environ.get("VLLM_TORCH_PROFILER_DIR")
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="vllm_mp-profile-"))

@@ -1,7 +1,7 @@
 """From logits to tokens, for a whole batch at once: logits processors, sampling filters, draw.
 
-Every logits processor touches a few tokens of the vocabulary. So a step gathers these tokens of all its rows, changes
-them in one operation of each kind, and puts them back. A request without processors costs nothing.
+Every logits processor changes the logits of a few tokens of the vocabulary. So a step gathers these logits of all its
+rows, changes them with one operation of each kind, and puts them back. A request without processors costs nothing.
 """
 
 import numpy as np
@@ -16,6 +16,7 @@ from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import DrawParams
 
 NO_TOKEN = ops.NO_PLACE
+"""Negative: the token of a row for which no token could be sampled."""
 _DRAW_COLUMNS = ("temperature", *(sampling_filter.name for sampling_filter in ops.SAMPLING_FILTERS))
 
 
@@ -23,8 +24,9 @@ class Sampler:
     """Greedy and random choice under each row's own parameters.
 
     The order of operations is vLLM's: the logits processors, the temperature, the sampling filters, the draw. The
-    number of each draw is a function of the request's seed and the token's position alone. So a request draws the same
-    numbers whatever else is in the batch, and a request that a new core continues goes on as if it had never stopped.
+    random number of a draw is a function of the request's seed and the token's position alone. So the numbers of a
+    request do not depend on the rest of the batch, and a request that a new core continues goes on as if it had never
+    stopped.
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
@@ -34,7 +36,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Rows) -> Tensor:
         """Return token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; may overwrite `logits`.
 
-        `NO_TOKEN` for a row whose logits are not finite numbers or all barred.
+        A row gets `NO_TOKEN` if its logits are not finite numbers, or if all its tokens are barred.
         """
         batch = self._batch
         if self._changes_logits(rows):
@@ -56,7 +58,7 @@ class Sampler:
         return bool((self._batch.sampling["temperature"][rows] > 0).any())
 
     def _draw_params(self, rows: Rows) -> DrawParams:
-        """Return the parameters of `rows` [n] on the device; the host does not wait for it."""
+        """Return the parameters of `rows` [n] on the device, without waiting for the device."""
         batch = self._batch
         values = batch.sampling[rows]
         seeds = values["seed"].astype(np.uint64)
@@ -80,7 +82,7 @@ def apply_logits_processors(logits: Tensor, batch: Batch, rows: Rows) -> None:
     """
     flat, vocab_size = logits.view(-1), logits.shape[-1]
     allowed, barred, biased, penalized = _Entries(), _Entries(), _Entries(), _Entries()
-    restricted: list[int] = []
+    restricted: list[int] = []  # indexes into `rows` of the requests with `allowed_token_ids`
     for i in np.flatnonzero(batch.num_tokens[rows] < batch.min_total_tokens[rows]).tolist():
         barred.add(i, _stop_tokens(batch, int(rows[i])))
     for i in np.flatnonzero(batch.has_logits_processors[rows]).tolist():
@@ -91,8 +93,8 @@ def apply_logits_processors(logits: Tensor, batch: Batch, rows: Rows) -> None:
         if processors.allowed is not None:
             restricted.append(i)
             allowed.add(i, processors.allowed)
-        if completing := processors.barred(tokens[num_prompt_tokens:]):
-            barred.add(i, as_ids(completing))
+        if barred_ids := processors.barred(tokens[num_prompt_tokens:]):
+            barred.add(i, as_ids(barred_ids))
         if len(processors.bias_ids):
             biased.add(i, processors.bias_ids, processors.bias)
         if processors.counts is not None:
@@ -104,9 +106,9 @@ def apply_logits_processors(logits: Tensor, batch: Batch, rows: Rows) -> None:
             penalized.add(i, ids, terms)
     if restricted:
         index = allowed.index(vocab_size, logits.device)
-        kept = flat[index]
+        allowed_logits = flat[index]
         logits[to_device(np.array(restricted), logits.device)] = -torch.inf
-        flat[index] = kept
+        flat[index] = allowed_logits
     if barred:
         flat[barred.index(vocab_size, logits.device)] = -torch.inf
     if biased:
@@ -122,7 +124,7 @@ def apply_logits_processors(logits: Tensor, batch: Batch, rows: Rows) -> None:
 
 
 class _Entries:
-    """Tokens of rows with the terms of their change, collected row by row."""
+    """The logits that a kind of processor changes, collected row by row, with the terms of the change."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -140,7 +142,7 @@ class _Entries:
             self._terms.append(terms)
 
     def index(self, vocab_size: int, device: torch.device) -> Tensor:
-        """Return the places of the entries in the flattened logits, int64 [total]."""
+        """Return the indexes of the entries into the flattened logits, int64 [total]."""
         starts = np.repeat(np.array(self._rows, np.int64) * vocab_size, [len(ids) for ids in self._ids])
         return to_device(starts + np.concatenate(self._ids), device)
 
@@ -150,6 +152,7 @@ class _Entries:
 
 
 def _stop_tokens(batch: Batch, row: int) -> Ids:
+    """Return the ids [n] of the tokens that end the request of `row`."""
     stop = as_ids(batch.request(row).sampling.stop_token_ids or ())
     return np.concatenate([stop, batch.eos_token_ids]) if batch.stops_at_eos[row] else stop
 
@@ -162,9 +165,9 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return numbers in [0, 1), float64 [n], each a function of one seed and one output position.
+    """Return numbers in [0, 1), float64 [n], each a function of its seed and its output position.
 
-    They have 52 bits, so that their product with a sum in float64 stays below the sum.
+    The numbers have 52 bits, so that their product with a sum in float64 stays below the sum.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):

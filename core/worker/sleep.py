@@ -11,19 +11,19 @@ from vllm_mp.status_page import AWAKE, SleepState
 from vllm_mp.wire import KV_CACHE, SLEEP_TAGS, WEIGHTS, Finished
 
 _SETBACKS = (ValueError, OSError, MemoryError, RuntimeError)
-"""The errors of missing memory and of missing weight files. A device that has failed raises again when its memory is
-released, and that ends the core."""
+"""The errors of missing memory and of missing weight files, after which the core stays asleep. A device that has failed
+raises again when its memory is released, which ends the core."""
 
 
 class Memory(Protocol):
-    """The memory that a sleeping core releases. Releasing is idempotent, and frees what a failed restore left."""
+    """The memory that a sleeping core releases. A release is idempotent, and also undoes a restore that failed."""
 
     def offload_weights(self) -> None:
         """Move the weights to host memory; raises RuntimeError, and changes nothing, if they do not fit there."""
         ...
 
     def drop_weights(self) -> None:
-        """Drop the weights; they remain on disk."""
+        """Free the weights; they remain on disk."""
         ...
 
     def restore_weights(self) -> None:
@@ -35,7 +35,7 @@ class Memory(Protocol):
         ...
 
     def restore_cache(self) -> None:
-        """Allocate the KV cache in its former size; raises the errors of allocating."""
+        """Allocate the KV cache in its former size, without contents; raises the errors of allocating."""
         ...
 
     def prepare(self) -> None:
@@ -47,8 +47,8 @@ class Sleep:
     """Decides when the core sleeps and which memory it releases.
 
     A sleep belongs to the core, not to the client that asked for it, and is independent of a pause: a core generates
-    when it is neither asleep nor paused. `settle` carries out calls in their order. A wake-up that fails releases again
-    what it restored; requests continue only when everything is restored.
+    when it is neither asleep nor paused. `settle` carries out calls in their order. A wake-up that fails releases the
+    memory that it restored; requests continue only when everything is restored.
     """
 
     def __init__(
@@ -60,20 +60,21 @@ class Sleep:
     ) -> None:
         """`send_ends` tells clients, by number, which of their requests have ended.
 
-        `note` is called with every new state, before the client that asked for it gets its answer.
+        `note` is called with every new state, before the call that caused it is answered.
         """
         self._scheduler = scheduler
         self._memory = memory
         self._send_ends = send_ends
         self._note = note
         self._queue: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        """Calls that `settle` will carry out: the future of the answer, and the call."""
         self.state = AWAKE
 
     def sleep(self, level: int, mode: str = "keep") -> "Future[None]":
         """Release the KV cache and move the weights to host memory (level 1) or drop them (level 2).
 
-        The future is done when the core sleeps. Live requests are held, or aborted if `mode` is "abort". A core that
-        sleeps already goes to the deeper of the two levels. If the weights do not fit in host memory, the future holds
+        The future is done when the core sleeps. Live requests wait, or are aborted if `mode` is "abort". If the weights
+        are released already, the higher of the two levels applies. If they do not fit in host memory, the future holds
         a RuntimeError and the core continues. Raises ValueError for another level or mode.
         """
         check_sleep(level, mode)
@@ -82,8 +83,8 @@ class Sleep:
     def wake_up(self, *tags: str) -> "Future[None]":
         """Restore the memory that `tags` name, or all of it; requests continue when nothing is missing.
 
-        No-op if that memory is present or the core is awake. If it cannot be restored, the future holds a RuntimeError
-        and the core stays as it was. Raises ValueError for other tags.
+        No-op if the memory is already present or the core is awake. If it cannot be restored, the future holds a
+        RuntimeError and the core sleeps on as before. Raises ValueError for other tags.
         """
         wanted = check_wake_up(tags or None)
         return self._enqueue(lambda: self._wake(wanted))
@@ -96,8 +97,8 @@ class Sleep:
     def settle(self) -> None:
         """Carry out the queued calls. No step may be pending.
 
-        Must be called before any later message is read, so that no client sees the former state. Raises an error of the
-        device, after which the core cannot continue.
+        Must be called before any later message is read, so that no client sees the former state. Raises the error of a
+        device that has failed, after which the core cannot continue.
         """
         while self._queue:
             done, carry_out = self._queue.popleft()
@@ -131,8 +132,8 @@ class Sleep:
 
     def _wake(self, tags: tuple[str, ...]) -> None:
         level, missing = self.state
-        left = tuple(tag for tag in missing if tag not in tags)
-        if left == missing:
+        still_missing = tuple(tag for tag in missing if tag not in tags)
+        if still_missing == missing:
             return
         restored: list[str] = []
         why = None
@@ -141,11 +142,11 @@ class Sleep:
                 if tag in tags:
                     restored.append(tag)
                     self._restore(tag)
-            if not left:
+            if not still_missing:
                 self._memory.prepare()
         except _SETBACKS as error:
             why = f"{type(error).__name__}: {error}"
-        # Outside of `except`: the error holds frames that refer to the restored memory.
+        # Outside of `except`, because the error's frames refer to the restored memory, which could not be released.
         if why is not None:
             for tag in restored:
                 self._release(tag, level)
@@ -153,8 +154,8 @@ class Sleep:
                 f"the core stays asleep, because it cannot restore {' and '.join(restored)}: {why}; solve that, and "
                 "call wake_up again"
             )
-        if left:
-            self._enter(SleepState(level, left))
+        if still_missing:
+            self._enter(SleepState(level, still_missing))
         else:
             self._scheduler.wake_up()
             self._enter(AWAKE)
@@ -179,4 +180,4 @@ class Sleep:
 
 
 class _Setback(Exception):
-    """A call failed, and the core is as before."""
+    """A call failed, and the core is in its state before the call."""

@@ -15,13 +15,13 @@ from vllm_mp.kernels.ops import AttentionMetadata
 def step_inputs(
     step: ScheduledStep, batch: Batch, block_size: int, to_device: Callable[[npt.NDArray[Any]], Tensor]
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-    """Return token ids and positions, int64 [num_tokens] each, and where attention reads.
+    """Return token ids and positions, int64 [num_tokens] each, and what attention reads, on the device.
 
-    The id of a token that the step awaits (`step.awaits`) is arbitrary.
+    `to_device` moves an array to the device. The id of a token that the step awaits (`step.awaits`) is arbitrary.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
-    row_of = np.repeat(rows, counts)
+    row_of = np.repeat(rows, counts)  # [num_tokens], as are `positions`, `input_ids` and `cells`
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed_tokens[rows], counts)
     input_ids = batch.token_ids[row_of, positions].astype(np.int64)
     cells = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mp import __version__, wire
+from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import (
     PARAMETERS,
@@ -186,9 +187,10 @@ class Outer(msgspec.Struct, array_like=True, tag=9):
     y: bytes = b""
 
 
-def test_the_schema_is_a_digest_of_the_names_and_the_order_of_all_fields():
-    assert wire._fingerprint([Outer]) == hashlib.sha256(b"Inner None: b a\nOuter 9: x y").hexdigest()[:16]
-    seen = wire._fingerprint((*wire.ClientMessage.__args__, *wire.CoreMessage.__args__))
+def test_schema_is_a_digest_of_the_names_types_and_order_of_all_fields():
+    lines = b"Inner None: b=int a=NoneType|int\nOuter 9: x=list[NoneType|tuple[str,Inner]] y=bytes"
+    assert wire._fingerprint([Outer]) == hashlib.sha256(lines).hexdigest()[:16]
+    seen = wire._fingerprint((*wire.ClientMessage.__args__, *wire.CoreMessage.__args__, VllmConfig))
     assert seen == wire.SCHEMA
     assert wire._fingerprint(wire.CoreMessage.__args__) != seen
 
@@ -205,6 +207,17 @@ def test_the_schema_is_the_same_in_every_process():
         for seed in ("1", "2")
     }
     assert found == {wire.SCHEMA}
+
+
+def test_another_type_of_a_field_changes_the_schema():
+    kinds = (int, str, list[tuple[int, int]], list[tuple[int, int, int]], int | None)
+    structs = [msgspec.defstruct("Message", [("x", kind)], array_like=True, tag=3) for kind in kinds]
+    assert len({wire._fingerprint([struct]) for struct in structs}) == len(kinds)
+
+
+def test_field_of_the_configuration_belongs_to_the_schema():
+    later = msgspec.defstruct("VllmConfig", [("fake", int, 0)], bases=(VllmConfig,), kw_only=True)
+    assert wire._fingerprint([later]) != wire._fingerprint([VllmConfig])
 
 
 def test_a_new_sampling_parameter_changes_the_schema():

@@ -1,7 +1,7 @@
 """Print one summary of several pytest runs that were made side by side, from their JUnit reports.
 
-Usage: test_summary.py SECONDS {EXIT_CODE REPORT}..., with the exit code of each pytest. Exits with 1 if a test failed, or
-if a run was interrupted, selected no test or left no report.
+Usage: test_summary.py SECONDS {EXIT_CODE REPORT}..., with the exit code of each pytest. Exits with 1 if a test failed,
+or if a run was interrupted, selected no test or left no report.
 """
 
 import re

@@ -104,6 +104,6 @@ def test_attention_is_bound_again_when_dropped_weights_are_loaded(folder):
 def test_reference_attention_is_not_captured(folder):
     runner = LocalEngine(folder, load_format="auto").runner
     runner._device = torch.device("cuda")
-    assert runner._usual_capture() is None
+    assert runner._default_capture() is None
     runner._attention = runner._attention._replace(captures=True)
-    assert runner._usual_capture() is not None
+    assert runner._default_capture() is not None

@@ -1,4 +1,4 @@
-"""A long step shows that it goes on: it beats at every layer."""
+"""A step beats at every layer, so that a long step can be told from one that hangs."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ ARCHITECTURES = {"llama": ["LlamaForCausalLM"], "gpt2": ["GPT2LMHeadModel"]}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_beats_at_every_layer(name, tmp_path, monkeypatch):
+def test_step_beats_at_every_layer(name, tmp_path, monkeypatch):
     monkeypatch.setattr(decoder, "WORK_A_CALL", 0)  # short steps of tiny models are one call
     config = MODELS[name]
     config.architectures = config.architectures or ARCHITECTURES[name]

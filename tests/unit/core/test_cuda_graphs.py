@@ -1,7 +1,7 @@
-"""Decode steps that are padded to the size of a graph and computed out of its buffers are those that they were.
+"""Decode steps give the same results when they are padded to the size of a graph and computed from its buffers.
 
-A processor has no graphs, so what would be captured is called anew for each replay: on the same buffers, and without
-the lengths that a captured kernel could not read either. `tests/gpu` tries the graphs themselves.
+A CPU has no graphs, so each replay calls the captured computation again: on the same buffers, and without the lengths
+that a captured kernel could not read either. `tests/gpu` tests real graphs.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ PENALTY = {"presence_penalty": 0.5}
 
 
 def stand_in(device):
-    """What makes a `Capture` for processors."""
+    """Return a `Capture` for the CPU, whose replays call the computation again."""
 
     def capture(compute):
-        compute()  # as the device does before it captures
+        compute()  # as the capture in CUDA graphs does first
         return compute
 
     return capture
@@ -51,7 +51,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def replays(monkeypatch):
-    """(rows, size) of each replay."""
+    """Return a list that gets (number of rows, size of the graph) of each replay."""
     seen, run = [], DecodeGraphs.run
 
     def watch(graphs, input_ids, positions, metadata):
@@ -65,8 +65,8 @@ def replays(monkeypatch):
     return seen
 
 
-def answers(folder, **options):
-    """Tokens and log-probabilities of requests that come and go, so that batches grow and shrink."""
+def outputs(folder, **options):
+    """Return tokens and log-probabilities of requests that begin and end at different steps."""
     engine = LocalEngine(folder, **options)
     for slot, prompt in enumerate(PROMPTS):
         sampled = {"temperature": 1.0, "top_p": 0.9} if slot % 3 == 0 else {}
@@ -79,17 +79,17 @@ def answers(folder, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_steps_without_graphs_to_the_bit(folders, replays, name):
-    expected = answers(folders[name])
+def test_outputs_are_the_same_to_the_bit_with_and_without_graphs(folders, replays, name):
+    expected = outputs(folders[name])
     assert not replays
     for overlaps in (False, True):
-        assert answers(folders[name], make_capture=stand_in, async_scheduling=overlaps) == expected
+        assert outputs(folders[name], make_capture=stand_in, async_scheduling=overlaps) == expected
     assert {size for _, size in replays} == {1, 2, 4, 8, 12}
-    assert {1, 3, 5, 7, 9} <= {count for count, _ in replays}, "also sizes between those of graphs"
+    assert {1, 3, 5, 7, 9} <= {count for count, _ in replays}, "also numbers of rows between two graph sizes"
 
 
-def test_what_a_step_writes_is_its_own_or_padding(folders, monkeypatch):
-    """Stale slots of longer batches are in the buffers when batches shrink."""
+def test_step_writes_only_its_own_cells_and_the_padding_block(folders, monkeypatch):
+    """When batches shrink, the buffers keep stale cells of the larger batches."""
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
     run, padded = DecodeGraphs.run, []
 
@@ -104,7 +104,7 @@ def test_what_a_step_writes_is_its_own_or_padding(folders, monkeypatch):
             assert set(written) - {0} <= set(metadata.cell_mapping.tolist())
         count = len(metadata.seq_lens)
         size = next(size for size in graphs._sizes if size >= count)
-        assert not graphs._seq_lens[count:size].any(), "padding has no context that could be read"
+        assert not graphs._seq_lens[count:size].any(), "padding has no context to read"
         padded.append(size > count)
         return hidden
 
@@ -115,7 +115,7 @@ def test_what_a_step_writes_is_its_own_or_padding(folders, monkeypatch):
     assert any(padded)
 
 
-def test_blocks_that_are_shared_are_read_through_a_graph_as_they_are_without(folders):
+def test_shared_blocks_are_read_alike_with_and_without_graphs(folders):
     def play(**options):
         engine = LocalEngine(folders["llama"], **options)
         for slot in range(6):
@@ -126,7 +126,7 @@ def test_blocks_that_are_shared_are_read_through_a_graph_as_they_are_without(fol
     assert play(make_capture=stand_in, async_scheduling=True) == play()
 
 
-def test_rules_are_applied_to_what_a_graph_gives(folders):
+def test_logits_processors_apply_to_the_output_of_a_graph(folders):
     def play(**options):
         engine = LocalEngine(folders["qwen3"], **options)
         for slot, prompt in enumerate(PROMPTS[:5]):
@@ -137,35 +137,35 @@ def test_rules_are_applied_to_what_a_graph_gives(folders):
     assert play(make_capture=stand_in, async_scheduling=True) == play()
 
 
-def test_only_steps_of_decodes_that_have_room_go_through_a_graph(folders, replays):
+def test_only_decode_steps_that_fit_run_as_a_graph(folders, replays):
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
     engine.runner._graphs.capture([2], stand_in(None), lambda: None)
     for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10], [11, 12, 13])):
         engine.add(slot, prompt, max_tokens=3 + 3 * slot)
     step = engine.step()
     assert step.num_decodes == 0
-    assert not replays, "prompts are read without"
+    assert not replays, "a prefill runs without a graph"
     while len(engine.step().rows) == 3:
-        assert not replays, "there is no graph for three"
+        assert not replays, "three rows do not fit"
     engine.run()
     assert {count for count, _ in replays} == {1, 2}
 
 
-def test_a_block_table_that_is_longer_than_the_buffer_goes_without(folders, replays):
+def test_step_runs_without_a_graph_when_its_block_table_is_wider_than_the_buffer(folders, replays):
     expected = LocalEngine(folders["llama"])
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
     engine.runner._graphs._max_blocks = 4
     engine.runner._graphs.capture([1, 2, 4], stand_in(None), lambda: None)
-    for one in (expected, engine):
+    for player in (expected, engine):
         for slot in range(3):
-            one.add(slot, PROMPTS[slot][:6], max_tokens=30)
-        one.run()
+            player.add(slot, PROMPTS[slot][:6], max_tokens=30)
+        player.run()
     assert engine.tokens == expected.tokens
     assert replays
-    assert len(replays) < 15, "of contexts of more than 16 tokens there are none"
+    assert len(replays) < 15, "contexts of more than 16 tokens run without a graph"
 
 
-def test_the_largest_graph_comes_first_and_each_is_a_sign_of_life(folders):
+def test_largest_graph_is_captured_first_and_each_capture_beats(folders):
     sizes, beats = [], []
 
     def capture(compute):
@@ -177,29 +177,29 @@ def test_the_largest_graph_comes_first_and_each_is_a_sign_of_life(folders):
     assert sizes == [12, 8, 4, 2, 1]
 
 
-def test_when_the_time_is_up_the_graphs_that_are_there_serve_all_sizes(folders, replays, monkeypatch, caplog):
-    expected = answers(folders["llama"])
+def test_captured_graphs_serve_all_sizes_when_the_time_is_up(folders, replays, monkeypatch, caplog):
+    expected = outputs(folders["llama"])
     monkeypatch.setattr(cuda_graphs, "_CAPTURE_TIME_S", -1.0)
     with caplog.at_level(logging.WARNING):
-        assert answers(folders["llama"], make_capture=stand_in) == expected
+        assert outputs(folders["llama"], make_capture=stand_in) == expected
     assert {size for _, size in replays} == {12}
     assert "no graphs for steps of 8 rows or fewer" in caplog.text
 
 
-def test_a_model_that_cannot_be_captured_is_computed_without_and_says_so_once(folders, replays, monkeypatch, caplog):
+def test_model_that_cannot_be_captured_runs_without_graphs_and_warns_once(folders, replays, monkeypatch, caplog):
     def refuse(compute):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    expected = answers(folders["llama"])
+    expected = outputs(folders["llama"])
     with caplog.at_level(logging.WARNING):
-        assert answers(folders["llama"], make_capture=lambda device: refuse) == expected
+        assert outputs(folders["llama"], make_capture=lambda device: refuse) == expected
     assert not replays
     assert [record.getMessage() for record in caplog.records if record.name.startswith("vllm_mp")] == [
         "decode steps are not captured: steps of 12 rows: operation not permitted when stream is capturing"
     ]
 
 
-def test_a_device_that_fails_while_it_captures_ends_the_start(folders, monkeypatch):
+def test_start_fails_when_the_device_fails_during_capture(folders, monkeypatch):
     failure = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=failure))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", Mock())
@@ -221,14 +221,14 @@ def test_attention_that_reads_lengths_on_the_host_is_not_captured(folders, monke
     assert len(engine.tokens[0]) == 5
 
 
-def test_a_processor_captures_nothing_by_itself(folders):
+def test_no_graph_is_captured_on_a_cpu(folders):
     runner = LocalEngine(folders["llama"]).runner
     assert not runner._attention.captures
     assert runner._graphs is None
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 20, 100, 256, 300, 512, 5000])
-def test_the_sizes_of_graphs_pad_little_and_reach_as_far_as_there_are_rows(max_num_seqs):
+def test_graph_sizes_cover_all_numbers_of_rows_with_little_padding(max_num_seqs):
     sizes = batch_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == min(max_num_seqs, 512)
@@ -239,8 +239,7 @@ def test_the_sizes_of_graphs_pad_little_and_reach_as_far_as_there_are_rows(max_n
         assert padding <= count
 
 
-def test_a_row_without_a_context_leaves_no_trace_in_any_other(folders):
-    """The same step at every padding: the hidden states of its rows are the same to the bit."""
+def test_hidden_states_are_the_same_to_the_bit_at_every_padding(folders):
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
     for slot in range(3):
         engine.add(slot, PROMPTS[slot], max_tokens=20)
@@ -254,10 +253,10 @@ def test_a_row_without_a_context_leaves_no_trace_in_any_other(folders):
             graphs.capture([size], stand_in(None), lambda: None)
             found.append(graphs.run(*inputs).clone())
     assert np.array_equal(found[0].numpy(), engine.runner._model(*inputs[:2], engine.runner._kv_caches, inputs[2]))
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(hidden, found[0]) for hidden in found)
 
 
-def test_what_the_graphs_will_take_is_counted_from_two_of_them_while_the_largest_step_is_tried(folders, monkeypatch):
+def test_profile_estimates_the_memory_of_graphs_from_two_and_runs_the_largest_draw(folders, monkeypatch):
     engine = LocalEngine(folders["qwen3"], make_capture=stand_in)
     free = iter((1000, 900, 900, 770))
     for name in ("synchronize", "empty_cache"):
@@ -269,5 +268,5 @@ def test_what_the_graphs_will_take_is_counted_from_two_of_them_while_the_largest
     assert engine.runner._profile() == 100 + others * 30
     assert others == 4
     ((logits, params), _) = drawn.call_args
-    assert logits.shape == (len(engine.batch.sampling), CONFIGS["qwen3"].vocab_size), "each row draws at once"
+    assert logits.shape == (len(engine.batch.sampling), CONFIGS["qwen3"].vocab_size), "all rows draw at once"
     assert params.filters == ops.SAMPLING_FILTERS, "with every filter"

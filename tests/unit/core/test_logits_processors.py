@@ -72,7 +72,7 @@ def reference(logits, params, prompt, output, bad_words):
     if params.min_tokens and stop:
         scores = MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, stop)(sequence, scores)
     if bad_words:
-        # The processor ignores words longer than its input, and must read the answer alone.
+        # The processor ignores words longer than its input, and must read the output alone.
         answer = torch.tensor([[-1] * 8 + [*output]])
         scores = NoBadWordsLogitsProcessor([list(word) for word in bad_words])(answer, scores)
     if params.logit_bias:
@@ -139,7 +139,7 @@ def test_each_row_is_changed_to_the_bit_as_if_it_were_alone(dtype, rows, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(REQUEST, st.lists(TOKEN, min_size=3, max_size=9), st.integers(1, 8))
-def test_processors_continue_an_answer_after_preemption_and_after_recovery(request, answer, cut):
+def test_processors_continue_an_output_after_preemption_and_after_recovery(request, answer, cut):
     params, prompt, _, bad_words = request
     logits = logits_of(len(answer) + 1, 5)
     kept = make_request(params, prompt, (), bad_words)
@@ -163,7 +163,7 @@ def test_processors_continue_an_answer_after_preemption_and_after_recovery(reque
 
 
 @given(st.lists(st.integers(0, 300), min_size=1), st.lists(st.lists(st.integers(0, 300), max_size=90), max_size=5))
-def test_counts_follow_an_answer_that_grows_by_any_number_of_tokens(prompt, pieces):
+def test_counts_follow_an_output_that_grows_by_any_number_of_tokens(prompt, pieces):
     counts, answer = TokenCounts(), []
     for piece in pieces:
         answer += piece
@@ -224,7 +224,7 @@ def test_temperature_and_filters_apply_after_logits_processors():
         assert set(sample(logits.repeat(60, 1), *requests)) == {7, 8}
 
 
-def test_bad_words_are_matched_in_the_answer_alone():
+def test_bad_words_are_matched_in_the_output_alone():
     words = [[5, 6], [5, 7], [8], [5, 5, 9]]
     assert barred(processed_row([0.0] * 12, prompt=[1, 5], bad_words=words)) == [8]
     assert barred(processed_row([0.0] * 12, prompt=[1, 5], output=[5], bad_words=words)) == [6, 7, 8]

@@ -1,4 +1,4 @@
-"""Log-probabilities are the model's own, of the right tokens at the right positions, each sent once."""
+"""Log-probabilities are the model's own, belong to the right tokens and positions, and are sent once."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from vllm_mp.sampling_params import SamplingParams
 VOCAB, HIDDEN = 30, 8
 WEIGHT = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
 STATE = torch.randn(VOCAB, 40, HIDDEN, generator=torch.Generator().manual_seed(2))
-"""What the stand-in for a model makes of each token at each position."""
+"""[token, position, hidden_size] hidden states of the stand-in for a model."""
 
 
 def make_request(slot, tokens, num_prompt_tokens, num_logprobs=-1, num_prompt_logprobs=-1, client=0, **params):
@@ -46,7 +46,7 @@ def make_batch(*requests):
 
 
 def unpack(message):
-    """Token ids [n, 1 + k], values [n, 1 + k] and ranks [n] as a client reads them off the wire."""
+    """Return token ids [n, 1 + k], values [n, 1 + k] and ranks [n] as a client decodes them."""
     output = wire.StepOutput(1, 1, b"", b"", b"", logprobs=[message])
     (message,) = wire.decode_core_message(wire.encode(output)).logprobs
     ranks = np.frombuffer(message.ranks, "<u4")
@@ -56,8 +56,8 @@ def unpack(message):
     return ids, values, ranks
 
 
-def assert_is_of(raw, chosen, count, ids, values, rank):
-    """One position's entries are what `raw` [vocab] logits make of `chosen` and the `count` most likely."""
+def assert_entries(raw, chosen, count, ids, values, rank):
+    """Check the entries of a position: `chosen` and the `count` most likely tokens under the logits `raw` [vocab]."""
     expected = raw.double().log_softmax(-1)
     assert len(ids) == 1 + min(count, VOCAB)
     assert ids[0] == chosen
@@ -71,7 +71,7 @@ def logits_of(count, seed=0, dtype=torch.float32):
     return (torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
 
 
-def test_equally_likely_tokens_are_the_same_ones_beside_rows_that_want_more():
+def test_choice_among_equally_likely_tokens_does_not_depend_on_other_rows():
     vocab = 1000
     logits = (torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))).round().to(torch.bfloat16)
     alone = make_batch(make_request(0, [1], 1, num_logprobs=3))
@@ -82,8 +82,8 @@ def test_equally_likely_tokens_are_the_same_ones_beside_rows_that_want_more():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_row_gets_as_many_as_it_wants_of_the_raw_distribution(dtype):
-    """What rules, temperature and filters make of the logits does not show."""
+def test_each_row_gets_its_number_of_tokens_from_the_raw_distribution(dtype):
+    """Logits processors, temperature and filters do not change log-probabilities."""
     logits = logits_of(6, dtype=dtype)
     knobs = {"temperature": 0.2, "top_k": 1, "logit_bias": {7: 1e6}, "presence_penalty": 1.0}
     counts = [3, -1, 0, 1, VOCAB, VOCAB + 20]
@@ -92,17 +92,17 @@ def test_each_row_gets_as_many_as_it_wants_of_the_raw_distribution(dtype):
     raw = logits.float().clone()
     wanted = StepLogprobs(logits, batch, batch.order)
     tokens = Sampler(batch, torch.device("cpu")).sample(logits, batch.order)
-    assert tokens.tolist() == [7] * 6, "the rules did change the logits"
+    assert tokens.tolist() == [7] * 6, "the processors did change the logits"
     messages = wanted.messages(tokens)()
     assert [message.slot for _, message in messages] == [0, 2, 3, 4, 5]
     for client, message in messages:
         ids, values, ranks = unpack(message)
         slot = message.slot
         assert (client, len(ranks), message.position) == (slot % 2, 1, 1 + slot)
-        assert_is_of(raw[slot], 7, counts[slot], ids[0], values[0], ranks[0])
+        assert_entries(raw[slot], 7, counts[slot], ids[0], values[0], ranks[0])
 
 
-def test_rows_that_got_no_token_have_none_and_shift_no_other():
+def test_rows_without_a_token_have_no_logprobs_and_shift_no_other_row():
     logits = logits_of(4)
     raw = logits.clone()
     logits[1] = torch.nan
@@ -112,20 +112,20 @@ def test_rows_that_got_no_token_have_none_and_shift_no_other():
     assert [message.slot for _, message in messages] == [0, 2]
     for (_, message), token in zip(messages, (4, 6), strict=True):
         ids, values, ranks = unpack(message)
-        assert_is_of(raw[message.slot], token, 2, ids[0], values[0], ranks[0])
+        assert_entries(raw[message.slot], token, 2, ids[0], values[0], ranks[0])
 
 
-def test_rows_of_a_step_in_any_order_and_number_get_their_own():
+def test_rows_of_a_step_get_their_own_logprobs_in_any_order():
     batch = make_batch(*[make_request(i, [1, 2], 2, i - 1) for i in range(5)])
     rows, logits = np.array([4, 0, 2]), logits_of(3)
     messages = StepLogprobs(logits, batch, rows).messages(torch.tensor([9, 8, 7]))()
     assert [message.slot for _, message in messages] == [4, 2]
     for (_, message), at, token in zip(messages, (0, 2), (9, 7), strict=True):
         ids, values, ranks = unpack(message)
-        assert_is_of(logits[at], token, message.slot - 1, ids[0], values[0], ranks[0])
+        assert_entries(logits[at], token, message.slot - 1, ids[0], values[0], ranks[0])
 
 
-def test_where_no_row_wants_any_the_logits_are_not_looked_at():
+def test_logits_are_not_read_when_no_row_asks_for_logprobs():
     batch = make_batch(make_request(0, [1, 2], 2))
     assert StepLogprobs(None, batch, batch.order).messages(torch.tensor([1]))() == []
 
@@ -137,7 +137,7 @@ def test_equally_likely_tokens_share_the_better_rank():
 
 
 class Prefill:
-    """Steps through prompts by hand, as the scheduler and the model's runner would."""
+    """Computes prompts step by step, as the scheduler and the model runner do."""
 
     def __init__(self, *requests):
         self.batch = make_batch(*requests)
@@ -149,7 +149,7 @@ class Prefill:
         return hidden @ WEIGHT.T
 
     def step(self, counts):
-        """Compute `counts` tokens of each row in it, `{row: count}`."""
+        """Compute the next tokens of some rows; `counts` is {row: number of tokens}."""
         batch = self.batch
         rows, numbers = np.array(list(counts), np.int64), np.array(list(counts.values()), np.int64)
         done = batch.num_computed_tokens
@@ -164,7 +164,7 @@ class Prefill:
             for i in range(len(ranks)):
                 position = message.position + i
                 expected = max(self.received[message.slot], default=0) + 1
-                assert position == expected, "in order from the second token, nothing twice, nothing missing"
+                assert position == expected, "in order from the second token, without repetition or gap"
                 self.received[message.slot][position] = (ids[i], values[i], ranks[i])
         batch.num_computed_tokens[rows] += numbers
 
@@ -174,7 +174,7 @@ class Prefill:
         assert list(received) == list(range(1, request.num_prompt_tokens))
         for position, (ids, values, rank) in received.items():
             raw = STATE[tokens[position - 1], position - 1] @ WEIGHT.T
-            assert_is_of(raw, tokens[position], count, ids, values, rank)
+            assert_entries(raw, tokens[position], count, ids, values, rank)
 
 
 PROMPTS = st.lists(
@@ -186,7 +186,7 @@ PROMPTS = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(PROMPTS, st.data(), st.sampled_from([1, 3 * VOCAB, 1 << 24]))
-def test_every_prompt_gets_its_own_whatever_the_chunks_and_whatever_is_preempted(prompts, data, limit):
+def test_prompt_logprobs_are_complete_for_any_chunks_and_preemptions(prompts, data, limit):
     requests = [
         make_request(slot, tokens, len(tokens), num_prompt_logprobs=count, client=slot + 10)
         for slot, (tokens, count) in enumerate(prompts)
@@ -218,7 +218,7 @@ def test_every_prompt_gets_its_own_whatever_the_chunks_and_whatever_is_preempted
     assert prefill.largest <= max(1, limit // VOCAB)
 
 
-def test_a_prompt_of_one_token_has_none():
+def test_prompt_of_one_token_has_no_logprobs():
     request = make_request(0, [4], 1, num_prompt_logprobs=3, client=10)
     prefill = Prefill(request)
     prefill.step({0: 1})
@@ -226,7 +226,7 @@ def test_a_prompt_of_one_token_has_none():
     assert prefill.largest == 0
 
 
-def test_an_answer_is_no_part_of_the_prompt_when_a_request_is_recovered():
+def test_output_of_a_recovered_request_is_no_part_of_its_prompt():
     request = make_request(0, [4, 5, 6, 7, 8], 3, num_prompt_logprobs=1, client=10)
     prefill = Prefill(request)
     prefill.step({0: 4})
@@ -235,7 +235,7 @@ def test_an_answer_is_no_part_of_the_prompt_when_a_request_is_recovered():
     assert list(prefill.received[0]) == [1, 2]
 
 
-def test_a_chunk_that_ends_with_the_prompts_last_but_one_token_tells_of_the_last():
+def test_chunk_up_to_the_last_but_one_prompt_token_predicts_the_last():
     request = make_request(0, [4, 5, 6, 7], 4, num_prompt_logprobs=0, client=10)
     prefill = Prefill(request)
     for count, known in ((1, [1]), (2, [1, 2, 3]), (1, [1, 2, 3])):

@@ -1,4 +1,4 @@
-"""Weights and cache that are given up are gone, and what computes with them again computes the same."""
+"""Released weights and caches are freed, and after their return the engine computes the same."""
 
 import gc
 import weakref
@@ -27,7 +27,7 @@ KINDS = {
 
 
 class Module(nn.Module):
-    """Tensors that share storages, as those of models do."""
+    """A module whose tensors share storages, as in models."""
 
     def __init__(self):
         super().__init__()
@@ -43,26 +43,26 @@ class Module(nn.Module):
         return [self.embedding, self.head.weight, self.rows, self.table, self.original, self.empty]
 
 
-@pytest.mark.parametrize("stretch", [1, 1000, 2**28])
-def test_offloaded_weights_take_no_memory_of_the_device_and_come_back_in_place(monkeypatch, stretch):
-    monkeypatch.setattr(offload, "_STRETCH_BYTES", stretch)
+@pytest.mark.parametrize("buffer_bytes", [1, 1000, 2**28])
+def test_offloaded_weights_take_no_device_memory_and_are_restored_in_place(monkeypatch, buffer_bytes):
+    monkeypatch.setattr(offload, "_BUFFER_BYTES", buffer_bytes)
     module, beats = Module(), []
-    if stretch == 1:
+    if buffer_bytes == 1:
         module.table = module.original = torch.arange(3)
     tensors = module.tensors()
     before = [tensor.detach().clone() for tensor in tensors]
     offloaded = OffloadedWeights(module, lambda: beats.append(1))
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
-    assert sum(len(one) for one in offloaded._stretches) == 100 * 7 * 4 + module.table.numel() * 8
+    assert sum(len(buffer) for buffer in offloaded._buffers) == 100 * 7 * 4 + module.table.numel() * 8
     assert beats
     offloaded.restore()
-    assert all(one is other for one, other in zip(tensors, module.tensors(), strict=True))
-    assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
+    assert all(tensor is other for tensor, other in zip(tensors, module.tensors(), strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, before, strict=True))
     module.embedding.data.fill_(3)
     assert (module.rows == 3).all()
 
 
-def test_a_device_without_room_is_left_alone_and_may_have_room_later(monkeypatch):
+def test_failed_restore_takes_no_device_memory_and_can_be_repeated(monkeypatch):
     module = Module()
     before = module.embedding.detach().clone()
     offloaded = OffloadedWeights(module, lambda: None)
@@ -79,7 +79,7 @@ def test_a_device_without_room_is_left_alone_and_may_have_room_later(monkeypatch
     assert torch.equal(module.embedding, before)
 
 
-def test_a_host_without_room_leaves_the_weights_where_they_are(monkeypatch):
+def test_weights_stay_on_the_device_when_they_do_not_fit_in_host_memory(monkeypatch):
     module = Module()
     before = module.embedding.detach().clone()
 
@@ -108,14 +108,14 @@ def folders(tmp_path_factory):
 
 
 def sleeper(folders, kind):
-    """An engine, and what puts it to sleep."""
+    """Return an engine and its `Sleep`."""
     folder = folders.get(kind, folders["llama"])
     engine = LocalEngine(folder, load_format="auto", **KINDS[kind])
     return engine, Sleep(engine.scheduler, engine.runner, lambda ends: None, lambda state: None)
 
 
 def play(engine, num_steps=None):
-    """Begin the prompts, and make `num_steps` steps or all of them."""
+    """Add a request for each prompt, make `num_steps` steps or all steps, and return the tokens by slot."""
     for slot, prompt in enumerate(PROMPTS):
         sampled = {"temperature": 1.0, "top_k": 20} if slot % 2 else {}
         engine.add(slot, prompt, max_tokens=8, **sampled)
@@ -127,12 +127,13 @@ def play(engine, num_steps=None):
 
 
 def carry_out(sleep, done):
+    """Carry out the call of `sleep` or `wake_up` that returned `done`, and return its result."""
     sleep.settle()
     return done.result(0)
 
 
 @pytest.mark.parametrize(("kind", "level"), [("packed", 1), ("graphs", 1), *((kind, 2) for kind in KINDS)])
-def test_answers_are_those_of_an_engine_that_has_not_slept(folders, kind, level):
+def test_tokens_are_the_same_with_a_sleep_between_steps(folders, kind, level):
     if kind == "int8" and library() is None:
         pytest.skip("weights of 8 bits need the C++ kernels")
     undisturbed, _ = sleeper(folders, kind)
@@ -143,9 +144,9 @@ def test_answers_are_those_of_an_engine_that_has_not_slept(folders, kind, level)
     parts = [weakref.ref(tensor) for pair in engine.runner._kv_caches for tensor in pair]
     if level == 2:
         parts += [weakref.ref(engine.runner._model)]
-        parts += [weakref.ref(one) for one in engine.runner._model.parameters()]
+        parts += [weakref.ref(weight) for weight in engine.runner._model.parameters()]
     carry_out(sleep, sleep.sleep(level))
-    assert [part() for part in parts] == [None] * len(parts), "what was given up is gone"
+    assert [part() for part in parts] == [None] * len(parts), "released memory is freed"
     for tag in ("kv_cache", "weights"):
         assert not engine.scheduler.has_work
         carry_out(sleep, sleep.wake_up(tag))
@@ -155,7 +156,7 @@ def test_answers_are_those_of_an_engine_that_has_not_slept(folders, kind, level)
     assert engine.tokens == expected
 
 
-def test_weights_that_were_in_host_memory_give_the_same_answers(folders, monkeypatch):
+def test_tokens_are_the_same_after_weights_were_in_host_memory(folders, monkeypatch):
     monkeypatch.setenv(VARIABLE, "none")
     library.cache_clear()
     try:
@@ -165,14 +166,14 @@ def test_weights_that_were_in_host_memory_give_the_same_answers(folders, monkeyp
         carry_out(sleep, sleep.sleep(1))
         # As on a device that is not the host.
         engine.runner._offloaded = OffloadedWeights(engine.runner._model, lambda: None)
-        assert sum(one.untyped_storage().nbytes() for one in weights) == 0
+        assert sum(weight.untyped_storage().nbytes() for weight in weights) == 0
         carry_out(sleep, sleep.wake_up())
         assert list(play(engine).values()) == expected
     finally:
         library.cache_clear()
 
 
-def test_weights_that_are_gone_leave_the_engine_asleep_until_they_are_back(folders):
+def test_engine_stays_asleep_while_the_weight_file_is_missing(folders):
     engine, sleep = sleeper(folders, "packed")
     expected = {slot: list(tokens) for slot, tokens in play(engine).items()}
     play(engine, 3)
@@ -192,7 +193,7 @@ def test_weights_that_are_gone_leave_the_engine_asleep_until_they_are_back(folde
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_cache_that_finds_no_room_leaves_nothing_behind(folders, monkeypatch, level):
+def test_weights_are_released_again_when_the_cache_does_not_fit(folders, monkeypatch, level):
     engine, sleep = sleeper(folders, "packed")
     expected = {slot: list(tokens) for slot, tokens in play(engine).items()}
     play(engine, 3)
@@ -217,7 +218,7 @@ def test_a_cache_that_finds_no_room_leaves_nothing_behind(folders, monkeypatch, 
     assert engine.tokens == expected
 
 
-def test_a_graph_that_cannot_be_captured_again_leaves_the_engine_asleep(folders, monkeypatch):
+def test_engine_stays_asleep_when_graphs_cannot_be_captured_again(folders, monkeypatch):
     engine, sleep = sleeper(folders, "graphs")
     expected = {slot: list(tokens) for slot, tokens in play(engine).items()}
     carry_out(sleep, sleep.sleep(1))
@@ -239,7 +240,7 @@ def test_a_graph_that_cannot_be_captured_again_leaves_the_engine_asleep(folders,
     assert play(engine) == expected
 
 
-def test_memory_that_is_released_holds_no_cycle_of_objects():
+def test_release_memory_frees_cycles_of_objects():
     module = Module()
     module.itself = [module]
     gone = weakref.ref(module)

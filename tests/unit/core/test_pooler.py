@@ -1,4 +1,4 @@
-"""Pooling with a stand-in for the model, through the scheduler's own steps: the states of a token are its id's."""
+"""Pooling in steps of a real scheduler; the stand-in for the model makes hidden states from the token id alone."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ TYPES = ("last", "mean", "cls")
 
 
 class Engine:
-    """A scheduler and a pooler, and a model that remembers nothing."""
+    """A scheduler and a pooler, with a model that has no context."""
 
     def __init__(self, num_blocks=100, max_num_seqs=8, budget=16, dtype=torch.float32, **config):
         settings = {"max_num_partial_prefills": 1, "enable_chunked_prefill": True, "policy": "fcfs"}
@@ -40,7 +40,7 @@ class Engine:
         self.cached = {}
 
     def add(self, slot, prompt, pooling_type=None, max_tokens=8, **params):
-        """A pooling request, or without `pooling_type` one that generates."""
+        """Add a pooling request, or without `pooling_type` a request that generates."""
         pooling = None
         if pooling_type is not None:
             pooling = PoolingParams(pooling_type=pooling_type, **{"normalize": False, **params})
@@ -81,7 +81,7 @@ class Engine:
         for _ in range(1000):
             if self.step() is None:
                 return
-        raise AssertionError("the scheduler does not come to an end")
+        raise AssertionError("the scheduler has work after 1000 steps")
 
 
 def expected(prompt, pooling_type):
@@ -108,7 +108,7 @@ def test_prompts_of_all_lengths_are_pooled_whole_or_in_chunks(pooling_type, budg
     assert not engine.scheduler.has_work
 
 
-def test_a_pooling_request_takes_no_decode_step_and_draws_no_token():
+def test_pooling_request_takes_no_decode_step_and_draws_no_token():
     engine = Engine(budget=64)
     engine.add(0, prompt_of(10), "mean")
     engine.add(1, prompt_of(5), None, max_tokens=3)
@@ -122,7 +122,7 @@ def test_a_pooling_request_takes_no_decode_step_and_draws_no_token():
 
 
 @pytest.mark.parametrize("pooling_type", TYPES)
-def test_a_request_that_is_preempted_in_its_prompt_is_pooled_anew(pooling_type):
+def test_request_preempted_in_its_prompt_is_pooled_from_the_beginning(pooling_type):
     engine = Engine(num_blocks=16, budget=6)
     prompt = prompt_of(36, 5)
     for slot in (0, 1):
@@ -136,7 +136,7 @@ def test_a_request_that_is_preempted_in_its_prompt_is_pooled_anew(pooling_type):
 
 
 @pytest.mark.parametrize("pooling_type", TYPES)
-def test_only_what_needs_the_last_token_alone_builds_on_the_cache(pooling_type):
+def test_only_last_token_pooling_uses_the_prefix_cache(pooling_type):
     engine = Engine(budget=64)
     prompt = prompt_of(20, 3)
     engine.add(0, prompt, None, max_tokens=1)
@@ -147,7 +147,7 @@ def test_only_what_needs_the_last_token_alone_builds_on_the_cache(pooling_type):
     np.testing.assert_allclose(engine.vectors[1], expected(prompt, pooling_type), atol=1e-6)
 
 
-def test_what_an_aborted_request_left_behind_reaches_no_other():
+def test_partial_result_of_an_aborted_request_reaches_no_other_request():
     engine = Engine(budget=8, max_num_seqs=1)
     engine.add(0, prompt_of(30, 1), "mean")
     engine.step()
@@ -158,7 +158,7 @@ def test_what_an_aborted_request_left_behind_reaches_no_other():
     np.testing.assert_allclose(engine.vectors[1], expected(prompt, "mean"), atol=1e-6)
 
 
-def test_vectors_are_cut_before_they_are_normalised():
+def test_vectors_are_cut_before_they_are_normalized():
     engine = Engine(budget=64)
     prompt = prompt_of(9)
     engine.add(0, prompt, "mean", dimensions=4, normalize=True)
@@ -172,7 +172,7 @@ def test_vectors_are_cut_before_they_are_normalised():
     assert all(vector.dtype == np.float32 for vector in engine.vectors.values())
 
 
-def test_sums_of_half_precision_are_taken_in_single():
+def test_sums_of_float16_states_are_float32():
     engine = Engine(budget=64, dtype=torch.float16)
     engine.states = torch.full((VOCAB, HIDDEN), 30_000.0, dtype=torch.float16)
     engine.add(0, prompt_of(50), "mean")
@@ -180,7 +180,7 @@ def test_sums_of_half_precision_are_taken_in_single():
     np.testing.assert_array_equal(engine.vectors[0], np.full(HIDDEN, 30_000, np.float32))
 
 
-def test_a_vector_that_is_not_finite_fails_its_request_alone():
+def test_vector_that_is_not_finite_fails_only_its_request():
     engine = Engine(budget=64)
     engine.states = STATES.clone()
     engine.states[13] = float("nan")
@@ -192,7 +192,7 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone():
     assert "not finite" in engine.ends[0].error
 
 
-def test_a_vector_of_zeros_stays_one():
+def test_normalized_vector_of_zeros_is_zeros():
     engine = Engine(budget=64)
     engine.states = torch.zeros(VOCAB, HIDDEN)
     engine.add(0, [1, 2], "mean", normalize=True)

@@ -129,7 +129,7 @@ def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, 
     late.send(HELLO)
     refusal = core.answer(late)
     assert isinstance(refusal, wire.Refused)
-    assert "3 clients" in refusal.reason
+    assert "the limit is 3" in refusal.reason
     assert isinstance(core.ask(first, wire.hello()), wire.Welcome)
     first.send(wire.encode(wire.Bye(1)))
     while core.request_handler.num_clients == 3:

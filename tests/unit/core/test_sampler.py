@@ -8,7 +8,7 @@ from scipy.stats import chisquare, kstest
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.sampler import NO_TOKEN, Sampler, uniform_draws
-from vllm_mp.kernels import ops
+from vllm_mp.kernels import ops, sampling
 from vllm_mp.kernels.sampling import SAMPLING_FILTERS, filter_logits, invert_cumulative
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.testing.sampling_cases import CASES, DRAWS, draw_params, warped
@@ -56,19 +56,21 @@ def test_draws_follow_the_distribution(knobs):
     assert_follows(tokens, reference(logits, **knobs))
 
 
-FILTERED = [(one, value) for one in SAMPLING_FILTERS for value in CASES[one.name].values]
+FILTERED = [
+    (sampling_filter, value) for sampling_filter in SAMPLING_FILTERS for value in CASES[sampling_filter.name].values
+]
 
 
 @pytest.mark.parametrize(("sampling_filter", "value"), FILTERED, ids=lambda value: str(getattr(value, "name", value)))
 def test_a_filter_keeps_the_tokens_that_transformers_keeps(sampling_filter, value):
     logits = 3 * torch.randn(50, 500, generator=torch.Generator().manual_seed(3))
     params = draw_params([{sampling_filter.name: value, "temperature": 1.0}] * 50, torch.zeros(50).double())
-    found = filter_logits(logits, params, [sampling_filter])
+    found = filter_logits(logits.clone(), params, [sampling_filter])
     assert torch.equal(found == -torch.inf, warped(logits, {sampling_filter.name: value}) == -torch.inf)
     assert torch.equal(found[found > -torch.inf], logits[found > -torch.inf])
 
 
-@pytest.mark.parametrize("sampling_filter", SAMPLING_FILTERS, ids=lambda one: one.name)
+@pytest.mark.parametrize("sampling_filter", SAMPLING_FILTERS, ids=lambda sampling_filter: sampling_filter.name)
 def test_a_filter_leaves_rows_alone_that_are_greedy_or_off_or_not_finite(sampling_filter):
     logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(3))
     logits[2, 3], logits[3, 7] = torch.nan, torch.inf
@@ -81,20 +83,38 @@ def test_a_filter_leaves_rows_alone_that_are_greedy_or_off_or_not_finite(samplin
     assert torch.isneginf(found[4]).any(), "the trial value bars tokens"
 
 
-def test_only_the_filters_that_some_row_uses_run(monkeypatch):
+def test_only_filters_that_a_random_row_uses_run(monkeypatch):
     seen = []
     monkeypatch.setattr(ops, "sample", lambda logits, params: seen.append(params))
-    for one in SAMPLING_FILTERS:
-        batch, sampler = make_batch([SamplingParams(seed=1), SamplingParams(seed=2, **{one.name: one.trial})])
+    for sampling_filter in SAMPLING_FILTERS:
+        batch, sampler = make_batch(
+            [SamplingParams(seed=1), SamplingParams(seed=2, **{sampling_filter.name: sampling_filter.trial})]
+        )
         sampler.sample(torch.zeros(2, VOCAB), batch.order)
-        assert seen.pop().filters == (one,)
+        assert seen.pop().filters == (sampling_filter,)
         sampler.sample(torch.zeros(1, VOCAB), batch.order[:1])
         assert seen.pop().filters == ()
+        greedy = SamplingParams(temperature=0, **{sampling_filter.name: sampling_filter.trial})
+        batch, sampler = make_batch([SamplingParams(seed=1), greedy])
+        sampler.sample(torch.zeros(2, VOCAB), batch.order)
+        assert seen.pop().filters == (), "a greedy row needs no filter"
+
+
+def test_filters_in_slices_of_rows_bar_the_same_tokens(monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(7, VOCAB)
+    values = {sampling_filter.name: sampling_filter.trial for sampling_filter in SAMPLING_FILTERS}
+    params = draw_params([{"temperature": 0.0 if row == 3 else 0.7, **values} for row in range(7)], torch.zeros(7))
+    whole = sampling.filter_logits(logits.clone(), params, SAMPLING_FILTERS)
+    monkeypatch.setattr(sampling, "_MAX_FILTERED_ELEMENTS", 2 * VOCAB)
+    assert torch.equal(sampling.filter_logits(logits.clone(), params, SAMPLING_FILTERS), whole)
+    assert torch.equal(whole[3], logits[3])
+    assert torch.isneginf(whole[0]).any()
 
 
 def test_filters_that_triton_does_not_fuse_come_before_those_that_it_fuses():
     triton = pytest.importorskip("vllm_mp.kernels.triton.sampling")
-    fused = [one.name in triton.FUSED_FILTERS for one in SAMPLING_FILTERS]
+    fused = [sampling_filter.name in triton.FUSED_FILTERS for sampling_filter in SAMPLING_FILTERS]
     assert fused == sorted(fused)
     assert sum(fused) == len(triton.FUSED_FILTERS)
 
@@ -162,7 +182,11 @@ def test_draws_are_batch_invariant():
         SamplingParams(
             temperature=float(rng.choice([0, 0.5, 1, 2])),
             seed=int(rng.integers(2**62)),
-            **{one.name: rng.choice(CASES[one.name].values).item() for one in SAMPLING_FILTERS if rng.random() < 0.4},
+            **{
+                sampling_filter.name: rng.choice(CASES[sampling_filter.name].values).item()
+                for sampling_filter in SAMPLING_FILTERS
+                if rng.random() < 0.4
+            },
         )
         for _ in range(50)
     ]

@@ -1,4 +1,4 @@
-"""Sleeping with stand-ins for model and memory: what is given up and comes back, who waits, what a failure leaves."""
+"""Sleep and wake-up with a stand-in for the memory: which requests wait, what is restored, and the state on failure."""
 
 import itertools
 
@@ -11,7 +11,7 @@ BOTH = ("weights", "kv_cache")
 
 
 def engine_with(num_requests, steps=3, **config):
-    """An engine that has made `steps` steps with `num_requests` requests of 8 tokens."""
+    """Return an engine after `steps` steps with `num_requests` requests of 8 output tokens."""
     engine = Engine(**config)
     for slot in range(num_requests):
         engine.add(slot)
@@ -52,7 +52,7 @@ def wake_up(engine, *tags):
         ([[], ["weights"], 1, [], []], "device", AWAKE),
     ],
 )
-def test_what_calls_leave_asleep_and_where_the_weights_are(calls, weights, state):
+def test_calls_of_sleep_and_wake_up_set_the_state_and_move_the_weights(calls, weights, state):
     engine = engine_with(2)
     for call in calls:
         sleep(engine, call) if isinstance(call, int) else wake_up(engine, *call)
@@ -64,7 +64,7 @@ def test_what_calls_leave_asleep_and_where_the_weights_are(calls, weights, state
 
 
 @pytest.mark.parametrize(("level", "ahead"), list(itertools.product((1, 2), (0, 1))))
-def test_live_requests_are_held_later_ones_wait_and_all_of_them_end(level, ahead):
+def test_live_and_new_requests_wait_while_asleep_and_complete_after_wake_up(level, ahead):
     engine = engine_with(3, max_num_seqs=2, ahead=ahead)
     sleep(engine, level)
     assert engine.pool.num_free == engine.pool.num_blocks
@@ -74,13 +74,13 @@ def test_live_requests_are_held_later_ones_wait_and_all_of_them_end(level, ahead
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 4)
     wake_up(engine)
     step = engine.step()
-    assert step.counts.tolist() == [5 + given[0], 5 + given[1]], "everything is computed anew"
+    assert step.counts.tolist() == [5 + given[0], 5 + given[1]], "everything is computed again"
     engine.run()
     assert engine.outputs == {slot: [7] * 8 for slot in range(4)}
     assert engine.ends == dict.fromkeys(range(4), "length")
 
 
-def test_nothing_of_before_is_found_after_a_sleep():
+def test_no_cached_block_is_found_after_a_sleep():
     engine = Engine()
     engine.add(0, prompt=list(range(20)))
     engine.run()
@@ -90,7 +90,7 @@ def test_nothing_of_before_is_found_after_a_sleep():
     assert engine.step().counts.tolist() == [20]
 
 
-def test_mode_abort_ends_what_is_live_and_what_arrives_later_waits():
+def test_mode_abort_ends_live_requests_and_new_requests_wait():
     engine = engine_with(2, max_num_seqs=1)
     sleep(engine, 1, "abort")
     assert engine.ends == {0: "abort", 1: "abort"}
@@ -111,7 +111,7 @@ def test_requests_of_a_sleeping_engine_can_be_aborted():
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_a_pause_and_a_sleep_end_each_by_itself(mode):
+def test_pause_and_sleep_end_independently(mode):
     engine = engine_with(1)
     sleep(engine, 1)
     done = engine.pause_for(mode, True)
@@ -122,7 +122,7 @@ def test_a_pause_and_a_sleep_end_each_by_itself(mode):
     if mode != "wait":
         engine.pause.resume()
         assert not engine.scheduler.is_paused
-        assert engine.step() is None, "it sleeps"
+        assert engine.step() is None, "the core is still asleep"
         engine.pause_for(mode, True)
     wake_up(engine)
     engine.run()
@@ -133,7 +133,7 @@ def test_a_pause_and_a_sleep_end_each_by_itself(mode):
     assert engine.ends == ({0: "abort", 1: "abort"} if mode == "abort" else {0: "length", 1: "length"})
 
 
-def test_a_paused_engine_that_wakes_up_stays_paused():
+def test_paused_engine_stays_paused_after_wake_up():
     engine = engine_with(1)
     engine.pause_for("keep", False)
     sleep(engine, 2)
@@ -147,7 +147,7 @@ def test_a_paused_engine_that_wakes_up_stays_paused():
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("failing", ["restore_weights", "restore_cache", "prepare"])
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), ValueError("no file"), OSError("no file"), MemoryError()])
-def test_a_wake_up_that_fails_takes_nothing_and_may_be_tried_again(level, failing, error):
+def test_failed_wake_up_takes_no_memory_and_can_be_repeated(level, failing, error):
     engine = engine_with(2)
     sleep(engine, level)
     engine.memory.fails = {failing: error}
@@ -162,7 +162,7 @@ def test_a_wake_up_that_fails_takes_nothing_and_may_be_tried_again(level, failin
 
 
 @pytest.mark.parametrize(("first", "second"), [BOTH, BOTH[::-1]])
-def test_a_wake_up_that_fails_leaves_what_an_earlier_one_has_brought(first, second):
+def test_failed_wake_up_keeps_the_memory_that_an_earlier_wake_up_restored(first, second):
     engine = engine_with(1)
     sleep(engine, 1)
     wake_up(engine, first)
@@ -173,7 +173,7 @@ def test_a_wake_up_that_fails_leaves_what_an_earlier_one_has_brought(first, seco
     assert (engine.memory.weights == "device", engine.memory.cache) == (first == "weights", first == "kv_cache")
 
 
-def test_a_failure_that_is_none_of_memory_or_files_ends_the_core():
+def test_wake_up_raises_errors_other_than_missing_memory_or_files():
     engine = engine_with(1)
     sleep(engine, 1)
     engine.memory.fails = {"restore_weights": KeyError("a bug")}
@@ -182,7 +182,7 @@ def test_a_failure_that_is_none_of_memory_or_files_ends_the_core():
     assert engine.sleep.state == SleepState(1, BOTH)
 
 
-def test_a_host_without_room_for_the_weights_lets_the_engine_go_on():
+def test_engine_continues_when_the_weights_do_not_fit_in_host_memory():
     engine = engine_with(2)
     engine.memory.fails = {"offload_weights": RuntimeError("no memory")}
     with pytest.raises(RuntimeError, match=r"continues as before: no memory; .*level=2"):
@@ -192,7 +192,7 @@ def test_a_host_without_room_for_the_weights_lets_the_engine_go_on():
     assert engine.ends == {0: "length", 1: "length"}
 
 
-def test_the_state_is_noted_before_a_call_is_answered():
+def test_state_is_noted_before_a_call_is_answered():
     engine = engine_with(1)
     noted = []
     engine.sleep.sleep(1).add_done_callback(lambda _: noted.append(list(engine.states)))
@@ -202,14 +202,14 @@ def test_the_state_is_noted_before_a_call_is_answered():
 
 
 @pytest.mark.parametrize("level", [0, 3, -1, True, 1.0, "1", None])
-def test_other_levels_are_refused_by_name_and_change_nothing(level):
+def test_invalid_levels_are_refused_by_name_and_change_nothing(level):
     engine = engine_with(1)
     with pytest.raises(ValueError, match=f"level must be 1, .* or 2, .*, got {level!r}"):
         engine.sleep.sleep(level)
     assert not engine.sleep.is_due
 
 
-def test_other_modes_and_tags_are_refused_by_name_and_change_nothing():
+def test_invalid_modes_and_tags_are_refused_by_name_and_change_nothing():
     engine = engine_with(1)
     for mode in ("wait", None, 1):
         with pytest.raises(ValueError, match=f"mode must be one of keep, abort, got {mode!r}; .*pause"):
