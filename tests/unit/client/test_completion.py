@@ -281,7 +281,7 @@ def test_repeated_log_probabilities_are_ignored_and_a_gap_is_an_error():
     append_logprobs(known, logprobs_message(0, 0, [5, 6]), None)
     append_logprobs(known, logprobs_message(0, 1, [6, 8]), None)
     assert [next(iter(entry)) for entry in known] == [5, 6, 8]
-    with pytest.raises(ValueError, match="position 4 came where 3"):
+    with pytest.raises(ValueError, match="position 4 came, but position 3 is the next"):
         append_logprobs(known, logprobs_message(0, 4, [9]), None)
     assert len(known) == 3
 
