@@ -7,8 +7,7 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text on up to the first stop string, and holds back text that may be the beginning of one.
 
-    If a piece completes several stop strings, the one that begins first counts, and the longest of those that begin
-    there.
+    If a piece completes several stop strings, the first counts, and if several begin at the same place, the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:

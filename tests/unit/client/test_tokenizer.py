@@ -1,4 +1,4 @@
-"""Loading tokenizers from the kinds of folders that exist, and refusing damaged folders."""
+"""Tokenizers from all kinds of folders, and the refusal of damaged folders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fast_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def vocabulary_folder(tmp_path: Path) -> Path:
-    """A vocabulary and merges without tokenizer.json, as older models such as GPT-2 have on the hub."""
+    """Return a folder with vocabulary and merges but no tokenizer.json, as older models such as GPT-2 have."""
     folder = tmp_path / "vocabulary"
     folder.mkdir()
     backend = backend_of_bpe()
