@@ -1,5 +1,6 @@
 """The forms of a prompt that callers may pass, and their validation."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -99,7 +100,7 @@ def _check_ids(ids: Any) -> list[int]:
     if array.size == 0 and array.ndim == 1:
         return []
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError("prompt_token_ids must be one list of integers")
+        raise TypeError(f"prompt_token_ids must be one list of integers, got {reprlib.repr(ids)}")
     if array.min() < 0 or array.max() >= 2**31:
         raise ValueError(f"prompt_token_ids must be in the model's vocabulary, got {array.min()} to {array.max()}")
     result: list[int] = array.tolist()

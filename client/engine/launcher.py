@@ -108,7 +108,7 @@ class CoreLauncher:
             self._standby = CoreProcess(self.folder, self._num_started + 1, standby=True)
 
     def discard(self, process: CoreProcess) -> None:
-        """Remove the files of a core that has ended, except its log, and the logs of its predecessors."""
+        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""
         process.stop()
         process.remove_files()
         for log in self.folder.glob("core-*.log"):

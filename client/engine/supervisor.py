@@ -66,7 +66,7 @@ class RestartLimit:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._deaths: deque[float] = deque()
-        self._num_unserving = 0
+        self._num_failed_starts = 0
         """Number of the latest cores in a row that died before they served."""
 
     def delay_after(self, now: float, has_served: bool) -> float | None:
@@ -81,10 +81,10 @@ class RestartLimit:
         if self._max_restarts is not None and len(deaths) > self._max_restarts:
             return None
         if has_served:
-            self._num_unserving = 0
+            self._num_failed_starts = 0
             return 0.0
-        self._num_unserving += 1
-        return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._num_unserving - 1))
+        self._num_failed_starts += 1
+        return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._num_failed_starts - 1))
 
 
 class CoreSupervisor:

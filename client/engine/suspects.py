@@ -3,9 +3,9 @@
 Any request in the step during which a core died may have caused the death. Each of them runs isolated on the next core
 until it gets past that step. If another core dies during such an isolated step, the request was alone and is to blame.
 
-A kill or stop from outside cannot be caused by a request. After such a death, a request is a suspect only if this was
-its second death without progress in between. It is to blame only if it was alone in its last two deaths, or alone in
-this death and in the step of at least two before.
+A request cannot cause a kill or stop from outside. Such a death makes a request a suspect only if it was in the step of
+an earlier death and has made no progress since. The request is to blame only if it was alone in its last two deaths, or
+alone in this death and in the step of at least two before.
 """
 
 from collections.abc import Iterable

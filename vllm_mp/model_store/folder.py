@@ -16,7 +16,7 @@ def folder_problem(folder: Path, load_format: str) -> str | None:
     """Return the reason why `folder` cannot be loaded, with the remedy, or None if it can.
 
     Checks that config.json can be read and, unless `load_format` is "dummy", that there are safetensors files, that
-    none is missing from the index, and that none is a Git LFS pointer. The tensors themselves are not read. With
+    each file of the index exists, and that none is a Git LFS pointer. The tensors themselves are not read. With
     "tokenizer" only a tokenizer is required.
     """
     if load_format == "tokenizer":
