@@ -87,7 +87,7 @@ def load_tokenizer(
             that can be loaded. The message names the folder, the cause and the remedy.
     """
     if mode not in ("auto", "slow"):
-        raise ValueError(f"tokenizer_mode={mode!r} is not one of 'auto', 'slow'")
+        raise ValueError(f"tokenizer_mode must be 'auto' or 'slow', got {mode!r}")
     template = None if chat_template is None else _read_chat_template(chat_template)
     # Our worker thread is fast enough. If the library had threads too, it would warn whenever the user's app forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
