@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 _ALONE = "alone"
+"""The queue of requests that cannot share a call."""
 
 
 class AsyncMicrobatchTokenizer:
@@ -92,8 +93,10 @@ class AsyncMicrobatchTokenizer:
 
 @dataclass(slots=True, eq=False)
 class _Request:
+    """An encode or a decode, and the caller that waits for it."""
+
     encodes: bool
-    """False: it decodes."""
+    """True: encode `payload`; False: decode it."""
     payload: Any
     """The text, or the token ids."""
     kwargs: dict[str, Any]
@@ -103,6 +106,7 @@ class _Request:
 
 
 _Outcome = tuple[_Request, Any, BaseException | None]
+"""A request with its result, or with the error that its caller gets."""
 
 
 class _Batcher:
@@ -128,6 +132,7 @@ class _Batcher:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, loop: asyncio.AbstractEventLoop, kind: Hashable, request: _Request) -> None:
+        """Put `request` into the queue `kind`."""
         self._queues.setdefault(kind, deque()).append(request)
         if not self._running and not self._dispatch_soon:
             # Dispatch at the end of the loop's tick, because more requests may arrive in it.
@@ -179,12 +184,14 @@ class _Batcher:
         return queue[0].arrived + (self._batch_wait_timeout_s if gathers else 0.0)
 
     def _work(self, loop: asyncio.AbstractEventLoop, batch: list[_Request]) -> None:
+        """Run `batch` on the worker thread, and give its outcomes to the loop."""
         outcomes = _run(self._tokenizer, [request for request in batch if not request.future.cancelled()])
-        # The loop may be closed by now, and then it has no callers left.
+        # A loop that was closed in the meantime has no callers left.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._finish, loop, outcomes)
 
     def _finish(self, loop: asyncio.AbstractEventLoop, outcomes: list[_Outcome]) -> None:
+        """Answer the callers of a batch, and dispatch the next batch."""
         self._running = []
         for request, result, error in outcomes:
             if request.future.done():
@@ -214,7 +221,7 @@ def _encode_kind(tokenizer: PreTrainedTokenizerBase, prompt: Any, kwargs: dict[s
 
 
 def _decode_kind(token_ids: Any, kwargs: dict[str, Any]) -> Hashable:
-    """Return the queue for a decode, as `_encode_kind`."""
+    """Return the queue for a decode, as `_encode_kind` does for an encode."""
     if not isinstance(token_ids, (list, tuple)) or (token_ids and not isinstance(token_ids[0], int)):
         return _ALONE
     try:
@@ -234,6 +241,7 @@ def _run(tokenizer: PreTrainedTokenizerBase, requests: list[_Request]) -> list[_
 
 
 def _batch(tokenizer: PreTrainedTokenizerBase, requests: list[_Request]) -> list[Any]:
+    """Return the results of requests of one kind, from one call. Raises what the tokenizer raises."""
     payloads, kwargs = [request.payload for request in requests], requests[0].kwargs
     if not requests[0].encodes:
         texts: list[Any] = tokenizer.batch_decode(payloads, **kwargs)
@@ -249,6 +257,7 @@ def _batch(tokenizer: PreTrainedTokenizerBase, requests: list[_Request]) -> list
 
 
 def _alone(tokenizer: PreTrainedTokenizerBase, request: _Request) -> _Outcome:
+    """Return the outcome of a request that has a call of its own."""
     if request.future.cancelled():
         return request, None, None
     call = tokenizer if request.encodes else tokenizer.decode

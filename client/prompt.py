@@ -1,5 +1,6 @@
 """The forms of a prompt that callers may pass, and their validation."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -7,25 +8,34 @@ import numpy as np
 
 
 class TextPrompt(TypedDict, total=False):
+    """A prompt as text."""
+
     prompt: str
     cache_salt: str
+    """Only prompts with the same salt share cached prefixes."""
     multi_modal_data: Any
+    """Not served yet."""
 
 
 class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids; its text is only repeated in the outputs."""
+
     prompt_token_ids: list[int]
     prompt: str
     cache_salt: str
+    """Only prompts with the same salt share cached prefixes."""
     multi_modal_data: Any
+    """Not served yet."""
 
 
 _MAX_SALT = 1024
+"""Maximum number of characters of a `cache_salt`."""
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class ParsedPrompt(NamedTuple):
-    """Text to tokenize, or token ids. If both are given, the ids count and the text is only repeated in the outputs."""
+    """Text to tokenize, or token ids. If both are given, the text is only repeated in the outputs."""
 
     text: str | None
     token_ids: list[int] | None
@@ -33,7 +43,7 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
-    """Parse any form of prompt.
+    """Parse any form of prompt; `prompt_token_ids` are its token ids unless `prompt` has its own.
 
     Raises TypeError or ValueError, naming the fault, for other types, missing or unknown parts and text that is not
     valid Unicode, and NotImplementedError for parts that are not served.
@@ -61,32 +71,36 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
     if not isinstance(salt, str) or len(salt) > _MAX_SALT:
         raise ValueError(f"cache_salt must be a str of at most {_MAX_SALT} characters, got {salt!r:.100}")
     return ParsedPrompt(
-        None if text is None else _check_text(text), None if ids is None else _check_ids(ids), _check_text(salt)
+        None if text is None else _check_text("the prompt", text),
+        None if ids is None else _check_ids(ids),
+        _check_text("cache_salt", salt),
     )
 
 
-def _check_text(text: Any) -> str:
+def _check_text(name: str, text: Any) -> str:
+    """Return `text` if it is valid Unicode. Raises TypeError or ValueError with `name`."""
     if not isinstance(text, str):
-        raise TypeError(f"the prompt must be a str, got {type(text).__name__}")
+        raise TypeError(f"{name} must be a str, got {type(text).__name__}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the prompt is not valid Unicode: {text[error.start]!r} at character {error.start} is half of a "
+            f"{name} is not valid Unicode: {text[error.start]!r} at character {error.start} is half of a "
             "surrogate pair; decode the bytes that it came from as UTF-8"
         ) from error
     return text
 
 
 def _check_ids(ids: Any) -> list[int]:
+    """Return token ids of any integer type as a list. Raises TypeError or ValueError if they are no token ids."""
     try:
         array = np.asarray(ids)
-    except ValueError:
-        array = np.asarray(["not one list"])
+    except ValueError:  # lists of different lengths; the next check refuses the text
+        array = np.asarray(["lists of different lengths"])
     if array.size == 0 and array.ndim == 1:
         return []
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError("prompt_token_ids must be one list of integers")
+        raise TypeError(f"prompt_token_ids must be one list of integers, got {reprlib.repr(ids)}")
     if array.min() < 0 or array.max() >= 2**31:
         raise ValueError(f"prompt_token_ids must be in the model's vocabulary, got {array.min()} to {array.max()}")
     result: list[int] = array.tolist()

@@ -1,4 +1,4 @@
-"""What the client writes to the log: throughput and load now and then, and each request when it is sent."""
+"""The client's lines in the log: throughput and load every few seconds, and each request when it is sent."""
 
 import logging
 import time
@@ -11,6 +11,7 @@ from vllm_mp.config import ObservabilityConfig
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 10.0
+"""Shortest time between two lines of statistics."""
 
 
 class StatLogger:
@@ -24,7 +25,7 @@ class StatLogger:
         self._num_tokens = 0
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Add tokens that have arrived, and write a line if it is due."""
+        """Count tokens that have arrived, and write a line if it is due and `disable_log_stats` is off."""
         self._num_tokens += num_tokens
         if time.monotonic() - self._since >= _INTERVAL_S and not self._config.disable_log_stats:
             self.write()

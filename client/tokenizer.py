@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 _FAST_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
 _SOURCE_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
-"""Of the files that a conversion may read; weights have others."""
+"""Suffixes of the files that a conversion may read; files of weights have other suffixes."""
 _CONVERSION_TIMEOUT_S = 600
+"""Longest time for a conversion."""
 _NO_FAST_TOKENIZER = 3
 """Exit code of the conversion: the tokenizer exists in Python only, and nothing was written."""
 
 
 def load_awaitable_tokenizer(config: ModelConfig) -> Any:
-    """Return the model's tokenizer, or None with skip_tokenizer_init; raises what `load_tokenizer` raises.
+    """Return the model's tokenizer, or None with skip_tokenizer_init. Raises what `load_tokenizer` raises.
 
-    `await` on the tokenizer returns itself, because callers of vLLM's older `get_tokenizer` await its result.
+    `await` on the tokenizer returns the tokenizer, because callers of vLLM's older `get_tokenizer` await its result.
     """
     if config.skip_tokenizer_init:
         return None
@@ -86,9 +87,9 @@ def load_tokenizer(
             that can be loaded. The message names the folder, the cause and the remedy.
     """
     if mode not in ("auto", "slow"):
-        raise ValueError(f"tokenizer_mode={mode!r} is not one of 'auto', 'slow'")
+        raise ValueError(f"tokenizer_mode must be 'auto' or 'slow', got {mode!r}")
     template = None if chat_template is None else _read_chat_template(chat_template)
-    # One worker thread is fast enough, and with threads of its own the library warns whenever the user's app forks.
+    # Our worker thread is fast enough. If the library had threads too, it would warn whenever the user's app forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not folder.is_dir():
         raise ValueError(
@@ -108,6 +109,7 @@ def load_tokenizer(
 
 
 def _load(folder: Path, mode: str, trust_remote_code: bool, cache_dir: Path) -> Any:
+    """Load the tokenizer of `folder` in the way that needs the least. Raises any error for a damaged folder."""
     config = read_json(folder / _CONFIG_FILE, dict) or {}
     if mode == "slow" or (trust_remote_code and "auto_map" in config):
         return _load_auto(folder, use_fast=mode != "slow", trust_remote_code=trust_remote_code)
@@ -122,10 +124,13 @@ def _load(folder: Path, mode: str, trust_remote_code: bool, cache_dir: Path) -> 
 
 
 class _FastFile(msgspec.Struct):
+    """The part of a tokenizer.json that is read here."""
+
     added_tokens: list[dict[str, Any]] = []
 
 
 def _load_fast(folder: Path, config: dict[str, Any]) -> Any:
+    """Load the tokenizer.json of `folder`; `config` is the content of its tokenizer_config.json."""
     from transformers import PreTrainedTokenizerFast
 
     options: dict[str, Any] = {}
@@ -140,6 +145,7 @@ def _load_fast(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def _load_auto(folder: Path, *, use_fast: bool, trust_remote_code: bool) -> Any:
+    """Load the tokenizer as transformers chooses it, which loads torch."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
@@ -148,7 +154,10 @@ def _load_auto(folder: Path, *, use_fast: bool, trust_remote_code: bool) -> Any:
 
 
 def _convert(folder: Path, cache_dir: Path) -> Path | None:
-    """Return the folder of the converted tokenizer, from the cache or made now; None if it has no fast form."""
+    """Return the folder of the converted tokenizer, from the cache or made now; None if it has no fast form.
+
+    Raises ValueError, with the converter's last line, if the conversion fails.
+    """
     target = cache_dir / "tokenizers" / _identity(folder)
     if (target / _FAST_FILE).is_file():
         return target
@@ -173,7 +182,7 @@ def _convert(folder: Path, cache_dir: Path) -> Path | None:
         try:
             unfinished.rename(target)
         except OSError:
-            # Another process was faster, and its result is the same.
+            # If another process was faster, its result is the same.
             if not (target / _FAST_FILE).is_file():
                 raise
         return target
@@ -182,7 +191,7 @@ def _convert(folder: Path, cache_dir: Path) -> Path | None:
 
 
 def _identity(folder: Path) -> str:
-    """A hash of the files that a conversion may read, and of the version of the library that converts."""
+    """Return a hash of the files that a conversion may read, and of the version of the library that converts."""
     digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
     for path in sorted(folder.iterdir()):
         if path.suffix in _SOURCE_SUFFIXES and path.is_file():

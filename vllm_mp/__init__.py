@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Public name: its module in this package.
 _MODULE_OF = {
     "AsyncEngineArgs": "engine_args",
     "AsyncEngineDeadError": "errors",

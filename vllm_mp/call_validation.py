@@ -1,4 +1,4 @@
-"""The arguments of the operations pause, sleep and wake_up, checked by the client first and by the core again."""
+"""The arguments of the operations pause, sleep and wake_up: the client checks them first, and the core again."""
 
 import reprlib
 from typing import Any
@@ -29,9 +29,10 @@ def check_sleep(level: Any, mode: Any) -> None:
 
 
 def check_wake_up(tags: Any) -> tuple[str, ...]:
-    """Return what to wake up, in the order in which it comes back; None means everything.
+    """Return the tags to wake up, in the order in which their memory comes back; None stands for all tags.
 
-    Raises ValueError, naming the wrong tag, unless `tags` is None or a list, not empty, of `wire.SLEEP_TAGS`.
+    Raises ValueError, naming the wrong value, unless `tags` is None or a list, tuple or set of at least one of
+    `wire.SLEEP_TAGS`.
     """
     if tags is None:
         return SLEEP_TAGS

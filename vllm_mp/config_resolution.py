@@ -95,13 +95,16 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
 
 
 def _section(kind: type[Section], args: "EngineArgs", **settings: Any) -> Section:
-    """Return a section with `settings`; fields that are not in it come from the options of the same name."""
+    """Return a section with `settings`; fields that are not in `settings` come from the options of the same name."""
     options = {name: value for name, value in vars(args).items() if name in kind.__struct_fields__}
     return kind(**(options | settings))
 
 
 def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
-    """Return the quantization of the weights, including the checkpoint's own."""
+    """Return the quantization of the weights, including the checkpoint's own.
+
+    Raises ValueError if the option contradicts the architecture, the checkpoint or another option.
+    """
     in_checkpoint = architecture.fp8 if isinstance(architecture, NativeArchitecture) else None
     if args.quantization is None:
         return "fp8" if in_checkpoint else None
@@ -141,7 +144,10 @@ def _check_encoder_options(args: "EngineArgs") -> None:
 
 
 def _max_model_len(args: "EngineArgs", architecture: Architecture, max_seq_length: int | None) -> int:
-    """Return the maximum number of tokens of a request; `max_seq_length` is the advice of the model's folder."""
+    """Return the maximum number of tokens of a request; `max_seq_length` is the recommendation of the model's folder.
+
+    Raises ValueError if the option exceeds the model's context.
+    """
     if args.max_model_len is None:
         return min(architecture.max_position, max_seq_length or architecture.max_position)
     if args.max_model_len > architecture.max_position:
@@ -153,6 +159,7 @@ def _max_model_len(args: "EngineArgs", architecture: Architecture, max_seq_lengt
 
 
 def _scheduler_config(args: "EngineArgs", max_model_len: int, is_encoder: bool) -> SchedulerConfig:
+    """Return the section of the scheduler. Raises ValueError for limits that contradict each other."""
     chunked = args.enable_chunked_prefill is not False and not is_encoder
     max_num_batched_tokens = args.max_num_batched_tokens
     if max_num_batched_tokens is not None and not chunked and max_num_batched_tokens < max_model_len:

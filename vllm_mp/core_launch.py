@@ -8,16 +8,16 @@ from vllm_mp.config import VllmConfig
 
 
 def core_environment() -> dict[str, str]:
-    """Return the environment of a core process: a copy of this process's, with two additions.
+    """Return the environment of a core process: a copy of this process's, with up to two more variables.
 
-    Large tensors lie in huge pages, which avoids a walk through the page tables for every 4 KiB of weights and KV
-    cache. Set THP_MEM_ALLOC_ENABLE=0 to switch that off.
+    THP_MEM_ALLOC_ENABLE: large tensors lie in huge pages, which avoids a walk through the page tables for every 4 KiB
+    of weights and KV cache. Set it to 0 to switch that off.
 
-    OpenMP's threads spin only briefly before they sleep. By default they spin for milliseconds; other work on the same
-    processor cores, such as the client's, then makes a step take many times as long. The chosen time just bridges the
-    gap between two layers: it costs next to nothing on a quiet machine, while with a shorter time threads would sleep
-    and be woken in each layer. Set OMP_WAIT_POLICY=passive if processor cores are shared, or GOMP_SPINCOUNT to choose
-    another time.
+    GOMP_SPINCOUNT: OpenMP's threads spin only briefly before they sleep. By default they spin for milliseconds; other
+    work on the same processor cores, such as the client's, then makes a step take many times as long. The chosen time
+    just bridges the gap between two layers: it costs next to nothing on a quiet machine, while with a shorter time
+    threads would sleep and be woken in each layer. Set it to choose another time, or set OMP_WAIT_POLICY=passive if
+    processor cores are shared.
     """
     usual = {"THP_MEM_ALLOC_ENABLE": "1"}
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -37,7 +37,8 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     supervised: bool
     """True: the core belongs to the process that started it, and stops when that process ends."""
     runtime_dir: str | None = None
-    """The runtime folder, which a supervised core removes if its parent has died."""
+    """Folder of the socket, status page and log, which a supervised core removes if its parent has died."""
     parent_pid: int = 0
+    """Process id of the parent of a supervised core."""
     key_file: str | None = None
-    """CURVE certificate, required for tcp."""
+    """Path of the key file, required for tcp."""

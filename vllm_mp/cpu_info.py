@@ -1,4 +1,4 @@
-"""What the Linux kernel says about this machine's processor."""
+"""The name and the features of this machine's processor, as the Linux kernel states them."""
 
 from pathlib import Path
 

@@ -17,7 +17,9 @@ from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 
 _DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's other names of dtypes."""
 _ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
+"""vLLM's names of attention backends."""
 _MAX_INTEGER = 2**63 - 1
 """The largest integer that reaches the core unchanged."""
 
@@ -31,9 +33,10 @@ def _option(
     high: float | None = None,
     served: bool = True,
 ) -> Any:
-    """Declare an option: its flag, help and validation follow. `served=False`: only the default is accepted.
+    """Declare an option, from which its flag, help and validation follow.
 
-    `help` names the default in words where it is None; any other default is added to the flag's help.
+    `help` describes the default in words if it is None; any other default is added to the flag's help. `low` and `high`
+    are the least and the greatest value. `served=False`: only the default is accepted.
     """
     return dataclasses.field(
         default=default,
@@ -242,7 +245,8 @@ class EngineArgs:
         """Find the model, fetching and converting it if need be, and return the engine's configuration.
 
         Raises ValueError, naming field, value and remedy, for a model that cannot be found or read, an
-        architecture that is not known, or settings that contradict each other or the model.
+        architecture that is not known, or settings that contradict each other or the model. Raises what
+        `resolve_model` raises.
         """
         return resolve_config(self)
 

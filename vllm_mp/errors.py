@@ -1,6 +1,6 @@
-"""The errors that the engine raises about itself. Errors about the caller's input are the built-in ones.
+"""The errors that the engine raises about itself.
 
-ValueError, TypeError and NotImplementedError are raised for input: correct the value that the message names.
+For the caller's input it raises ValueError, TypeError or NotImplementedError: correct the value that the message names.
 """
 
 

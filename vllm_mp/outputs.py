@@ -49,6 +49,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the completion; None for end-of-sequence."""
     lora_request: Any = None
+    """Always None: this version serves no LoRA adapters."""
 
     def finished(self) -> bool:
         """Return whether the completion has ended."""
@@ -71,8 +72,9 @@ class RequestOutput:
     output only."""
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
-    """Prompt tokens that the prefix cache held."""
+    """Number of prompt tokens that the prefix cache held."""
     lora_request: Any = None
+    """Always None: this version serves no LoRA adapters."""
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ class PoolingRequestOutput:
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
+    """Number of prompt tokens that the prefix cache held."""
 
 
 EmbeddingRequestOutput = PoolingRequestOutput

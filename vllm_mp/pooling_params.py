@@ -14,8 +14,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
     upper or lower case. None uses the type that the model's folder names, or "last" for decoders and "mean" for
     encoders. `dimensions` keeps that many leading components (Matryoshka embeddings). `normalize` then scales the
     vector to length 1; None does so unless the model's folder says otherwise. `truncate_prompt_tokens` cuts longer
-    prompts to that many tokens, -1 to the model's context: text as the model's tokenizer truncates it, token ids at the
-    front.
+    prompts to that many tokens, -1 to the model's context: the tokenizer truncates text in its own way; of token ids
+    the first ones are kept.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError when it
     is of the wrong type.

@@ -11,6 +11,7 @@ from vllm_mp.sampling_params import SamplingParams, check_served
 from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUEST_ID_BYTES
 
 _MAX_BAD_TOKENS = 2**16
+"""Maximum number of tokens in all bad words of a request."""
 
 
 def validate_generation(
@@ -21,7 +22,7 @@ def validate_generation(
     bad_words: list[list[int]],
     config: VllmConfig,
 ) -> int:
-    """Return the number of tokens, prompt included, at which the answer ends for length.
+    """Return the number of tokens, prompt included, at which the answer ends with the reason "length".
 
     `prompt` [n] and `output` [m], the answer so far, are token ids; `bad_words` are those of `params` as token ids.
     Raises ValueError for a request that can never run, and NotImplementedError for a field that is not served; both
@@ -96,6 +97,7 @@ def _check_token_ids(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
 
 
 def _check_bad_words(params: SamplingParams, bad_words: list[list[int]], vocab_size: int) -> None:
+    """Raise ValueError unless `bad_words` can be the token ids of `params.bad_words`, and are not too many."""
     if len(bad_words) > MAX_BAD_WORD_SPELLINGS * len(params.bad_words or ()):
         raise ValueError(
             f"bad_words must have at most {MAX_BAD_WORD_SPELLINGS} spellings each, got {len(bad_words)} in all"
@@ -109,7 +111,7 @@ def _check_bad_words(params: SamplingParams, bad_words: list[list[int]], vocab_s
     if total > _MAX_BAD_TOKENS:
         raise ValueError(f"bad_words must be of at most {_MAX_BAD_TOKENS} tokens in all, got {total}; give fewer")
     for word in bad_words:
-        # As objects: the wire carries integers that an int64 does not hold.
+        # An array of objects, because the wire carries integers that do not fit into int64.
         _check_token_ids("bad_words", np.asarray(word, np.object_), vocab_size)
 
 

@@ -44,12 +44,12 @@ class RequestOutputKind(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """The declaration of one field of `SamplingParams`. Subclasses know its values."""
+    """The declaration of a field of `SamplingParams`. A subclass says which values the field may have."""
 
     help: str | None = None
     """The help text of its flag; None for a field without a flag."""
     flag: str | None = None
-    """The name of its flag without "--", if that is not the field's."""
+    """The name of its flag without "--", if it differs from the field's name."""
     generation_config: str | None = None
     """Its name in generation_config.json, if that file may set it."""
     column: str | None = None
@@ -71,7 +71,7 @@ class Integer(Parameter):
     low: int
     high: int
     optional: bool = False
-    """None is a value too."""
+    """None is allowed too."""
 
     def checked(self, name: str, value: Any) -> int | None:
         if value is None and self.optional:
@@ -119,11 +119,11 @@ class Strings(Parameter):
     """A list of at most `max_count` strings; None is the empty list."""
 
     max_count: int
-    or_one: bool = False
-    """A single string stands for a list of it."""
+    allow_single: bool = False
+    """A string is allowed too, and stands for the list of this string."""
 
     def checked(self, name: str, value: Any) -> list[str]:
-        texts = [value] if self.or_one and isinstance(value, str) else _as_list(name, value) or []
+        texts = [value] if self.allow_single and isinstance(value, str) else _as_list(name, value) or []
         if len(texts) > self.max_count:
             raise ValueError(f"{name} must hold at most {self.max_count} strings, got {len(texts)}")
         for text in texts:
@@ -131,7 +131,7 @@ class Strings(Parameter):
                 raise TypeError(f"{name} must hold strings, got {reprlib.repr(text)}")
             if not text or len(text) > _MAX_CHARACTERS:
                 raise ValueError(
-                    f"{name} must hold strings of 1 to {_MAX_CHARACTERS} characters, got one of {len(text)}: "
+                    f"{name} must hold strings of 1 to {_MAX_CHARACTERS} characters, got {len(text)}: "
                     f"{reprlib.repr(text)}"
                 )
             try:
@@ -168,7 +168,7 @@ class TokenIds(Parameter):
 
 @dataclass(frozen=True)
 class TokenBiases(Parameter):
-    """A dict of token ids, or strings of them as JSON has, and numbers in [-1e6, 1e6]; or None."""
+    """A dict from token ids, or their strings as in JSON, to numbers in [-1e6, 1e6]; or None."""
 
     max_count: int
 
@@ -209,11 +209,13 @@ class OutputKind(Parameter):
 
 @dataclass(frozen=True)
 class AlwaysEmpty(Parameter):
-    """A field of vLLM's that nothing here reads: only None and the empty value are accepted."""
+    """A field of vLLM's that this engine does not read: only None and the empty value are accepted."""
 
     def checked(self, name: str, value: Any) -> Any:
         if value:
-            raise ValueError(f"{name} must be empty, got {reprlib.repr(value)}: nothing here reads it; leave it out")
+            raise ValueError(
+                f"{name} must be empty, got {reprlib.repr(value)}: this engine does not read it; leave it out"
+            )
         return value
 
 
@@ -232,14 +234,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     `temperature` 0 takes the most likely token at each position. The logits change in this order: allowed tokens, stop
     tokens barred below `min_tokens`, bad words, `logit_bias`, penalties (repetition, over prompt and answer; then
-    frequency and presence, over the answer), temperature, typical-p, min-p, top-k, top-p. Each of these four filters
-    reads what the one before it left. `typical_p` 1, `min_p` 0, `top_k` 0 or -1 and `top_p` 1 switch them off.
-    `typical_p` is no parameter of vLLM's: locally typical sampling (Meister et al. 2022), with the meaning it has in
-    transformers.
+    frequency and presence, over the answer), temperature, typical-p, min-p, top-k, top-p. Each of the last four, the
+    filters, works on the tokens that the filter before it left. `typical_p` 1, `min_p` 0, `top_k` 0 or -1 and `top_p` 1
+    switch them off. `typical_p` is no parameter of vLLM's: it is locally typical sampling (Meister et al. 2022), with
+    the meaning that it has in transformers.
 
     `logprobs` and `prompt_logprobs` count the most likely tokens (-1: all) to report beside the chosen one. They come
-    from the model's own distribution, before all of these changes. `max_tokens` None means up to the model's context;
-    a larger number than fits ends there too. `min_tokens` also delays the search for `stop` strings. `seed` None draws
+    from the model's own distribution, before all of these changes. `max_tokens` None, or more than fits, means up to
+    the model's context. `min_tokens` also delays the search for `stop` strings. `seed` None draws
     a seed for the request; with `n` answers, answer i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens
     from the end of the prompt; -1 keeps as many as leave room for `max_tokens`, or for one token if `max_tokens` alone
     fills the context. `best_of` is only accepted if it is equal to `n`, where it changes nothing.
@@ -317,7 +319,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     ] = None
     stop: Annotated[
         str | Annotated[list[str], _at_most(_MAX_STOP_STRINGS)] | None,
-        Strings(_MAX_STOP_STRINGS, or_one=True, help="end the answer before TEXT; may be repeated"),
+        Strings(_MAX_STOP_STRINGS, allow_single=True, help="end the answer before TEXT; may be repeated"),
     ] = None
     stop_token_ids: Annotated[
         Annotated[list[int], _at_most(_MAX_STOP_IDS)] | None,
@@ -381,7 +383,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             self.seed = None  # callers of the older API write -1 for "no seed"
 
     def _check_together(self) -> None:
-        """Check what each field allows by itself, but not beside the others."""
+        """Raise ValueError for values that are valid in their fields, but not together."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
         if self.best_of is not None and self.best_of != self.n:
@@ -414,13 +416,14 @@ def check_served(params: SamplingParams) -> None:
 
 
 def _as_list(name: str, value: Any) -> list[Any] | None:
+    """Return the members of `value` as a list; None for None. Raises TypeError for a value that is no list."""
     if value is not None and not isinstance(value, list | tuple | set | frozenset):
         raise TypeError(f"{name} must be a list, got {reprlib.repr(value)}")
     return None if value is None else list(value)
 
 
 def _check_count(name: str, ids: Any, limit: int) -> None:
-    """Bound the work of looking at each of `ids`."""
+    """Raise ValueError for more than `limit` ids, so that the work of checking each of them is bounded."""
     if len(ids) > limit:
         raise ValueError(f"{name} must hold at most {limit} token ids, got {len(ids)}")
 
@@ -434,6 +437,7 @@ def _as_float(value: Any) -> float:
 
 
 def _declared(field: msgspec.structs.FieldInfo) -> Parameter:
+    """Return the declaration in the type of `field`."""
     for metadata in get_args(field.type):
         if isinstance(metadata, Parameter):
             return metadata

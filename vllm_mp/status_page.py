@@ -23,7 +23,7 @@ from vllm_mp.wire import SLEEP_LEVELS, SLEEP_TAGS
 _MAGIC = 0x564D_5053_0002
 _HEADER_BYTES = 4096
 MAX_STEP_REQUESTS = 65_536
-"""Maximum number of step requests on the page; further requests are left out."""
+"""Maximum number of requests on the page; further requests of the steps are left out."""
 _WRITE_TIMEOUT_S = 0.1
 """Longest wait of a reader for a writer. A write takes microseconds, but the writer may lose the processor in it."""
 _REQUEST_BYTES = 12
@@ -69,7 +69,7 @@ class _Field(enum.IntEnum):
 
 
 class SleepState(NamedTuple):
-    """The memory that a core has released while it sleeps."""
+    """The level of a core's sleep, and the memory that it has released."""
 
     level: int
     """Level of the sleep; 0: awake."""
@@ -81,7 +81,7 @@ AWAKE = SleepState(0, ())
 
 
 class StepRequests(NamedTuple):
-    """The requests of one or several steps, [n] each. No request may be in it twice."""
+    """The requests of one or several steps, as columns of [n]. No request may occur twice."""
 
     clients: npt.NDArray[np.uint32]
     slots: npt.NDArray[np.uint32]
@@ -255,7 +255,7 @@ class StatusPage:
                 break
             if time.monotonic() > deadline:
                 break
-            time.sleep(1e-5)  # gives this processor to a writer that waits for it
+            time.sleep(1e-5)  # yields this processor to a writer that waits for it
         now = time.monotonic_ns()
         return CoreStatus(
             incarnation=fields[_Field.INCARNATION],

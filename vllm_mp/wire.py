@@ -46,7 +46,9 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SLEEP_TAGS = (WEIGHTS, KV_CACHE)
 """What a sleeping core has released and "wake_up" may name, in the order in which it is restored."""
 _MAX_ARGS = 16
+"""Maximum number of arguments of a `Call`."""
 _LARGE_FRAME_BYTES = 2**16
+"""Size from which a frame is decoded with `_BoundedParams`."""
 
 
 _MAX_NAME_LENGTH = 64
@@ -95,7 +97,7 @@ class AddRequest(_Message, tag=2):
 
 
 class AddPooling(_Message, tag=6):
-    """Client to core: make one vector of `prompt`; the fields have the meaning of those of `AddRequest`."""
+    """Client to core: make one vector of `prompt`; the fields have the same meaning as in `AddRequest`."""
 
     incarnation: int
     slot: int
@@ -226,9 +228,9 @@ CoreMessage = Welcome | Refused | StepOutput | Reply
 
 
 class _BoundedParams(SamplingParams):
-    """`SamplingParams` without the fields of any shape, which would be decoded before they are refused.
+    """`SamplingParams` without the fields that may hold any value, which would be decoded before they are refused.
 
-    Decoding makes objects of up to seventy times the size of the bytes. Every typed field has a bound, here and in
+    Decoding them makes objects of up to seventy times the size of the bytes. Every typed field has a bound, here and in
     `SamplingParams`.
     """
 
@@ -238,6 +240,8 @@ class _BoundedParams(SamplingParams):
 
 
 class _LargeAddRequest(AddRequest, tag=2):
+    """`AddRequest` in a large frame."""
+
     params: _BoundedParams
 
 
@@ -254,7 +258,7 @@ _core_decoder = msgspec.msgpack.Decoder(CoreMessage)
 def _fingerprint(messages: Iterable[type[msgspec.Struct]]) -> str:
     """Return a digest of the names, types and order of the fields of `messages` and of all structs that they hold.
 
-    It is the same in every process and every version of Python.
+    The digest is the same in every process and every version of Python.
     """
     structs: set[type[msgspec.Struct]] = set()
     pending = [*messages]
@@ -273,6 +277,7 @@ def _fingerprint(messages: Iterable[type[msgspec.Struct]]) -> str:
 
 
 def _structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    """Yield the struct types in the type `kind`."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         yield kind
     for argument in get_args(kind):
@@ -316,6 +321,7 @@ def mismatch(peer: Hello | Welcome) -> str | None:
 
 
 def _described(peer: Hello | Welcome) -> str:
+    """Return the versions of `peer` for an error."""
     package = f"vllm-mp {peer.package}" if peer.package else "another vllm-mp"
     return f"{package} (protocol version {peer.version}, schema {peer.schema or 'unknown'})"
 
@@ -346,11 +352,12 @@ class DropCounter:
 
 
 def encode(message: ClientMessage | CoreMessage) -> bytes:
+    """Return `message` as a frame."""
     return _encoder.encode(message)
 
 
 def encode_bounded(message: ClientMessage) -> bytes:
-    """Encode `message` for a core; raises ValueError if it is larger than a core accepts."""
+    """Return `message` as a frame for a core. Raises ValueError if it is larger than a core accepts."""
     frame = encode(message)
     if len(frame) > MAX_MESSAGE_BYTES:
         raise ValueError(f"the request is too large: {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}; shorten it")
@@ -360,8 +367,8 @@ def encode_bounded(message: ClientMessage) -> bytes:
 def decode_client_message(frame: bytes) -> ClientMessage:
     """Decode a message of a client.
 
-    Raises ValueError (msgspec.MsgspecError is one) for a frame that is not of the protocol, not UTF-8 or has an invalid
-    parameter, RecursionError for one that is nested too deeply.
+    Raises ValueError (msgspec.MsgspecError is one) for a frame that is no message, holds text that is not UTF-8 or has
+    an invalid parameter, and RecursionError for a frame that is nested too deeply.
     """
     decoder = _client_decoder if len(frame) < _LARGE_FRAME_BYTES else _large_client_decoder
     message: ClientMessage = decoder.decode(frame)
@@ -369,7 +376,10 @@ def decode_client_message(frame: bytes) -> ClientMessage:
 
 
 def decode_core_message(frame: bytes) -> CoreMessage:
-    """Decode a message of a core; raises ValueError (msgspec.MsgspecError is one) or RecursionError, as above."""
+    """Decode a message of a core.
+
+    Raises ValueError (msgspec.MsgspecError is one) and RecursionError as `decode_client_message` does.
+    """
     message: CoreMessage = _core_decoder.decode(frame)
     return message
 
@@ -387,7 +397,7 @@ def pack_tokens(
 
 
 def unpack_tokens(output: StepOutput) -> tuple[list[int], list[int], list[int]]:
-    """Return slots, tokens and lower position bits of a `StepOutput`; raises ValueError if the columns disagree."""
+    """Return slots, tokens and lower position bits of a `StepOutput`. Raises ValueError if the columns disagree."""
     count = len(output.tokens) // 4
     slot_bytes = len(output.slots)
     if (
@@ -395,7 +405,10 @@ def unpack_tokens(output: StepOutput) -> tuple[list[int], list[int], list[int]]:
         or len(output.positions) != 2 * count
         or slot_bytes not in (2 * count, 4 * count)
     ):
-        raise ValueError(f"columns disagree: {slot_bytes}, {len(output.tokens)}, {len(output.positions)} bytes")
+        raise ValueError(
+            f"the columns disagree: {slot_bytes} bytes of slots, {len(output.tokens)} of tokens, "
+            f"{len(output.positions)} of positions"
+        )
     slot_type = "<u2" if slot_bytes == 2 * count else "<u4"
     return (
         np.frombuffer(output.slots, slot_type).tolist(),
@@ -410,5 +423,5 @@ def pack_ids(token_ids: list[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
-    """Return token ids [n] from little-endian int32; raises ValueError if the length is not a multiple of 4."""
+    """Return token ids [n] from little-endian int32. Raises ValueError if the length is not a multiple of 4 bytes."""
     return np.frombuffer(data, "<i4").astype(np.int32)

@@ -1,4 +1,4 @@
-"""Having a core: its process, the socket to it, its supervision, its replacement, and the replay to its successor."""
+"""The client's core: its process, its socket, its supervision and replacement, and the replay to its successor."""
 
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.core_client import EngineCoreClient

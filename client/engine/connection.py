@@ -1,7 +1,7 @@
 """The client's socket to one core, driven by the running event loop.
 
-`CoreConnection` sends and receives messages, and ends with its core. What must be sent again to the next core is kept
-by `EngineCoreClient` (in `core_client.py`).
+`CoreConnection` sends and receives messages, and ends with its core. `EngineCoreClient` (in `core_client.py`) keeps the
+requests and calls that must be sent again to the next core.
 """
 
 import asyncio
@@ -24,8 +24,9 @@ from vllm_mp.errors import EngineStartError
 logger = logging.getLogger(__name__)
 
 _POLL_MS = 50
+"""Time between two calls of the check while a core is greeted."""
 _HEARTBEAT_MS = 5000
-"""Between two heartbeats of a TCP connection; it breaks after three that are not answered."""
+"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
 
 
 class CoreConnection:
@@ -36,10 +37,16 @@ class CoreConnection:
     """
 
     def __init__(self, address: str, key_file: str | None = None) -> None:
+        """Connect to `address`, ipc://PATH or tcp://HOST:PORT; the latter needs `key_file`, a copy of the core's.
+
+        Raises ValueError, naming the address or the key file, if either is unusable.
+        """
         keys = None
         if address.startswith("tcp://"):
             if key_file is None:
-                raise ValueError(f"{address} is a TCP address, which needs key_file=, a copy of the core's key file")
+                raise ValueError(
+                    f"key_file is missing for the TCP address {address}; give a copy of the core's key file"
+                )
             keys = read_key_file(key_file)
         elif not address.startswith("ipc://"):
             raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
@@ -47,8 +54,10 @@ class CoreConnection:
         self._dropped = wire.DropCounter(logger, "the core")
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
+        """The incarnation of the greeted core; 0 before."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
+        """The callback for each file descriptor that the loop watches."""
         self._receive: Callable[[], None] = lambda: None
         self._owner = os.getpid()
         """The process that may close the socket; a forked child may not."""
@@ -65,7 +74,7 @@ class CoreConnection:
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         self.monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        """Readable when the connection has broken; to be used by one thread, which need not be the loop's."""
+        """Readable when the connection has broken. Only one thread may use it, which need not be the loop's."""
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -73,16 +82,16 @@ class CoreConnection:
             raise ValueError(f"cannot connect to {address}: {error.strerror}; check the address") from error
 
     def greet(self, timeout: float, check: Callable[[], None]) -> tuple[wire.Welcome, VllmConfig]:
-        """Say hello, and return the core's welcome, which it sends when it can serve, with its configuration.
+        """Send `Hello`, wait until the core can serve, and return its `Welcome` and its configuration.
 
-        `check` is called 20 times a second and raises when waiting is pointless. Raises EngineStartError if the core
-        refuses, speaks another protocol version, or has not answered within `timeout` seconds.
+        `check` is called 20 times a second and raises when waiting is pointless. Raises what `check` raises, and
+        EngineStartError if the peer is no core of this version, refuses, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         hello = wire.encode(wire.hello())
         self._socket.send(hello)
         while True:
-            if self.is_broken():  # the core died while it loaded, and the next at the address has not been greeted
+            if self.is_broken():  # the core died while it loaded; greet the next core at this address
                 self._socket.send(hello)
             if self._socket.poll(_POLL_MS):
                 try:
@@ -102,6 +111,10 @@ class CoreConnection:
                 )
 
     def _accept(self, welcome: wire.Welcome) -> VllmConfig:
+        """Take over the incarnation of `welcome` and return its configuration.
+
+        Raises EngineStartError if the core is of another version or its configuration cannot be read.
+        """
         if reason := wire.mismatch(welcome):
             raise EngineStartError(f"{reason}; the address is {self.address}")
         self.incarnation = welcome.incarnation
@@ -114,7 +127,7 @@ class CoreConnection:
             ) from error
 
     def is_broken(self) -> bool:
-        """Whether the connection has broken since the last call."""
+        """Return whether the connection has broken since the last call."""
         broken = False
         while not self.monitor.closed and self.monitor.poll(0):
             recv_monitor_message(self.monitor)
@@ -122,7 +135,7 @@ class CoreConnection:
         return broken
 
     def send(self, message: wire.ClientMessage) -> None:
-        """Send from the loop's thread; raises ValueError for a message that is too large for the core."""
+        """Send `message`; call this from the loop's thread. Raises ValueError if it is too large for the core."""
         self._socket.send(wire.encode_bounded(message), zmq.NOBLOCK)
         # The socket's descriptor signals changes only, and sending may consume the signal of a message that arrived.
         if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -146,8 +159,8 @@ class CoreConnection:
     ) -> None:
         """Deliver messages to `on_message` on the running loop, which replaces an earlier loop that has stopped.
 
-        `on_news` is called when the descriptor `news_fd` is readable. Raises RuntimeError if the connection is attached
-        to a loop that runs in another thread.
+        `on_news` is called when the file descriptor `news_fd` is readable. No-op if the connection is attached to the
+        running loop already. Raises RuntimeError if it is attached to a loop that runs in another thread.
         """
         loop = asyncio.get_running_loop()
         if loop is self._loop:
@@ -186,12 +199,12 @@ class CoreConnection:
         loop.call_soon(receive)
 
     def drain(self) -> None:
-        """Deliver now what has arrived and what the loop has not delivered yet."""
+        """Deliver at once all messages that have arrived; no-op if no loop is attached."""
         if self._loop is not None:
             self._receive()
 
     def detach(self) -> None:
-        """Leave the loop, from any thread; no-op in a forked child of the process that attached."""
+        """Leave the loop; may be called from any thread. A forked child does not touch its parent's loop."""
         loop, self._loop = self._loop, None
         watched, self._watched = self._watched, {}
         if loop is None or loop.is_closed() or os.getpid() != self._owner:
@@ -200,7 +213,7 @@ class CoreConnection:
             run_on(loop, loop.remove_reader, descriptor)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket, giving unsent messages `linger_ms` milliseconds; idempotent."""
+        """Close the socket, giving unsent messages `linger_ms` milliseconds; idempotent, no-op in a forked child."""
         if os.getpid() != self._owner:
             return  # a forked child has no ZeroMQ threads to close the socket with
         self.detach()
@@ -212,6 +225,7 @@ class CoreConnection:
             self._context.term()
 
     def _decode(self, frame: bytes) -> wire.CoreMessage | None:
+        """Return the message in `frame`; count it and return None if it is invalid or from another incarnation."""
         try:
             message = wire.decode_core_message(frame)
         except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Signs that a core is not well: a live core without progress, and processes that the kernel killed for memory."""
+"""Signs that a core is not well: a live core without progress, and kills by the kernel because memory ran out."""
 
 import time
 from pathlib import Path
@@ -6,19 +6,22 @@ from pathlib import Path
 from vllm_mp.status_page import CoreState, StatusPage
 
 _IDLE_BEAT_S = 0.75
-"""An idle core beats every 0.5 s; this leaves it a margin."""
+"""Time that an idle core may take between two beats. It beats every 0.5 s; the rest is a margin."""
 _OOM_FILES = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
-"""Where the kernel counts kills: for this container, or else for the machine."""
+"""Files in which the kernel counts its kills for lack of memory: of this container, or else of the machine."""
 
 
 class HangWatch:
-    """Adds up the time over which a core was seen without progress.
+    """Adds up the time during which a core was seen to make no progress.
 
     Only time that the watcher observed counts, so a core is not blamed if the whole machine was suspended.
     """
 
     def __init__(self, limit_s: float, pid: int | None, load_limit_s: float = 0.0) -> None:
-        """`limit_s`: seconds without progress that make a hang; `load_limit_s`: the same for a core that loads."""
+        """`limit_s`: seconds without progress that make a hang; `load_limit_s`: the same for a core that loads.
+
+        `pid`: the core's process, to detect that a signal has stopped it; None if it is unknown.
+        """
         self.interval_s = min(0.25, limit_s / 4)
         """Seconds between two observations."""
         self._limit_s = limit_s
@@ -27,9 +30,10 @@ class HangWatch:
         self._last_look = time.monotonic()
         self._last_seen: object = None
         self._still_s = 0.0
+        """Seconds without progress so far."""
 
     def is_hung(self, page: StatusPage, has_work: bool) -> bool:
-        """Whether the core has had work and made no progress for too long; call it every `interval_s`."""
+        """Return whether the core has had work and made no progress for too long; call this every `interval_s`."""
         seen = page.progress() if has_work else None
         slack = 0.0 if page.state == CoreState.STEPPING else _IDLE_BEAT_S
         if page.state == CoreState.LOADING and not is_stopped(self._pid):
@@ -37,11 +41,18 @@ class HangWatch:
         return self._made_no_progress(seen, slack)
 
     def is_stopped_for_too_long(self) -> bool:
-        """Whether a signal has kept the process stopped for too long: the only sign of a hang before a page exists."""
+        """Return whether a signal has kept the process stopped for too long; call this every `interval_s`.
+
+        Before the core has a status page, this is the only sign of a hang.
+        """
         return self._made_no_progress("stopped" if is_stopped(self._pid) else None, 0.0)
 
     def _made_no_progress(self, seen: object, slack: float) -> bool:
-        """`seen`: a value that changes with progress, or None if no progress is due; `slack`: seconds on top."""
+        """Add the time since the last call if `seen` has not changed; return whether the limit is exceeded.
+
+        `seen` is a value that changes with progress, or None if no progress is due. `slack` is added to the limit, in
+        seconds.
+        """
         now = time.monotonic()
         elapsed, self._last_look = now - self._last_look, now
         if seen is None or seen != self._last_seen:
@@ -53,7 +64,7 @@ class HangWatch:
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Whether a signal or a debugger has stopped the process; False if the system does not tell."""
+    """Return whether a signal or a debugger has stopped the process; False if the system does not tell."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):

@@ -26,14 +26,15 @@ class Core(NamedTuple):
     client: int
     """The core's number for this client."""
     config: VllmConfig
-    """As the core has resolved it."""
+    """The configuration as the core has completed it."""
     page: StatusPage | None
-    """None if this process cannot see it, as over TCP."""
+    """The core's status page; None if this process cannot see it, as over TCP."""
     process: CoreProcess | None
-    """None for a shared core."""
+    """The core's process; None for a shared core."""
 
 
 _RETRY_S = 0.2
+"""Pause before the next attempt to reach a shared core."""
 
 Check = Callable[[], None]
 """Called repeatedly while a core starts; raises when the wait must end."""
@@ -58,7 +59,7 @@ class CoreLauncher:
         return self._standby.pid if self._standby is not None else None
 
     def begin(self) -> None:
-        """Start a core, or make the standby the core; `finish` waits for it."""
+        """Start a core, or make the standby the core; `finish` waits for it. Raises OSError if no process can start."""
         self._num_started += 1
         self._process, self._standby = self._standby, None
         if self._process is not None and not self._process.is_alive():
@@ -72,8 +73,8 @@ class CoreLauncher:
     def finish(self, check: Check) -> Core:
         """Wait until the core that `begin` started serves.
 
-        Raises EngineStartError, with the cause, if it does not start, and what `check` raises; then only its log is
-        left.
+        Raises EngineStartError, with the cause, if it does not start, and what `check` raises. In both cases the core
+        is ended, and of its files only the log is left.
         """
         process, connection = self._process, self._connection
         assert process is not None
@@ -100,16 +101,16 @@ class CoreLauncher:
         return Core(connection, welcome.client, config, process.status_page(), process)
 
     def prepare_standby(self) -> None:
-        """Start a standby, if one is wanted and none is alive."""
+        """Start a standby, if `warm_standby` is set and none is alive. Raises OSError if no process can start."""
         if self._limits.warm_standby and (self._standby is None or not self._standby.is_alive()):
             if self._standby is not None:
                 self._standby.stop()
             self._standby = CoreProcess(self.folder, self._num_started + 1, standby=True)
 
     def discard(self, process: CoreProcess) -> None:
-        """Remove the files of a core that has ended, except the log of the latest."""
+        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""
         process.stop()
-        process.remove_files(keep_log=True)
+        process.remove_files()
         for log in self.folder.glob("core-*.log"):
             number = int(log.stem.removeprefix("core-"))
             if number < process.incarnation:
@@ -129,7 +130,7 @@ class CoreLauncher:
 
 
 class RemoteCore:
-    """The shared core at an address. After its death, the source of whichever core serves the same model there."""
+    """The shared core at an address, and after its death the next core there that serves the same model."""
 
     def __init__(self, address: str, key_file: str | None, timeout: float) -> None:
         """`timeout`: seconds that `finish` waits for the core to answer."""
@@ -138,7 +139,7 @@ class RemoteCore:
         self.standby_pid: int | None = None
         self._key_file = key_file
         self._model: object = None
-        """Configuration and dtype of the model that the first core served."""
+        """Configuration and dtype of the model that the first core served; None before."""
 
     def begin(self) -> None:
         """No-op: a shared core is started by its operator."""
@@ -177,19 +178,19 @@ class RemoteCore:
         return Core(connection, welcome.client, config, page, None)
 
     def prepare_standby(self) -> None:
-        """No-op, as `begin`."""
+        """No-op: a shared core has no standby."""
 
     def discard(self, process: CoreProcess) -> None:
-        """No-op, as `begin`."""
+        """No-op: the files of a shared core are not this client's."""
 
     def close(self, timeout: float | None, core: Core | None) -> None:
-        """No-op, as `begin`."""
+        """No-op: a shared core serves on."""
 
 
 CoreSource = CoreLauncher | RemoteCore
 
 
 def _socket_root() -> str | None:
-    """None for the usual folder of temporary files, or /tmp if the path of a socket there would be too long."""
+    """Return None for the usual folder of temporary files, or /tmp if the path of a socket there would be too long."""
     longest = len(os.fsencode(tempfile.gettempdir())) + len("/vllm_mp-xxxxxxxx/core-99999.sock.lock")
     return None if longest <= zmq.IPC_PATH_MAX_LEN else "/tmp"

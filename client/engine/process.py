@@ -20,10 +20,11 @@ from vllm_mp.status_page import StatusPage
 logger = logging.getLogger(__name__)
 
 _LOG_LINES = 8
-"""Of the core's log, in errors."""
+"""Number of lines of the core's log that errors quote."""
 _STOP_TIMEOUT_S = 10.0
+"""Time that a core gets to stop by itself before it is killed."""
 _KILL_TIMEOUT_S = 20.0
-"""For a killed process to be gone: a device needs seconds to release many GB, and a failed device may never do so."""
+"""Time that a killed core gets to end: a device needs seconds to release many GB, or never does so once it failed."""
 
 
 class CoreProcess:
@@ -34,7 +35,10 @@ class CoreProcess:
     """
 
     def __init__(self, folder: Path, incarnation: int, standby: bool = False) -> None:
-        """Start the process, which waits for `launch`; with `standby` it imports all its modules meanwhile."""
+        """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
+
+        Raises OSError if the system cannot start a process.
+        """
         self._owner = os.getpid()
         self.incarnation = incarnation
         self._folder = folder
@@ -46,7 +50,7 @@ class CoreProcess:
         parent = Path(vllm_mp.__file__).resolve().parents[1]
         environment = core_environment()
         if not {"site-packages", "dist-packages"} & set(parent.parts):
-            # The core does not find a source tree that is not installed without this.
+            # Without this, the core does not find a source tree that is not installed.
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))
         folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         with self._open_log() as log:
@@ -88,7 +92,7 @@ class CoreProcess:
 
     @property
     def was_killed(self) -> bool:
-        """SIGKILL ended the core; ask only after its end or after `kill`."""
+        """Whether SIGKILL ended the core; valid only after its end or after `kill`."""
         return self._popen.poll() == -signal.SIGKILL
 
     def status_page(self) -> StatusPage | None:
@@ -100,7 +104,8 @@ class CoreProcess:
     def describe_end(self, log_stays: bool = True) -> str:
         """Describe how the core ended: signal or exit code, and the last lines of its log.
 
-        Call it only after the core's end or after `kill`. `log_stays`: the log outlives the error; name its path.
+        Call this only after the core's end or after `kill`. `log_stays`: name the path of the log, which outlives
+        the error.
         """
         code = self._popen.poll()
         cause = f"exit code {code}"
@@ -116,7 +121,7 @@ class CoreProcess:
         return f"the core process {self.pid} ended with {cause}{log}"
 
     def last_log_lines(self) -> list[str]:
-        """The last 8 lines of the core's log; empty if there is none."""
+        """Return the last 8 lines of the core's log; none if it cannot be read."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
@@ -125,7 +130,7 @@ class CoreProcess:
             return []
 
     def kill(self) -> None:
-        """End the core at once, even if a signal stopped it; give it up if its device keeps it from ending."""
+        """End the core at once, even if a signal stopped it; give it up if its device keeps it from ending for 20 s."""
         self._popen.kill()
         if self._is_given_up:
             return
@@ -141,7 +146,7 @@ class CoreProcess:
             )
 
     def stop(self, timeout: float | None = None) -> None:
-        """End the core, by force after `timeout` seconds (10 by default); idempotent."""
+        """End the core, by force after `timeout` seconds (10 by default); idempotent, no-op in a forked child."""
         if os.getpid() != self._owner:
             return  # a forked child does not own the core
         assert self._popen.stdin is not None
@@ -159,14 +164,15 @@ class CoreProcess:
             os.close(self.pid_fd)
             self.pid_fd = -1
 
-    def remove_files(self, keep_log: bool) -> None:
-        """Remove the files of a core that has ended, except its log with `keep_log`."""
-        paths = [self._socket_path, self._status_path, self._socket_path.with_name(self._socket_path.name + ".lock")]
-        for path in paths if keep_log else [*paths, self.log_path]:
+    def remove_files(self) -> None:
+        """Remove the files of a core that has ended, except its log."""
+        lock = self._socket_path.with_name(self._socket_path.name + ".lock")
+        for path in (self._socket_path, self._status_path, lock):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def _open_log(self) -> IO[bytes]:
+        """Return the log file, or the null device if the log cannot be made."""
         try:
             return self.log_path.open("wb")
         except OSError:  # a full disk must cost the log only, not the core

@@ -20,13 +20,15 @@ from vllm_mp.status_page import AWAKE, CoreStatus, SleepState
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 1.0
-"""From the end of a connection to the end of its process, which it usually announces."""
+"""Time that a process gets to end after its connection broke, which usually announces the end."""
 _BYE_LINGER_MS = 500
+"""Time that the last message to a shared core gets to be sent."""
 _STANDBY_DELAY_S = 2.0
-"""After a restart, while the new core recomputes the requests of its predecessor."""
+"""Time after a restart before a standby is started: the new core first recomputes the requests of its predecessor."""
 _STANDBY_RETRY_S = 30.0
+"""Time before the next attempt to start a standby."""
 _FIRST_DELAY_S = 0.1
-"""After a core that died before it served; it doubles for each further such core in a row."""
+"""Delay of the restart after a core that died before it served; it doubles for each further such core in a row."""
 _LONGEST_DELAY_S = 5.0
 
 
@@ -39,9 +41,12 @@ class Death(NamedTuple):
     num_in_step: int
     """Requests in that step, of all clients."""
     is_from_outside: bool
-    """Another process killed or stopped the core, which no request can have caused."""
+    """Another process killed or stopped the core, which no request can have caused.
+
+    Also true for a shared core, whose cause of death is unknown.
+    """
     sleep: SleepState = AWAKE
-    """The state in which the core died, if its status page is visible."""
+    """The sleep in force at the death; `AWAKE` if the status page is not visible."""
 
 
 class End(NamedTuple):
@@ -61,8 +66,8 @@ class RestartLimit:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._deaths: deque[float] = deque()
-        self._num_useless = 0
-        """The latest cores in a row that died before they served."""
+        self._num_failed_starts = 0
+        """Number of the latest cores in a row that died before they served."""
 
     def delay_after(self, now: float, has_served: bool) -> float | None:
         """Record a death at `now` (seconds); return the seconds to wait before the restart, None for no restart.
@@ -75,8 +80,11 @@ class RestartLimit:
             deaths.popleft()
         if self._max_restarts is not None and len(deaths) > self._max_restarts:
             return None
-        self._num_useless = 0 if has_served else self._num_useless + 1
-        return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._num_useless - 1)) if self._num_useless else 0.0
+        if has_served:
+            self._num_failed_starts = 0
+            return 0.0
+        self._num_failed_starts += 1
+        return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._num_failed_starts - 1))
 
 
 class CoreSupervisor:
@@ -108,13 +116,13 @@ class CoreSupervisor:
         self._stops = threading.Event()
         self._is_closed = False
         self._connections = [core.connection]
-        """Those that are open: of the latest core, and of its predecessors until `release`."""
+        """The open connections: to the latest core, and to its predecessors until `release`."""
         self._oom_kills = count_oom_kills()
         self._has_work: Callable[[], bool] = lambda: False
         self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
 
     def watch(self, has_work: Callable[[], bool]) -> None:
-        """Begin to watch. `has_work` returns, in any thread, whether this client waits for the core."""
+        """Start the thread. `has_work` is called in it, and returns whether this client waits for the core."""
         self._has_work = has_work
         self._thread.start()
 
@@ -133,7 +141,7 @@ class CoreSupervisor:
         core.connection.close()
 
     def status(self) -> CoreStatus | None:
-        """Read the status page of the latest core; None if it is not visible."""
+        """Return a reading of the latest core's status page; None if it is not visible."""
         return self.core.page.read() if self.core.page else None
 
     @property
@@ -144,7 +152,7 @@ class CoreSupervisor:
     def stop(self, timeout: float | None = None) -> None:
         """End the thread, every connection and every process of the source, by force after `timeout` seconds.
 
-        Idempotent. A shared core is told that this client leaves.
+        Idempotent, no-op in a forked child. A shared core is told that this client leaves.
         """
         if self._is_closed or os.getpid() != self._owner:
             return  # a forked child has neither the thread nor the core
@@ -164,6 +172,7 @@ class CoreSupervisor:
             os.close(descriptor)
 
     def _run(self) -> None:
+        """Watch each core until its death and replace it, until told to stop or no successor can start."""
         try:
             core: Core | None = self.core
             while core is not None:
@@ -171,12 +180,13 @@ class CoreSupervisor:
                 if death is None:
                     return
                 core = self._replace(core, death)
-        except Exception as error:  # a defect here must not leave streams waiting for ever
+        except Exception as error:  # a defect here must not let streams wait for ever
             if not self._stops.is_set():
                 logger.exception("the supervisor failed")
                 self._tell(End(f"the supervisor of the core failed: {error!r}"))
 
     def _tell(self, news: News) -> None:
+        """Queue `news` for the event loop and wake it."""
         if isinstance(news, End):
             self.end = news.cause
         elif isinstance(news, Core):
@@ -220,11 +230,12 @@ class CoreSupervisor:
             if time.monotonic() > standby_at:
                 try:
                     self._source.prepare_standby()
-                except OSError as error:  # no memory for another process, for example; the core does not need a standby
+                except OSError as error:  # such as no memory for another process; the core does not need a standby
                     logger.warning("cannot start a standby: %s", error)
                     standby_at = time.monotonic() + _STANDBY_RETRY_S
 
     def _end_hung(self, core: Core) -> Death:
+        """Kill a core that hangs, and return its death."""
         assert core.process is not None
         status = core.page and core.page.read()
         was_stopped = is_stopped(core.process.pid)  # by a signal, which no request can have caused
@@ -234,6 +245,7 @@ class CoreSupervisor:
         return self._death(core, cause, was_hung=not was_stopped)
 
     def _death(self, core: Core, cause: str, was_hung: bool = False) -> Death:
+        """Return the death of `core`, with what its status page says. `was_hung`: it was killed for a hang."""
         status = core.page.read() if core.page else None
         in_step = status.step_requests if status else []
         kills, self._oom_kills = self._oom_kills, count_oom_kills()

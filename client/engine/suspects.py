@@ -1,10 +1,11 @@
 """The choice of the request to blame when cores die.
 
 Any request in the step during which a core died may have caused the death. Each of them runs isolated on the next core
-until it gets past that step; a request that is in the step of another death then was alone, and is to blame.
+until it gets past that step. If another core dies during such an isolated step, the request was alone and is to blame.
 
-A kill or stop from outside cannot be caused by a request. So after such deaths a request becomes a suspect only at the
-second death at the same place, and it is to blame only if it was alone in two deaths running, or in the step of three.
+A request cannot cause a kill or stop from outside. Such a death makes a request a suspect only if it was in the step of
+an earlier death and has made no progress since. The request is to blame only if it was alone in its last two deaths, or
+alone in this death and in the step of at least two before.
 """
 
 from collections.abc import Iterable
@@ -20,10 +21,10 @@ class _Deaths:
     """The deaths of cores with this request in their step, since it last got past such a step."""
 
     num_tokens: int
-    """Output tokens that the request had in the core, which may not have sent all of them."""
+    """Number of output tokens that the request had in the core, which may not have sent all of them."""
     num_deaths: int = 0
     num_alone: int = 0
-    """The latest deaths in a row in whose step no other request was."""
+    """Number of the latest deaths in a row in whose step no other request was."""
     is_suspect: bool = False
 
 
@@ -34,7 +35,7 @@ class Suspects:
         self._deaths: WeakKeyDictionary[Awaited, _Deaths] = WeakKeyDictionary()
 
     def isolate_until(self, awaited: Awaited) -> int:
-        """Return the number of tokens that `awaited` must reach isolated; 0 if it is no suspect."""
+        """Return the number of output tokens up to which `awaited` must run isolated; 0 if it is no suspect."""
         deaths = self._deaths.get(awaited)
         if deaths is None or not deaths.is_suspect or awaited.num_tokens > deaths.num_tokens:
             return 0
@@ -43,7 +44,7 @@ class Suspects:
     def record(self, death: Death, live: Iterable[tuple[RequestStream, Awaited]]) -> RequestStream | None:
         """Record a death for each `live` request in its step; return the stream to blame, if there is one.
 
-        All others are cleared of suspicion when one is to blame.
+        If there is one, all other requests are cleared of suspicion.
         """
         in_step = [(stream, awaited) for stream, awaited in live if awaited.slot in death.in_step]
         was_alone = len(in_step) == death.num_in_step and len({id(stream) for stream, _ in in_step}) == 1

@@ -1,4 +1,4 @@
-"""One completion as it arrives: its tokens, their log-probabilities, and their text."""
+"""A completion as it arrives: its tokens, their log-probabilities, and their text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,7 @@ from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 from vllm_mp.wire import Finished, TokenLogprobs
 
 TokenText = Callable[[int], str]
+"""Returns the text of a single token."""
 
 
 class Completion:
@@ -24,31 +25,31 @@ class Completion:
         detokenizer: IncrementalDetokenizer | None = None,
         token_text: TokenText | None = None,
     ) -> None:
-        """`params` are of this completion alone (n=1, its own seed).
+        """`params` are this completion's own (n=1, its own seed).
 
-        `detokenizer` None leaves the text empty. `token_text` returns the text of one token for log-probabilities; None
-        leaves these without text.
+        Without a `detokenizer` the text stays empty. `token_text` gives log-probabilities the text of their tokens.
         """
         self.index = index
         self.slot = -1
-        """The name of the completion on the wire, once its request has been sent."""
+        """The slot of the completion; -1 until its request enters `OutputProcessor`."""
         self.params = params
         self.token_ids: list[int] = []
-        """Every token received; after the core's death its successor is told these."""
+        """Every token received; after a death they are sent to the next core."""
         self.finish: Finished | None = None
+        """The end of the completion; None while it runs."""
         self._detokenizer = detokenizer
         self._token_text = token_text
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._logprobs: list[LogprobsOnePosition] | None = None if params.logprobs is None else []
         self._cumulative_logprobs: list[float] = []
-        """Entry i is the sum over tokens 0 to i."""
+        """Entry i is the sum of the log-probabilities of tokens 0 to i."""
         self._text = ""
         """All text so far; with DELTA the text that the consumer has not taken yet."""
         self._num_read = 0
-        """Tokens that have been turned into text."""
+        """Number of tokens that have been turned into text."""
         self._text_is_complete = False
         self._num_taken = 0
-        """Tokens that the consumer has seen."""
+        """Number of tokens that the consumer has seen."""
         self._end_is_taken = False
 
     @property
@@ -57,12 +58,12 @@ class Completion:
 
     @property
     def wants_stop_strings(self) -> bool:
-        """The text must be read as it arrives, because it may end the completion."""
+        """Whether the text must be read as it arrives, because it may end the completion."""
         return self._stops is not None
 
     @property
     def is_taken(self) -> bool:
-        """The consumer has seen the end."""
+        """Whether the consumer has seen the end."""
         return self._end_is_taken
 
     def take_in(self, token_id: int, position: int) -> bool:
@@ -79,7 +80,7 @@ class Completion:
     def take_in_logprobs(self, message: TokenLogprobs) -> None:
         """Add log-probabilities of tokens; repeated positions are ignored.
 
-        Raises ValueError as `append_logprobs` does.
+        Raises ValueError for a message that leaves a gap or whose parts disagree.
         """
         if self._logprobs is None:
             return
@@ -91,7 +92,7 @@ class Completion:
             sums.append((sums[-1] if sums else 0.0) + sampled.logprob)
 
     def has_news(self, interval: int) -> bool:
-        """Whether the consumer has not seen the end, the first token, or at least `interval` later tokens."""
+        """Return whether the consumer has not seen an end, a first token or at least `interval` tokens."""
         if self.finish is not None:
             return not self._end_is_taken
         num_new = len(self.token_ids) - self._num_taken
@@ -131,8 +132,8 @@ class Completion:
             self._text += rest
 
     def output(self) -> CompletionOutput:
-        """Return what the consumer sees now: everything, or with DELTA what it has not seen, and mark it as seen."""
-        # Until its end, OutputProcessor reads a text that is searched, because the core must be told of a stop.
+        """Return all that has arrived, or with DELTA only what the consumer has not seen; mark it as seen."""
+        # Before its end, only OutputProcessor reads a text that is searched, because the core must be told of a stop.
         if not self.wants_stop_strings or self.finish is not None:
             self.read()
         delta = self.params.output_kind == RequestOutputKind.DELTA
@@ -163,7 +164,7 @@ class Completion:
 
 
 def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenText | None) -> None:
-    """Append the new positions of `message` to `known`, which has one entry for each position.
+    """Append the new positions of `message` to `known`, which has an entry for each position so far.
 
     Raises ValueError for a message that leaves a gap or whose parts disagree.
     """
@@ -173,7 +174,9 @@ def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenT
     if len(ranks) and (not ids.size or ids.min() < 0):
         raise ValueError(f"log-probabilities of position {message.position} came without their token")
     if message.position > len(known):
-        raise ValueError(f"log-probabilities of position {message.position} came where {len(known)} were awaited")
+        raise ValueError(
+            f"log-probabilities of position {message.position} came, but position {len(known)} is the next"
+        )
     for i in range(len(known) - message.position, len(ranks)):
         entry: LogprobsOnePosition = {}
         for column, (token_id, value) in enumerate(zip(ids[i].tolist(), values[i].tolist(), strict=True)):

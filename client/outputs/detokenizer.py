@@ -15,10 +15,13 @@ _REPLACEMENT = "\ufffd"
 _MAX_CHAR_TOKENS = 4
 """Tokens that may hold parts of one character: UTF-8 uses at most 4 bytes for it."""
 _CONTEXT_SIZES = (6, 5, 7, 4, 3, 2, 1)
-"""In tokens, the preferred size first. A run of byte tokens can only be cut between characters, and the last whole
-character starts at most 7 tokens before the end: 3 tokens of an incomplete character, and its own 4."""
+"""Sizes of a window's context to try, in tokens, the preferred size first. A run of byte tokens can only be cut between
+characters, and the last whole character starts at most 7 tokens before the end: 3 tokens of an incomplete character,
+and its own 4."""
 _MAX_WINDOW = 16
+"""Number of tokens above which a window is cut to its context."""
 _REMEMBERED_TEXTS = 65_536
+"""Number of texts that `token_texts` remembers for a tokenizer."""
 
 
 class IncrementalDetokenizer:
@@ -59,15 +62,15 @@ class IncrementalDetokenizer:
             joined = {} if skip_special_tokens or spaces_between_special_tokens else vocabulary.added_tokens
             text = _TextWindow(_decoder(tokenizer, vocabulary), skipped, joined, prompt_token_ids)
         self.append: Callable[[Sequence[int]], str] = text.append
-        """Adds output tokens, any number at once; returns the text that became certain, possibly ""."""
+        """Add output tokens, any number at once; return the text that became certain, possibly ""."""
         self.flush: Callable[[], str] = text.flush
-        """Returns the text that is still held back at the end: an incomplete character as U+FFFD, or ""."""
+        """Return the text that is still held back at the end: an incomplete character as U+FFFD, or ""."""
 
 
 class _ByteStream:
     """Detokenization for byte-level tokenizers, whose tokens are fixed strings of bytes.
 
-    The text is these bytes read as UTF-8, regardless of the borders of tokens, by Python's incremental decoder.
+    Python's incremental decoder reads these bytes as UTF-8, regardless of the borders of tokens.
     """
 
     __slots__ = ("_decode", "_token_bytes")
@@ -120,11 +123,11 @@ class _TextWindow:
         recent = self._last_kept(prompt_token_ids, 2 * _MAX_WINDOW)
         for size in (*_CONTEXT_SIZES, 2 * _MAX_WINDOW):
             self._window = recent[-size:]
-            self._emitted, spoiling = self._certain(self._window, self._decode(self._window))
+            self._emitted, num_incomplete = self._certain(self._window, self._decode(self._window))
             if self._emitted[:1] not in ("", _REPLACEMENT):
                 break
-        self._whole = len(self._window) - spoiling
-        """The longest prefix of the window, in emitted tokens, that ended with a whole character."""
+        self._whole = len(self._window) - num_incomplete
+        """Number of tokens in the longest emitted prefix of the window that ends with a whole character."""
 
     def append(self, token_ids: Sequence[int]) -> str:
         if self._joined:
@@ -159,12 +162,12 @@ class _TextWindow:
                 self._whole = before
         else:
             delta = ""
-            certain, spoiling = self._certain(window, text)
+            certain, num_incomplete = self._certain(window, text)
             if certain.startswith(emitted):
                 delta = certain[len(emitted) :]
                 self._emitted = certain
-                if spoiling:
-                    self._whole = len(window) - spoiling
+                if num_incomplete:
+                    self._whole = len(window) - num_incomplete
         if len(window) > _MAX_WINDOW and delta and self._slide():
             return delta
         if len(window) > 2 * _MAX_WINDOW:
@@ -179,10 +182,10 @@ class _TextWindow:
         certain = text.rstrip(_REPLACEMENT)
         if len(text) - len(certain) > 1:
             # This may be a run of byte tokens of which only the last are incomplete.
-            for spoiling in range(1, min(_MAX_CHAR_TOKENS, len(window))):
-                shorter = self._decode(window[:-spoiling])
+            for num_incomplete in range(1, min(_MAX_CHAR_TOKENS, len(window))):
+                shorter = self._decode(window[:-num_incomplete])
                 if shorter[-1:] != _REPLACEMENT:
-                    return (shorter, spoiling) if len(shorter) >= len(certain) else (certain, 0)
+                    return (shorter, num_incomplete) if len(shorter) >= len(certain) else (certain, 0)
         return certain, 0
 
     def _new_part(self, text: str, size: int) -> str:
@@ -285,9 +288,9 @@ class _Vocabulary:
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_ids: frozenset[int]
         self.token_bytes: tuple[_TokenBytes, _TokenBytes] | None = None
-        """For skip_special_tokens False and True; only for byte-level tokenizers."""
+        """The bytes of tokens for skip_special_tokens False and True; None unless the tokenizer is byte-level."""
         self.known_ids: frozenset[int] | None = None
-        """Only for slow tokenizers, which fail on other ids."""
+        """All ids of a slow tokenizer, which fails on other ids; None for a fast tokenizer."""
         if not tokenizer.is_fast:
             self.special_ids = frozenset(tokenizer.all_special_ids)
             self.known_ids = frozenset(tokenizer.get_vocab().values()) | added.keys()
@@ -308,6 +311,7 @@ _vocabularies: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDict
 
 
 def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
+    """Return the data of `tokenizer`, which is read on the first call only."""
     vocabulary = _vocabularies.get(tokenizer)
     if vocabulary is None:
         vocabulary = _vocabularies[tokenizer] = _Vocabulary(tokenizer)

@@ -1,4 +1,4 @@
-"""The live requests of a client: where a core's outputs reach their streams, and the one place where streams end."""
+"""The live requests of a client: where a core's messages reach their streams, and the only place where streams end."""
 
 import heapq
 import time
@@ -10,10 +10,10 @@ from vllm_mp.errors import EngineGenerateError
 
 
 class OutputProcessor:
-    """Knows each live request by the caller's id, and by the slots of what it awaits.
+    """Keeps each live request by the caller's id, and each completion or vector that it awaits by its slot.
 
-    A completion or vector takes a slot when it is asked of the core. The slot is free again when the core has reported
-    its end, which may be after its stream has ended. Until then, whatever arrives for the slot belongs to it.
+    A completion or vector gets its slot before the core is asked for it. The slot is free again when the core has
+    reported the end, which may be after the stream has ended. Until then, every message for the slot belongs to it.
 
     Methods that end a stream return the slots that the core must be told to abort.
     """
@@ -21,17 +21,19 @@ class OutputProcessor:
     def __init__(self) -> None:
         self._by_id: dict[str, RequestStream | None] = {}
         """In the order of arrival; None while the prompt is being tokenized."""
-        self._aborted_early: set[str] = set()
-        """The ids of requests that were aborted while their prompt was being tokenized."""
+        self._aborted_during_tokenization: set[str] = set()
+        """Ids of requests that were aborted while their prompt was being tokenized."""
         self._completions: dict[int, tuple[GenerationStream, Completion]] = {}
-        """By slot."""
+        """The completions that have a slot, with their streams, by slot."""
         self._vectors: dict[int, PoolingStream] = {}
-        """By slot."""
+        """The streams whose vector has a slot, by slot."""
         self._free_slots: list[int] = []
+        """A heap of the slots below `_num_slots` that are free."""
         self._num_slots = 0
+        """Number of slots that were ever in use at the same time."""
 
     def __len__(self) -> int:
-        """Requests whose streams have not ended."""
+        """Return the number of requests whose streams have not ended."""
         return len(self._by_id)
 
     @property
@@ -39,7 +41,10 @@ class OutputProcessor:
         return len(self._completions) + len(self._vectors)
 
     def reserve(self, request_id: str) -> None:
-        """Reserve an id for a request whose prompt must be tokenized; raises ValueError if a live request has it."""
+        """Reserve an id for a request whose prompt must be tokenized.
+
+        Raises ValueError if a live request has the id, and TypeError if it is no str.
+        """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
         if request_id in self._by_id:
@@ -49,14 +54,14 @@ class OutputProcessor:
     def cancel(self, request_id: str) -> None:
         """Undo `reserve`."""
         self._by_id.pop(request_id, None)
-        self._aborted_early.discard(request_id)
+        self._aborted_during_tokenization.discard(request_id)
 
     def enter(self, stream: RequestStream) -> bool:
-        """Give each of what `stream` awaits a slot; return False, and end `stream`, if it was aborted meanwhile.
+        """Give a slot to all that `stream` awaits. If it was aborted before, end it instead and return False.
 
         Raises ValueError if there are not enough slots.
         """
-        if stream.request_id in self._aborted_early:
+        if stream.request_id in self._aborted_during_tokenization:
             self.cancel(stream.request_id)
             stream.end_all("abort")
             return False
@@ -87,17 +92,17 @@ class OutputProcessor:
         return [awaited.slot for awaited in stream.awaited[:num_sent]]
 
     def process(self, message: wire.StepOutput) -> list[int]:
-        """Give the streams what a step brought them; return the slots that the core must abort.
+        """Give the results of a step to their streams; return the slots that the core must abort.
 
-        Raises ValueError for a message whose parts disagree.
+        Raises ValueError if the columns of the message disagree.
         """
         completions = self._completions
         touched: dict[int, tuple[GenerationStream, Completion]] = {}
         unwanted: list[int] = []
-        for own in message.prompt_logprobs:
-            if (entry := completions.get(own.slot)) is not None and not entry[0].is_over:
+        for logprobs in message.prompt_logprobs:
+            if (entry := completions.get(logprobs.slot)) is not None and not entry[0].is_over:
                 try:
-                    entry[0].take_in_prompt_logprobs(own)
+                    entry[0].take_in_prompt_logprobs(logprobs)
                 except ValueError as error:  # it concerns this request alone
                     unwanted += self.fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
@@ -109,10 +114,10 @@ class OutputProcessor:
                 touched[slot] = entry
             else:
                 unwanted += self._fail_for_lost_tokens(*entry)
-        for own in message.logprobs:
-            if (entry := touched.get(own.slot)) is not None:
+        for logprobs in message.logprobs:
+            if (entry := touched.get(logprobs.slot)) is not None:
                 try:
-                    entry[1].take_in_logprobs(own)
+                    entry[1].take_in_logprobs(logprobs)
                 except ValueError as error:
                     unwanted += self.fail(entry[0], f"request {entry[0].request_id}: {error}")
         for slot, vector in message.vectors:
@@ -135,15 +140,15 @@ class OutputProcessor:
         return unwanted
 
     def abort(self, request_id: str) -> list[int]:
-        """End a live request for its consumer, and return its slots, which stay taken until the core answers.
+        """End a live request for its consumer; return its slots, which stay in use until the core answers.
 
-        A request whose prompt is being tokenized ends when it would `enter`. No-op for ids that are not live.
+        A request whose prompt is being tokenized ends in `enter`. No-op for ids that are not live.
         """
         if request_id not in self._by_id:
             return []
         stream = self._by_id[request_id]
         if stream is None:
-            self._aborted_early.add(request_id)
+            self._aborted_during_tokenization.add(request_id)
             return []
         slots = self._slots_of(stream)
         stream.end_all("abort")
@@ -151,14 +156,14 @@ class OutputProcessor:
         return slots
 
     def fail(self, stream: RequestStream, why: str) -> list[int]:
-        """End a live stream with EngineGenerateError, and return its slots, which stay taken until the core answers."""
+        """End a live stream with EngineGenerateError; return its slots, which stay in use until the core answers."""
         slots = self._slots_of(stream)
         stream.fail(EngineGenerateError(why))
         self._forget(stream)
         return slots
 
     def fail_all(self, error: Exception) -> None:
-        """End every stream with `error`."""
+        """End every stream with `error`, and forget all slots: there is no core any more."""
         for stream in self.streams():
             stream.fail(error)
             self._forget(stream)
@@ -166,26 +171,27 @@ class OutputProcessor:
         self._vectors.clear()
 
     def streams(self) -> list[RequestStream]:
-        """The live streams whose requests have been sent, in the order of arrival."""
+        """Return the live streams that have slots, in the order of arrival."""
         return [stream for stream in self._by_id.values() if stream is not None]
 
     def live(self) -> list[tuple[RequestStream, Awaited]]:
-        """What live streams still await of the core, in the order in which the requests arrived."""
+        """Return the completions and vectors that have not ended, with their streams, in the order of arrival."""
         return [(stream, awaited) for stream in self.streams() for awaited in stream.awaited if awaited.finish is None]
 
     def forget_core(self) -> None:
-        """Free the slots that only waited for a core, which is dead now, to report an end."""
+        """Free the slots of ended requests, after the death of the core that had to report these ends."""
         kept = {awaited.slot for _, awaited in self.live()}
         for slot in (self._completions.keys() | self._vectors.keys()) - kept:
             self._free(slot)
 
     def _at(self, slot: int) -> tuple[RequestStream, Awaited] | None:
+        """Return the completion or vector in `slot`, with its stream; None if the slot is free."""
         if (pooling := self._vectors.get(slot)) is not None:
             return pooling, pooling.vector
         return self._completions.get(slot)
 
     def _free(self, slot: int) -> tuple[RequestStream, Awaited] | None:
-        """Free a slot that the core does not know, or has forgotten; return what had it."""
+        """Free a slot that the core does not know, or has forgotten; return its entry as `_at` does."""
         entry = self._at(slot)
         if entry is not None:
             self._completions.pop(slot, None)
@@ -194,12 +200,13 @@ class OutputProcessor:
         return entry
 
     def _slots_of(self, stream: RequestStream) -> list[int]:
-        """The slots under which the core may still be working for `stream`."""
+        """Return the slots under which the core may still be working for `stream`."""
         live = (awaited.slot for awaited in stream.awaited if awaited.finish is None)
         # A slot that the stream had before may belong to another request now.
         return [slot for slot in live if (entry := self._at(slot)) is not None and entry[0] is stream]
 
     def _end(self, stream: RequestStream, awaited: Awaited, finish: wire.Finished) -> list[int]:
+        """End `awaited` as the core reports; return the slots to abort if this fails the request."""
         if stream.is_over or awaited.finish is not None:
             return []
         if finish.reason == "error":
@@ -211,7 +218,7 @@ class OutputProcessor:
         return []
 
     def _end_at_stop_string(self, stream: GenerationStream, completion: Completion) -> list[int]:
-        """Read the new text of `completion`, and end it if the text has a stop string."""
+        """Read the new text of `completion`, and end it at a stop string; return its slot if the core must abort it."""
         finish = completion.finish
         completion.read()
         if completion.finish is finish:
@@ -221,7 +228,7 @@ class OutputProcessor:
         return [completion.slot] if finish is None else []
 
     def _fail_for_lost_tokens(self, stream: RequestStream, awaited: Awaited) -> list[int]:
-        why = f"tokens after the first {awaited.num_tokens} were lost between core and client"
+        why = f"tokens after the first {awaited.num_tokens} were lost between core and client; send the request again"
         return self.fail(stream, f"request {stream.request_id}: {why}")
 
     def _forget_if_over(self, stream: RequestStream) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text on up to the first stop string, and holds back text that may be the beginning of one.
 
-    If a piece completes several stop strings, the one that begins first counts, and the longest of those that begin
-    there.
+    If a piece completes several stop strings, the first counts, and if several begin at the same place, the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
-        """`include`: the stop string is part of the text that is passed on."""
+        """`stops`: at least one, none empty; `include`: the text that is passed on includes the stop string."""
         self.found: str | None = None
-        """The stop string that was found."""
+        """The stop string that was found; None until then."""
         self._stops = stops
         self._include = include
         self._pattern = re.compile("|".join(re.escape(stop) for stop in sorted(stops, key=len, reverse=True)))
@@ -22,7 +21,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, piece: str) -> str:
-        """Return the text that `piece` makes certain; if that sets `found`, no text follows."""
+        """Return the text that `piece` makes certain. After `found` is set, give no further pieces."""
         text = self._held + piece
         match = self._pattern.search(text)
         if match is not None:
@@ -39,7 +38,7 @@ class StopStrings:
         return held
 
     def _length_of_beginning(self, text: str) -> int:
-        """The number of characters at the end of `text` that begin a stop string."""
+        """Return the largest number of characters at the end of `text` that begin a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -24,25 +24,27 @@ class PooledVector:
 
     index = 0
     num_tokens = 0
+    """Number of output tokens: a vector has none."""
 
     def __init__(self) -> None:
         self.slot = -1
-        """The name of the vector on the wire, once its request has been sent."""
+        """The slot of the vector; -1 until its request enters `OutputProcessor`."""
         self.finish: wire.Finished | None = None
+        """The end of the request; None while it runs."""
         self.data: npt.NDArray[np.float32] | None = None
         """float32 [dimensions]; None until it has arrived."""
 
     def take_in(self, data: bytes) -> None:
-        """Keep the vector, given as little-endian float32; raises ValueError if the length does not fit."""
+        """Keep the vector `data`, little-endian float32. Raises ValueError if its length is no multiple of 4."""
         self.data = np.frombuffer(data, "<f4").astype(np.float32)
 
 
 Awaited = Completion | PooledVector
-"""What one slot on the wire brings."""
+"""The result that a slot on the wire brings."""
 
 
 class RequestStream(ABC):
-    """A live request and its consumer: common to generation and pooling.
+    """A live request and its consumer: what generation and pooling have in common.
 
     Only `OutputProcessor` ends a stream or anything that the stream awaits.
     """
@@ -57,14 +59,14 @@ class RequestStream(ABC):
         self.num_cached_tokens = 0
         """Prompt tokens whose keys and values were already in the core's cache when the first completion began."""
         self.error: Exception | None = None
-        """The error that ended the stream."""
+        """The error that ended the stream; None without an error."""
         self._metrics = RequestMetrics(request.arrival_time)
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     @abstractmethod
     def awaited(self) -> Sequence[Awaited]:
-        """What the core must bring, each under a slot of its own."""
+        """The completions, or the vector, that the core must bring, each under its own slot."""
 
     @abstractmethod
     def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> AddMessage:
@@ -72,7 +74,7 @@ class RequestStream(ABC):
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will arrive."""
+        """Whether the stream has failed, or all that it awaits has ended."""
         if self.error is not None:
             return True
         for awaited in self.awaited:  # noqa: SIM110, because a generator is slower and this runs for every message
@@ -87,7 +89,7 @@ class RequestStream(ABC):
             self.note_end()
 
     def end_all(self, reason: str) -> None:
-        """End, for `reason`, everything that has not ended."""
+        """End, for `reason`, each completion or vector that has not ended."""
         for awaited in self.awaited:
             self.end(awaited, wire.Finished(awaited.slot, awaited.num_tokens, reason))
 
@@ -98,7 +100,7 @@ class RequestStream(ABC):
             self._wake()
 
     def note_end(self) -> None:
-        """Wake the consumer after one of the awaited has ended."""
+        """Wake the consumer, after an end, if there is an output for it; record the time if the stream is over."""
         if self.is_over:
             self._metrics.finished_time = time.time()
         if self._has_news():
@@ -107,8 +109,8 @@ class RequestStream(ABC):
     async def next(self) -> RequestOutput | PoolingRequestOutput:
         """Return the next output as soon as there is news.
 
-        Raises what `fail` was given, and EngineGenerateError where a vector was awaited and none arrived. At most one
-        consumer may wait at a time.
+        Raises a copy of the error that `fail` was given, and EngineGenerateError if a pooling request ended without its
+        vector. At most one consumer may wait at a time.
         """
         while not self._has_news():
             self._waiter = asyncio.get_running_loop().create_future()
@@ -123,11 +125,11 @@ class RequestStream(ABC):
 
     @abstractmethod
     def _has_news(self) -> bool:
-        """Whether the consumer wants to see what has arrived."""
+        """Return whether there is an output for the consumer."""
 
     @abstractmethod
     def _output(self) -> RequestOutput | PoolingRequestOutput:
-        """The output to hand to the consumer now."""
+        """Return the output for the consumer, and mark its content as seen."""
 
     def _wake(self) -> None:
         waiter = self._waiter
@@ -181,7 +183,10 @@ class GenerationStream(RequestStream):
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:
-        """Add log-probabilities of prompt tokens; repeated positions are ignored."""
+        """Add log-probabilities of prompt tokens; repeated positions are ignored.
+
+        Raises ValueError for a message that leaves a gap or whose parts disagree.
+        """
         if self._prompt_logprobs is not None:
             append_logprobs(self._prompt_logprobs, message, self._token_text)
 
@@ -198,7 +203,7 @@ class GenerationStream(RequestStream):
             return self.is_over
         known = self._prompt_logprobs
         if known is not None and len(known) < len(self.prompt_token_ids) and not self.is_over:
-            # The first completion brings these, and another may be ahead of it; the first output has all of them.
+            # Only the first completion brings these, and another may be ahead of it; the first output has all of them.
             return False
         if self.error is not None:
             return True
@@ -256,7 +261,7 @@ class PoolingStream(RequestStream):
         return self.is_over
 
     def _output(self) -> PoolingRequestOutput:
-        """Raises EngineGenerateError if there is no vector, as for a request that was aborted."""
+        """Return the vector. Raises EngineGenerateError if there is none, as for a request that was aborted."""
         vector, finish = self.vector.data, self.vector.finish
         if vector is None:
             why = "was aborted" if finish and finish.reason == "abort" else "ended without its vector"

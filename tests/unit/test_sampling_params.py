@@ -165,7 +165,7 @@ def test_texts_have_bounds_in_number_and_length(name, most):
     assert f"at most {most} strings, got {most + 1}" in refusal(ValueError, **{name: [*texts, "y"]})
     for text, size in (("", 0), ("y" * 257, 257)):
         message = refusal(ValueError, **{name: ["fine", text]})
-        assert message.startswith(f"{name} must hold strings of 1 to 256 characters, got one of {size}")
+        assert message.startswith(f"{name} must hold strings of 1 to 256 characters, got {size}")
         assert len(message) < 200, "the text itself is not repeated in full"
     assert refusal(ValueError, **{name: ["\ud800"]}).startswith(f"{name} must hold valid Unicode")
     assert refusal(TypeError, **{name: ["a", 3]}) == f"{name} must hold strings, got 3"

@@ -1,8 +1,8 @@
 """The `vllm-mp` command.
 
-Each command is a module of this package with `USAGE` (the arguments that matter most), `HELP`, `add_arguments(parser)`
-and `run(args) -> int`. A new command is a new module and its name in `COMMANDS` or `BENCHMARKS`. A module imports slow
-packages inside `run` only, so that help comes at once.
+Each command is a module of this package with `USAGE` (its main arguments), `HELP`, `add_arguments(parser)` and
+`run(args)`, which does the work and returns the exit code. A new command is a new module and its name in `COMMANDS` or
+`BENCHMARKS`. A module imports slow packages inside `run` only, so that help is printed at once.
 """
 
 import argparse
@@ -68,6 +68,7 @@ def _prepare_streams() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="vllm-mp",
         description="An LLM inference engine in two processes: if the process that computes dies, streams continue.",
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_commands(commands: Any, modules: Mapping[str, str]) -> None:
+    """Add a parser for each command in `modules` to `commands`, the result of `add_subparsers`."""
     for name, module_name in modules.items():
         module = importlib.import_module(f"{__name__}.{module_name}")
         # The generated usage would list 60 flags, also before each error.

@@ -7,7 +7,10 @@ from typing import Any
 
 
 def positive_integer(text: str) -> int:
-    """Parse a flag's value. Raises the error that argparse prints with the flag's name and exit code 2."""
+    """Return a flag's value as an integer of at least 1.
+
+    Raises ArgumentTypeError for another value; argparse prints it with the flag's name and exits with code 2.
+    """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"it must be an integer of at least 1, got {text!r}")
     return int(text)

@@ -16,6 +16,7 @@ from vllm_mp.engine_args import AsyncEngineArgs
 USAGE = "[OPTIONS]"
 HELP = "Measure the times of import and start, the client's memory, and the CPU time of an idle engine."
 
+# A program that prints the seconds that `import vllm_mp` takes, and whether it loads torch.
 _IMPORT = """
 import json, sys, time
 started = time.perf_counter()
@@ -23,6 +24,7 @@ import vllm_mp
 print(json.dumps({"import_s": time.perf_counter() - started, "torch": "torch" in sys.modules}))
 """
 
+# A program that starts an engine, and prints the times of its start, its memory and its CPU time while it is idle.
 _START = """
 import asyncio, json, sys, time
 options, idle_s = json.loads(sys.argv[1]), float(sys.argv[2])
@@ -97,7 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _probe(code: str, *arguments: str) -> dict[str, Any]:
-    """Run `code` in a new interpreter and return the JSON object on the last line of its output."""
+    """Run `code` in a new interpreter and return the JSON object on the last line of its output.
+
+    Raises RuntimeError, with the program's error output, if the program fails.
+    """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, check=False
@@ -109,4 +114,5 @@ def _probe(code: str, *arguments: str) -> dict[str, Any]:
 
 
 def _median(probes: list[dict[str, Any]], name: str) -> float:
+    """Return the median of the value `name` of all probes."""
     return float(statistics.median(probe[name] for probe in probes))

@@ -91,7 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _length_range(text: str) -> tuple[int, int]:
-    """Parse "N" or "N:M" into the shortest and the longest length."""
+    """Return the shortest and the longest length, in tokens, of a flag's value "N" or "N:M".
+
+    Raises ArgumentTypeError, which argparse prints with the flag's name, for another value.
+    """
     low, _, high = text.partition(":")
     try:
         bounds = int(low), int(high or low)

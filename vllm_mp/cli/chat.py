@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="Address of a running core to use; by default a core is started. With it, of the engine options only "
-        "--tokenizer is allowed, to name a local folder",
+        help="Address of a running core to use; by default a core is started. With this flag, the only engine option "
+        "that is allowed is --tokenizer, which names a local folder",
     )
     parser.add_argument("--key-file", metavar="FILE", help="Key file of that core, required for a tcp:// address")
     add_sampling_flags(parser)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-    sampling_params(args, {})  # a wrong flag is refused before the engine starts
+    sampling_params(args, {})  # refuses a wrong flag before the engine starts
     _check_connect(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.connect is not None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         try:
-            chat_prompt(llm, [{"role": "user", "content": "?"}])  # a model without a template is refused here
+            chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a model without a template
             if sys.stdin.isatty():
                 print(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")
             params = sampling_params(args, llm.model_config.default_sampling_params)
@@ -63,7 +63,7 @@ def _check_connect(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that would be ignored: a running core already has its options."""
     if args.connect is None:
         if args.key_file is not None:
-            raise ValueError("--key-file needs --connect ADDRESS")
+            raise ValueError("--key-file needs --connect ADDRESS; add it, or leave out --key-file")
         return
     for option in dataclasses.fields(AsyncEngineArgs):
         if option.name != "tokenizer" and getattr(args, option.name) != option.default:
@@ -74,7 +74,7 @@ def _check_connect(args: argparse.Namespace) -> None:
 
 
 def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams, system: str | None) -> None:
-    """Answer line after line until the input ends; an answer that is stopped stays in the conversation."""
+    """Answer each line until the input ends. The text of a stopped answer stays in the conversation."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while (line := _read_line()) is not None:

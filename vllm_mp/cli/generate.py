@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-    sampling_params(args, {})  # a wrong flag is refused before the engine starts
+    sampling_params(args, {})  # refuses a wrong flag before the engine starts
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
@@ -60,7 +60,7 @@ async def stream_answer(
 
 
 def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
-    """Return `messages`, put into the model's chat template, as token ids.
+    """Return the token ids of `messages` in the model's chat template.
 
     Raises ValueError if the model has no chat template, or if a message is not valid Unicode.
     """

@@ -14,11 +14,14 @@ from vllm_mp import sampling_params
 
 
 class LoadRequest(NamedTuple):
-    """A request: token ids of its prompt, length of its answer in tokens, arrival in seconds from the start."""
+    """A request of the load."""
 
     prompt: list[int]
+    """Token ids."""
     output_len: int
+    """Length of the answer in tokens."""
     arrival: float = 0.0
+    """Time at which it is sent, in seconds from the start of the load."""
 
 
 class Timeline(NamedTuple):
@@ -48,7 +51,7 @@ def random_prompt(chance: random.Random, vocab_size: int, length: int) -> list[i
 async def run_load(
     llm: Any, requests: Sequence[LoadRequest], temperature: float = 0.0, api: ModuleType = sampling_params
 ) -> list[Timeline]:
-    """Send each request at its time, wait for all, and return their timelines. Answers have `output_len` tokens.
+    """Send each request at its time, wait for all, and return their timelines. Each answer has `output_len` tokens.
 
     `llm` is an `AsyncLLM`, and `api` is the module of its `SamplingParams`: this engine's, or vLLM's with equal names.
     """
@@ -74,8 +77,8 @@ async def run_load(
 def decode_rate(timelines: Sequence[Timeline]) -> float:
     """Return the tokens per second of all streams together while all of them decode.
 
-    That time is from the last stream's first token to the first stream's last token. Raises ValueError if it is too
-    short.
+    This time begins when every stream has its first token, and ends when some stream has its last. Raises ValueError if
+    it is too short.
     """
     begin = max(timeline.tokens[0] for timeline in timelines)
     end = min(timeline.tokens[-1] for timeline in timelines)
@@ -108,7 +111,7 @@ def uniform_load(
 
 
 def percentiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Return the value below which each of `shares`, 0 to 1, of the values lies."""
+    """Return, for each of `shares` from 0 to 1, the value below which this share of `values` lies."""
     ordered = sorted(values)
     return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
 

@@ -15,7 +15,7 @@ _BY_FLAG = {
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to `parser`.
 
-    A flag that is not given has the value of the model's generation_config.json, or else that of greedy sampling.
+    A flag that is not given has the value of the model's generation_config.json, or else the value for greedy sampling.
     """
     group = parser.add_argument_group("sampling (defaults: the model's generation config, else the most likely token)")
     for flag, (_, parameter) in _BY_FLAG.items():

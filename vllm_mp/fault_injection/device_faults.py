@@ -7,7 +7,7 @@ next synchronization.
 import torch
 
 _OOM_HEADROOM_BYTES = 2**29
-"""Device memory that a core may still allocate before it runs out, however much the device has."""
+"""Device memory that a core may still allocate before it runs out of memory, however much the device has."""
 _UNMAPPED_OFFSET_BYTES = 2**47
 """Distance from any allocation to addresses that neither a device nor a process can have."""
 

@@ -31,7 +31,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "illegal_access": _ALL_PLACES,
     "device_assert": _ALL_PLACES,
 }
-"""The places at which each action may strike."""
+"""The actions, and the places at which each may strike."""
 _CUDA_ACTIONS = ("device_oom", "illegal_access", "device_assert")
 
 
@@ -47,7 +47,7 @@ class Fault:
     incarnation: int | None = None
     step: int | None = None
     request: str | None = None
-    """The step contains a request whose id contains this text. The next three conditions apply to the same request."""
+    """The step has a request whose id contains this text. The next three conditions apply to the same request."""
     token: int | None = None
     """The step computes this token id of the request."""
     position: int | None = None
@@ -55,7 +55,9 @@ class Fault:
     computed: int | None = None
     """At least this many of the request's tokens were computed in earlier steps."""
     probability: float = 1.0
+    """Probability with which the fault strikes when all other conditions hold."""
     seed: int = 0
+    """Seed of the draws for `probability`."""
     share: float = 0.0
     """Share of the weights that must be loaded, from 0 to 1."""
     messages: int = 1
@@ -65,17 +67,24 @@ class Fault:
 
     @property
     def is_about_a_request(self) -> bool:
+        """Whether any condition is about a request of the step."""
         return any(value is not None for value in (self.request, self.token, self.position, self.computed))
 
 
 class _Condition(NamedTuple):
+    """A condition of the language."""
+
     parse: Callable[[str], Any]
+    """Takes the value as text; raises ValueError for a value that is not allowed."""
     allowed: str
+    """The allowed values in words."""
     places: tuple[str, ...] = _ALL_PLACES
     actions: tuple[str, ...] = tuple(ACTIONS)
 
 
 def _number(low: int) -> Callable[[str], int]:
+    """Return the parser of an integer of at least `low`."""
+
     def parse(text: str) -> int:
         value = int(text)
         if value < low:
@@ -141,6 +150,8 @@ def parse_faults(text: str, device: str) -> list[Fault]:
 
 
 def _parse_fault(text: str) -> Fault:
+    """Return the fault that `text` describes. Raises ValueError, naming the invalid part and what is allowed."""
+
     def refusal(what: str) -> ValueError:
         return ValueError(f"fault_injection: {what} in {text!r}; see docs/operating/faults.md")
 

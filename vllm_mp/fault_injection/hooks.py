@@ -48,7 +48,7 @@ class FaultHooks:
         self._folder = None if launch.runtime_dir is None else Path(launch.runtime_dir)
         self._struck: set[Fault] = set()
         self._latest_token: Callable[[int], int] | None = None
-        """Return the token that was sampled last for a row; the token may still be on the device only."""
+        """Returns the token that was sampled last for a row; the token may still be on the device only."""
         self._step = 0
         logger.warning("faults are injected: %s", config.liveness_config.fault_injection)
 
@@ -62,7 +62,7 @@ class FaultHooks:
         """Wrap `runner` and `server`, so that faults of steps and of their messages strike there."""
         launch, publish = runner.launch, server.publish
         in_steps, in_messages = self._at(STEP), self._at(PUBLISH)
-        due: dict[int, list[Fault]] = {}  # by step number: the next step may be launched before this one is published
+        due: dict[int, list[Fault]] = {}  # by step number: a step may be launched before its predecessor is published
         poison = _Poison()
         self._latest_token = runner.latest_token
 
@@ -160,7 +160,7 @@ class FaultHooks:
 
 
 class _Poison:
-    """Which tokens of the step get NaN hidden states."""
+    """The tokens of the step whose hidden states become NaN."""
 
     tokens: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
     """[num_tokens]"""
@@ -185,6 +185,7 @@ class _PoisonedModel:
 
 
 def _strike(fault: Fault) -> None:
+    """Let `fault` strike, which may end the core, raise an error or never return."""
     logger.warning("injected fault: %s", fault.text)
     _STRIKES[fault.action](fault)
 

@@ -1,7 +1,7 @@
-"""What a model looks like: the normalised form of a Hugging Face `config.json`.
+"""The architecture of a model: the normalised form of a Hugging Face `config.json`.
 
 Nothing here needs torch or transformers, so the client can read a model's shape too. `registry.read_architecture`
-makes these from the contents of a `config.json`.
+makes it from the contents of a `config.json`.
 """
 
 from typing import Final
@@ -15,9 +15,10 @@ ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", 
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder or an encoder, as far as every part of the engine must know it.
+    """The facts about a decoder or an encoder that every part of the engine needs.
 
-    `max_position` is the longest context, in tokens, that the model is made for.
+    `max_position` is the longest context, in tokens, that the model is made for. `dtype` is the dtype of the weights in
+    the checkpoint, None if the configuration does not state it.
     """
 
     name: str
@@ -65,7 +66,7 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Shapes of one cell of each layer's cache: (heads, dim) of the keys, and of the values."""
+        """Shapes of one cell of each layer's cache: (heads, dim) of the keys, and of the values; [] for an encoder."""
         if self.is_encoder:
             return []
         shape = (self.num_kv_heads, self.head_dim)

@@ -1,4 +1,4 @@
-"""Read the `config.json` of BERT and its kin: RoBERTa, XLM-R and DistilBERT.
+"""Read the `config.json` of the BERT family: BERT, RoBERTa, XLM-R and DistilBERT.
 
 A field that a configuration leaves out takes the default of the transformers class that would have read it.
 """
@@ -54,7 +54,7 @@ def _encoder(
     intermediate_size: int,
     num_token_types: int,
 ) -> NativeArchitecture:
-    """Read the common fields of encoders; `fields` names the hidden size and the numbers of layers and heads."""
+    """Read the fields that all encoders have; `fields` names the hidden size and the numbers of layers and heads."""
     if flag(config, "is_decoder", False):
         raise ValueError("config field 'is_decoder' is true; models of this family are supported as encoders (false)")
     kind = config.get("position_embedding_type", "absolute")

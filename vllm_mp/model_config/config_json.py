@@ -4,6 +4,7 @@ import math
 from typing import Any, Final
 
 Config = dict[str, Any]
+"""The contents of a `config.json`, or of an object in it."""
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
 _MISSING: Final = object()
@@ -20,7 +21,7 @@ def integer(config: Config, field: str, default: int | None = None, minimum: int
 
 
 def optional_integer(config: Config, field: str, default: int | None) -> int | None:
-    """Return what `integer` does, or None if the field is null or absent without a default."""
+    """Return what `integer` does; None if the field is null, or absent without a default."""
     return None if config.get(field, default) is None else integer(config, field, default)
 
 
@@ -42,12 +43,12 @@ def number(config: Config, field: str, default: float | None = None, minimum: fl
 
 
 def optional_number(config: Config, field: str) -> float | None:
-    """Return what `number` does, or None if the field is null or absent."""
+    """Return what `number` does; None if the field is null or absent."""
     return None if config.get(field) is None else number(config, field)
 
 
 def flag(config: Config, field: str, default: bool) -> bool:
-    """Return a boolean."""
+    """Return a boolean; `default` if the field is absent."""
     value = config.get(field, default)
     if not isinstance(value, bool):
         raise ValueError(f"config field '{field}' is {shorten(value)}; it must be true or false")
@@ -55,7 +56,7 @@ def flag(config: Config, field: str, default: bool) -> bool:
 
 
 def choice(config: Config, field: str, default: str, allowed: tuple[str, ...]) -> str:
-    """Return one of the `allowed` strings."""
+    """Return one of the `allowed` strings; `default` if the field is absent."""
     value = config.get(field, default)
     if value not in allowed:
         raise ValueError(f"config field '{field}' is {shorten(value)}; supported are {', '.join(allowed)}")
@@ -87,7 +88,7 @@ def even_split(
     size_field: str = "hidden_size",
     heads_field: str = "num_attention_heads",
 ) -> int:
-    """Return the head size, `hidden_size / num_heads`; the two fields are named in the error."""
+    """Return the head size, `hidden_size / num_heads`; `size_field` and `heads_field` name the two in the error."""
     if hidden_size % num_heads:
         raise ValueError(
             f"config field '{size_field}' is {hidden_size}; it must be a multiple of {heads_field} ({num_heads})"

@@ -16,7 +16,7 @@ _FIELDS = {
 }
 """The names in generation_config.json of the fields of `SamplingParams`."""
 _GREEDY_NAMES = {"repetition_penalty", "max_new_tokens"}
-"""The names that matter without sampling too."""
+"""The names whose settings apply to greedy decoding too."""
 
 
 def read_generation_config(setting: str, folder: Path) -> dict[str, Any]:
@@ -37,14 +37,19 @@ def read_generation_config(setting: str, folder: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path, generation: dict[str, Any], hf_config: dict[str, Any], vocab_size: int) -> list[int]:
-    """Return the end-of-sequence ids of generation_config.json, which may name several, or else of config.json."""
+    """Return the end-of-sequence ids of generation_config.json, which may name several, or else of config.json.
+
+    Ids outside the vocabulary are ignored with a warning.
+    """
     ids = generation.get("eos_token_id")
     if ids is None:
         ids = hf_config.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     known = [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < vocab_size]
     if len(known) < len(ids):
-        logger.warning("%s: eos_token_id %s has ids outside the vocabulary of %d", folder, ids, vocab_size)
+        logger.warning(
+            "%s: eos_token_id %s has ids outside the vocabulary of %d, which are ignored", folder, ids, vocab_size
+        )
     return known
 
 
@@ -58,7 +63,7 @@ def default_sampling_params(generation: dict[str, Any], overrides: dict[str, Any
     defaults: dict[str, Any] = {}
     wanted = set(_FIELDS)
     if generation.get("do_sample") is False:
-        # Transformers saves the other settings too, but ignores them; a setting that the user gives is intended.
+        # Transformers saves the other settings too, but ignores them. A setting that the user gives is intended.
         defaults["temperature"] = 0.0
         wanted = _GREEDY_NAMES | (set() if "do_sample" in overrides else overrides.keys())
     elif generation.get("do_sample"):

@@ -21,7 +21,7 @@ _ATTENTION_LAYERS: Final = ("full_attention", "sliding_attention", "chunked_atte
 
 
 def read_other_decoder(name: str, config: Config) -> Architecture:
-    """Read what every decoder's configuration states.
+    """Read the fields that every decoder's configuration has.
 
     A model of text and images has its decoder's fields in `text_config`. Raises ValueError, naming the field, for
     an encoder-decoder, for layers other than attention, and for sizes that are missing or ill-typed.
@@ -47,7 +47,7 @@ def read_other_decoder(name: str, config: Config) -> Architecture:
 
 
 def _first_integer(config: Config, fields: tuple[str, ...]) -> int:
-    """Return the first of `fields` that the configuration sets."""
+    """Return the value of the first of `fields` that the configuration sets. Raises ValueError if it sets none."""
     for field in fields:
         if config.get(field) is not None:
             return integer(config, field)

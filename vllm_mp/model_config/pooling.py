@@ -16,7 +16,7 @@ _MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""The flags of older folders, and the names that newer folders use instead."""
+"""The flag of each pooling mode in older folders, and the name that newer folders use instead."""
 _SERVED = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
 """The served names, and the pooling type that each stands for."""
 
@@ -31,7 +31,7 @@ class PoolingConfig(msgspec.Struct, kw_only=True):
 
 
 def read_pooling_config(folder: Path, is_encoder: bool) -> PoolingConfig:
-    """Return the pooling that modules.json of `folder` describes; without the file mean for encoders, else last.
+    """Return the pooling that modules.json of `folder` describes; without this file "mean" for encoders, else "last".
 
     Raises ValueError, naming the file and the module, for pooling that is not supported: the vectors would be wrong.
     """
@@ -58,7 +58,7 @@ def read_pooling_config(folder: Path, is_encoder: bool) -> PoolingConfig:
 
 
 def read_max_seq_length(folder: Path) -> int | None:
-    """Return the longest prompt, in tokens, that sentence_bert_config.json of `folder` names, or None.
+    """Return the longest prompt, in tokens, that sentence_bert_config.json of `folder` names; None if it names none.
 
     Raises ValueError, naming the file and the field, for a bad value, and if prompts must be converted to lower case.
     """
@@ -78,7 +78,7 @@ def read_max_seq_length(folder: Path) -> int | None:
 
 
 def _kind(path: Path, module: Any) -> str:
-    """Return the class name of a module; the whole path for a class that is not the library's."""
+    """Return the class name of a module, with its path unless the class is the library's."""
     kind = module.get("type") if isinstance(module, dict) else None
     if not isinstance(kind, str):
         raise ValueError(f"{path} has an entry without a 'type': {module!r:.80}; fetch the model again")

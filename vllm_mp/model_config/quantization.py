@@ -6,12 +6,13 @@ from typing import Final, Literal
 from vllm_mp.model_config.config_json import Config, choice, integer, shorten
 
 Fp8Scales = Literal["channel", "tensor", "block"]
-"""What shares a scale among the weights of a projection, which are float8_e4m3fn.
+"""The weights of a projection, in float8_e4m3fn, that share a scale.
 
-"channel": the weights of each output; they are quantized at load. In the checkpoint already: "tensor", each matrix,
-or "block", each tile of 128 outputs and 128 inputs of a matrix.
+"channel": the weights of each output, quantized at load. "tensor": each matrix; "block": each tile of 128 outputs and
+128 inputs of a matrix; both are quantized in the checkpoint.
 """
 _BLOCK: Final = [128, 128]
+# The projections of a layer, all of which must be quantized.
 _PROJECTIONS: Final = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
@@ -21,8 +22,8 @@ _PROJECTIONS: Final = (
 def read_fp8_scales(architecture: str, config: Config, fp8_architectures: Sequence[str]) -> Fp8Scales | None:
     """Return the kind of scales of a checkpoint with these contents of `config.json`; None for plain floats.
 
-    `fp8_architectures` are those whose models may have 8-bit weights. Raises ValueError, naming the field, its value
-    and what is allowed, for any other quantization.
+    `fp8_architectures` are the architectures that may have 8-bit weights. Raises ValueError, naming the field, its
+    value and what is allowed, for any other quantization.
     """
     stated = config.get("quantization_config")
     if not stated:
@@ -51,7 +52,7 @@ def read_fp8_scales(architecture: str, config: Config, fp8_architectures: Sequen
 
 
 def _check_unconverted(field: str, names: object, num_layers: int) -> None:
-    """Refuse a list of unquantized modules that names a projection of a layer."""
+    """Raise ValueError for a list `names` of unquantized modules that names a projection of a layer."""
     if not isinstance(names, list):
         raise ValueError(f"config field '{field}' is {shorten(names)}; it must be a list of module names")
     for layer in range(num_layers):

@@ -19,10 +19,10 @@ from vllm_mp.model_config.quantization import read_fp8_scales
 
 
 class NativeEntry(NamedTuple):
-    """One architecture that has a native model."""
+    """An architecture that has a native model."""
 
     read: Callable[[str, Config], NativeArchitecture]
-    """Takes the architecture's name and the contents of `config.json`; raises ValueError for a bad field."""
+    """Takes the architecture's name and the contents of `config.json`; raises ValueError for an invalid field."""
     model: str
     """The class that runs it, as "module:class" with a module of `core/models`; imported when a model is built."""
     model_type: str | None = None

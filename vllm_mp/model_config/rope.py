@@ -37,8 +37,9 @@ def rope_variants(config: Config) -> list[Config]:
 
 
 def read_rope(config: Config, max_position: int) -> Rope:
-    """Read `rope_parameters` (v5), or `rope_scaling` and the field `rope_theta` (v4).
+    """Read `rope_parameters` (transformers v5), or `rope_scaling` and `rope_theta` (v4).
 
+    `max_position`, in tokens, is the original context of a stretched model whose rotary parameters do not state it.
     Raises ValueError, naming the field, for a type or a value that is not supported.
     """
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"

@@ -19,7 +19,7 @@ from vllm_mp.model_store.progress import Progress
 CACHE_VARIABLE = "VLLM_MP_CACHE"
 
 Build = Callable[[Path, int], Path]
-"""Fills a workspace under a lock; see `build_once`."""
+"""A function that fills a workspace under a lock; see `build_once`."""
 
 
 def cache_root() -> Path:

@@ -15,8 +15,9 @@ _POINTER_START = b"version https://git-lfs"
 def folder_problem(folder: Path, load_format: str) -> str | None:
     """Return the reason why `folder` cannot be loaded, with the remedy, or None if it can.
 
-    Checks that config.json can be read and, unless `load_format` is "dummy", that every safetensors file exists that
-    the index names. The tensors themselves are not read. With "tokenizer" only a tokenizer is required.
+    Checks that config.json can be read and, unless `load_format` is "dummy", that there are safetensors files, that
+    each file of the index exists, and that none is a Git LFS pointer. The tensors themselves are not read. With
+    "tokenizer" only a tokenizer is required.
     """
     if load_format == "tokenizer":
         if has_tokenizer(folder):
@@ -42,7 +43,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _weights_problem(folder: Path) -> str | None:
-    """Return the reason why the safetensors of `folder` cannot be loaded. Raises ValueError for an unreadable index."""
+    """Return the reason why the safetensors of `folder` cannot be loaded, or None.
+
+    Raises ValueError if the index cannot be read.
+    """
     index: dict[str, Any] = read_json(folder / WEIGHT_INDEX, dict) or {}
     files = set(index.get("weight_map", {}).values())
     missing = sorted(name for name in files if not (folder / name).is_file())

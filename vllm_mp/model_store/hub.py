@@ -12,7 +12,9 @@ from vllm_mp.model_store.package import DEFAULT_MODEL
 from vllm_mp.model_store.progress import Progress
 
 _CONNECT_TIMEOUT_S = 5.0
+"""Longest wait for the answer to a request about a model or a file."""
 _FIRST_ANSWER_TIMEOUT_S = 12.0
+"""Longest wait for the hub's first answer, with retries and the look-up of its name."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _DESCRIPTION_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
@@ -126,7 +128,7 @@ def _download(
 
 
 def _cached_snapshot(model: str, revision: str | None, cache: Path | None) -> Path | None:
-    """Return the snapshot folder in the hub's cache, which may be incomplete, or None."""
+    """Return the model's snapshot folder in the hub's cache, which may be incomplete; None if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("config.json", "tokenizer.json"):
@@ -159,5 +161,6 @@ def _within(seconds: float, call: Callable[[], None]) -> None:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the type of `error` and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

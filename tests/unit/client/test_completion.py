@@ -1,4 +1,4 @@
-"""Completions and their requests, as messages of the core make them: text, tokens, log-probabilities, stops, slots."""
+"""Completions and their requests as a core's messages arrive: text, tokens, log-probabilities, stops, slots."""
 
 import asyncio
 import codecs
@@ -23,12 +23,12 @@ from vllm_mp.wire import Finished, TokenLogprobs
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
 WORDS = ("ab", "ba b", "", " a", "é", "😀", "\n\n")
-"""The texts of tokens 256 and up; those below are bytes."""
+"""The texts of tokens 256 and up; tokens below 256 are bytes."""
 EOS = 999
 
 
 class Detokenizer:
-    """Holds back half a character; the end-of-sequence token has a text too, if it is decoded."""
+    """A detokenizer that holds back half a character; the end-of-sequence token has a text too."""
 
     def __init__(self):
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -72,14 +72,14 @@ def request_of(request_id, prompt=(1,), **params):
 
 
 def logprobs_message(slot, position, token_ids):
-    """One position for each token, whose log-probability is a function of the token; token 0 is the most likely."""
+    """Return a message with a position for each token. Log-probabilities depend on the token; token 0 is the best."""
     ids = np.array([[token_id, 0] for token_id in token_ids], "<i4")
     values = np.array([[-token_id / 64, -0.5] for token_id in token_ids], "<f4")
     return TokenLogprobs(slot, position, ids.tobytes(), values.tobytes(), np.full(len(ids), 7, "<u4").tobytes())
 
 
 def message(*entries, finished=(), logprobs=()):
-    """A step output; an entry is (slot, position, tokens)."""
+    """Return a step output; an entry is (slot, position, tokens)."""
     columns = [(slot, token, position + i) for slot, position, ids in entries for i, token in enumerate(ids)]
     slots, tokens, positions = (np.array([column[i] for column in columns], np.int64) for i in range(3))
     return wire.StepOutput(
@@ -96,7 +96,7 @@ def deliver(processor, completion, token_ids, reason=None, logprobs=False):
 
 
 async def take(stream):
-    """The output that is ready for the consumer; None if there is none."""
+    """Return the output that is ready for the consumer; None if there is none."""
     task = asyncio.ensure_future(stream.next())
     await asyncio.sleep(0)
     if task.done():
@@ -110,7 +110,7 @@ def taken(stream):
 
 
 def whole(outputs, kind, index=0):
-    """(text, token ids, logprobs, cumulative, finish, stop) of a completion, from all outputs of its stream."""
+    """Return a completion from all outputs of its stream: (text, token ids, logprobs, cumulative, finish, stop)."""
     own = [part for output in outputs for part in output.outputs if part.index == index]
     last = own[-1]
     if kind != DELTA:
@@ -124,7 +124,7 @@ def whole(outputs, kind, index=0):
 
 
 def play(token_ids, reason, sizes, reads, kind, **params):
-    """The completion that arrives in messages of `sizes` tokens and is read after the messages marked in `reads`."""
+    """Deliver a completion in messages of `sizes` tokens, read it after the messages marked in `reads`, return it."""
     processor = OutputProcessor()
     stream = make_stream(processor, output_kind=kind, logprobs=1, **params)
     (completion,) = stream.completions
@@ -152,7 +152,7 @@ def play(token_ids, reason, sizes, reads, kind, **params):
 
 
 def expected(token_ids, reason, stop=(), include_stop_str_in_output=False, min_tokens=0):
-    """(text, number of tokens, finish, stop), found by searching the whole text again after every token."""
+    """Return (text, number of tokens, finish, stop), by searching the whole text again after every token."""
     shown = token_ids[:-1] if reason == "stop" and not include_stop_str_in_output else token_ids
 
     def certain(count):
@@ -281,7 +281,7 @@ def test_repeated_log_probabilities_are_ignored_and_a_gap_is_an_error():
     append_logprobs(known, logprobs_message(0, 0, [5, 6]), None)
     append_logprobs(known, logprobs_message(0, 1, [6, 8]), None)
     assert [next(iter(entry)) for entry in known] == [5, 6, 8]
-    with pytest.raises(ValueError, match="position 4 came where 3"):
+    with pytest.raises(ValueError, match="position 4 came, but position 3 is the next"):
         append_logprobs(known, logprobs_message(0, 4, [9]), None)
     assert len(known) == 3
 
@@ -485,7 +485,7 @@ def test_slots_are_limited_to_those_that_the_wire_can_name(monkeypatch):
 
 
 class Slots(RuleBasedStateMachine):
-    """A slot is handed out only if it is free, and is free once the core reports its end, however the stream ended."""
+    """A slot is given only if it is free, and is free again once the core reports its end, however the stream ended."""
 
     streams = Bundle("streams")
 
@@ -493,7 +493,7 @@ class Slots(RuleBasedStateMachine):
         super().__init__()
         self.processor = OutputProcessor()
         self.in_use = set()
-        """The slots that the core knows of."""
+        """The slots that the core knows."""
 
     def end(self, completion, reason):
         self.processor.process(
@@ -506,7 +506,7 @@ class Slots(RuleBasedStateMachine):
         stream = make_stream(self.processor, n=n, stop=["ab"], output_kind=DELTA)
         slots = {completion.slot for completion in stream.completions}
         assert len(slots) == n
-        assert not slots & self.in_use, "handed out twice"
+        assert not slots & self.in_use, "a slot was given twice"
         self.in_use |= slots
         return stream, list(stream.completions)
 

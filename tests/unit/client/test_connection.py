@@ -13,7 +13,7 @@ from vllm_mp.client.engine.connection import CoreConnection
 
 @contextlib.contextmanager
 def peers(tmp_path):
-    """A client's connection, and the socket of its peer, which stands in for a core."""
+    """Yield a client's connection and the socket of its peer, which stands in for a core."""
     address = f"ipc://{tmp_path}/core.sock"
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)

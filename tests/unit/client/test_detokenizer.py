@@ -1,3 +1,5 @@
+"""Text from token ids that arrive one by one or in chunks."""
+
 from __future__ import annotations
 
 import gc
@@ -75,7 +77,7 @@ def decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool = True) -> 
 
 
 def in_chunks(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """`ids` in chunks of these sizes, repeated as needed; one by one without sizes."""
+    """Return `ids` in chunks of `sizes`, which are repeated as needed; in chunks of 1 without sizes."""
     chunks = []
     rounds = cycle(sizes or [1])
     while ids:

@@ -1,4 +1,4 @@
-"""When a core counts as hung."""
+"""The conditions under which a core counts as hung."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ NO_REQUESTS = np.zeros(0, np.uint32)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that moves only when the test moves it."""
+    """Return a clock that moves only when the test moves it."""
     now = [100.0]
     monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
     return now

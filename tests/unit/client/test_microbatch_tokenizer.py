@@ -1,3 +1,5 @@
+"""Batches of the tokenizer thread: which requests share one, when it runs, and what each caller gets."""
+
 from __future__ import annotations
 
 import asyncio
@@ -332,7 +334,7 @@ def test_tokenizer_serves_successive_event_loops(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder, max_batch_size=3, batch_wait_timeout_s=LONG_WAIT_S)
 
     async def leave_early() -> None:
-        # Leaves a batch in the worker thread, and two requests that wait for a third.
+        # A batch stays in the worker thread, and two requests wait for a third.
         recorder.gate.clear()
         tasks = [asyncio.ensure_future(batching("left behind"))]
         await asyncio.to_thread(recorder.entered.wait, 60)

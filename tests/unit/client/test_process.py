@@ -63,6 +63,6 @@ def test_end_is_described_with_the_last_lines_of_the_log(core_process):
     )
     core_process.kill()
     assert not core_process.was_killed
-    told = core_process.describe_end()
-    assert told.startswith("the core process 4711 ended with SIGKILL, but the system still holds it; ")
-    assert told.endswith("illegal memory access was encountered")
+    description = core_process.describe_end()
+    assert description.startswith("the core process 4711 ended with SIGKILL, but the system still holds it; ")
+    assert description.endswith("illegal memory access was encountered")

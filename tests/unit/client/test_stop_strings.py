@@ -1,7 +1,7 @@
 """Stop strings in a text that arrives in pieces.
 
-The first piece that completes a stop string decides: of all complete stop strings the one that begins first counts, and
-the longest of those that begin there.
+The first piece that completes a stop string decides: of all complete stop strings the first counts, and if several
+begin at the same place, the longest.
 """
 
 import itertools
@@ -24,7 +24,7 @@ def pieces_of(text, cuts):
 
 
 def first_stop(text, stops):
-    """(start, stop string) of the stop that counts, by trying every position."""
+    """Return (start, stop string) of the stop that counts, by trying every position; None without a stop."""
     for start in range(len(text)):
         if here := [stop for stop in stops if text[start:].startswith(stop)]:
             return start, max(here, key=len)
@@ -32,12 +32,12 @@ def first_stop(text, stops):
 
 
 def length_of_beginning(text, stops):
-    """The largest number of characters at the end of `text` that begin a stop without completing it."""
+    """Return the largest number of characters at the end of `text` that begin a stop without completing it."""
     return max(size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size]))
 
 
 @given(TEXT, CUTS, STOPS, st.booleans())
-def test_text_up_to_the_first_stop_is_passed_on_and_never_too_early(text, cuts, stops, include):
+def test_text_is_passed_on_up_to_the_first_stop_and_never_too_early(text, cuts, stops, include):
     search = StopStrings(stops, include)
     passed = known = ""
     for piece in pieces_of(text, cuts):
@@ -69,14 +69,14 @@ def test_text_up_to_the_first_stop_is_passed_on_and_never_too_early(text, cuts, 
         (["(a|b)*"], ["aab (a", "|b)*"], ["aab ", ""], "(a|b)*"),
     ],
 )
-def test_examples(stops, pieces, passed, found):
+def test_each_piece_passes_on_the_text_that_no_stop_can_change(stops, pieces, passed, found):
     search = StopStrings(stops, include=False)
-    given_out = []
+    passed_on = []
     for piece in pieces:
-        given_out.append(search.feed(piece))
+        passed_on.append(search.feed(piece))
         if search.found:
             break
-    assert given_out == passed
+    assert passed_on == passed
     assert search.found == found
 
 

@@ -68,7 +68,7 @@ async def until_waiting(stream):
 
 
 def consume(stream, *messages):
-    """The (text, token ids, finished) of each output, if the consumer takes each before the next message."""
+    """Return (text, token ids, finished) of each output, if the consumer takes each before the next message."""
 
     async def run():
         outputs = []
@@ -303,7 +303,7 @@ def test_last_token_is_in_the_text_if_the_completion_was_not_stopped(reason):
     assert asyncio.run(stream.next()).outputs[0].text == "[7][9]."
 
 
-def test_without_a_detokenizer_there_are_ids_and_no_text():
+def test_output_without_a_detokenizer_has_ids_and_no_text():
     stream = stream_of(Completion(0, SamplingParams(detokenize=False)), None)
     receive_last(stream, 7, 9, reason="stop")
     output = asyncio.run(stream.next())
@@ -317,7 +317,7 @@ def test_output_is_not_changed_by_later_tokens():
     async def run():
         receive(stream, 1)
         first = await stream.next()
-        first.outputs[0].token_ids.append(99)  # nor may its reader change the stream
+        first.outputs[0].token_ids.append(99)  # a change by the consumer does not reach the stream
         receive_last(stream, 2)
         return first, await stream.next()
 

@@ -1,4 +1,4 @@
-"""How often and how soon a core is restarted."""
+"""The limit on restarts of a core, and the delay before each."""
 
 from vllm_mp.client.engine.supervisor import RestartLimit
 

@@ -1,4 +1,4 @@
-"""Which request is to blame when cores die."""
+"""The choice of the request to blame when cores die."""
 
 from vllm_mp import SamplingParams, wire
 from vllm_mp.client.engine.supervisor import Death
@@ -9,34 +9,34 @@ from vllm_mp.client.request import GenerationRequest
 
 
 class Client:
-    """Live requests with the given numbers of completions, and the deaths of cores."""
+    """Live requests with `num_completions` each, and the deaths of their cores."""
 
     def __init__(self, *num_completions):
-        self.record = Suspects()
+        self.suspected = Suspects()
         self.live = []
         self.unsent = 0
-        """Tokens of each completion that a core has and has not sent when it dies."""
+        """Number of tokens of each completion that a core has not sent when it dies."""
         for request, count in enumerate(num_completions):
             completions = [Completion(i, SamplingParams()) for i in range(count)]
-            record = GenerationRequest(str(request), "", [1], wire.pack_ids([1]), SamplingParams(), 0.0)
-            stream = GenerationStream(record, completions)
+            request_record = GenerationRequest(str(request), "", [1], wire.pack_ids([1]), SamplingParams(), 0.0)
+            stream = GenerationStream(request_record, completions)
             for completion in completions:
                 completion.slot = len(self.live)
                 self.live.append((stream, completion))
 
     def die(self, *slots, outside=False, others=0):
-        """A core dies with these slots, and `others` of other clients, in its step; return the id of the culprit."""
+        """Let a core die with `slots`, and `others` of other clients, in its step; return the id of the culprit."""
         in_step = (completion for _, completion in self.live if completion.slot in slots)
         had = {completion.slot: completion.num_tokens + self.unsent for completion in in_step}
         death = Death("cause", had, len(slots) + others, outside)
-        culprit = self.record.record(death, self.live)
+        culprit = self.suspected.record(death, self.live)
         return culprit and culprit.request_id
 
     def give_token(self, slot):
         self.live[slot][1].take_in(5, len(self.live[slot][1].token_ids))
 
     def suspects(self):
-        return [completion.slot for _, completion in self.live if self.record.isolate_until(completion)]
+        return [completion.slot for _, completion in self.live if self.suspected.isolate_until(completion)]
 
 
 def test_all_requests_in_the_step_are_suspects_until_they_get_a_token():
@@ -104,7 +104,7 @@ def test_suspect_runs_isolated_past_the_tokens_that_the_core_had_not_sent():
     client.die(0, 1)
     for _ in range(3):
         assert client.suspects() == [0, 1]
-        assert client.record.isolate_until(client.live[0][1]) == 3
+        assert client.suspected.isolate_until(client.live[0][1]) == 3
         client.give_token(0)
         client.give_token(1)
     assert client.suspects() == []

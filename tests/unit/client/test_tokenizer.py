@@ -1,4 +1,4 @@
-"""Loading tokenizers from the kinds of folders that exist, and refusing damaged folders."""
+"""Tokenizers from all kinds of folders, and the refusal of damaged folders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fast_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def vocabulary_folder(tmp_path: Path) -> Path:
-    """A vocabulary and merges without tokenizer.json, as older models such as GPT-2 have on the hub."""
+    """Return a folder with vocabulary and merges but no tokenizer.json, as older models such as GPT-2 have."""
     folder = tmp_path / "vocabulary"
     folder.mkdir()
     backend = backend_of_bpe()
@@ -211,7 +211,7 @@ def test_chat_template_that_is_neither_text_nor_a_path_is_refused(fast_folder: P
 
 
 def test_unknown_mode_is_refused(fast_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer_mode='mistral' is not one of 'auto', 'slow'"):
+    with pytest.raises(ValueError, match="tokenizer_mode must be 'auto' or 'slow', got 'mistral'"):
         load(fast_folder, mode="mistral")
 
 
