@@ -16,7 +16,7 @@ NEEDS_A_GPU = "need a GPU"
 
 
 class Summary(NamedTuple):
-    """What became of the tests of all runs."""
+    """The results of the tests of all runs."""
 
     num_passed: int
     skipped: Counter[str]
