@@ -106,8 +106,8 @@ def _cpu(case: Case) -> AttentionBackend:
     kernels = _cpp_kernels(case)
     if kernels is None:
         raise LookupError(
-            "it needs the C++ kernels, on a CPU, and a decoder in float32 or bfloat16 with heads of an even size and "
-            "the same dtype in the cache; build the kernels, set dtype='float32' and kv_cache_dtype='auto'"
+            "it needs a build of the C++ kernels for CPUs, and a decoder in float32 or bfloat16 with heads of an even "
+            "size; set device='cpu', dtype='float32' and kv_cache_dtype='auto'"
         )
     return AttentionBackend(CPU, functools.partial(cpu_attention.attend, kernels))
 

@@ -257,8 +257,9 @@ inline void multiply_rows(int rows, const T* x, int64_t stride, const Panel& pan
     }
 }
 
-// Does the same for `columns` columns, a multiple of NR: calls `take(row, column, vector)`. Few rows take more columns at
-// once, as many as the registers allow, because their sums wait for one another. `panel_at(column)` begins at a column.
+// Does the same for `columns` columns, a multiple of NR: calls `take(row, column, vector)`. Few rows take more columns
+// at once, as many as the registers allow, because their sums wait for one another. `panel_at(column)` begins at a
+// column.
 template <class T, class PanelAt, class Ask, class Take>
 inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_at, int64_t columns, int64_t inputs,
                          Ask soon, Take&& take) {
@@ -280,8 +281,8 @@ inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_a
     }
 }
 
-// Does the same for one panel and any number of rows, in tiles of about the same height. With more than one tile, the later
-// tiles read the weights from a cache, and meanwhile the next panel is prefetched.
+// Does the same for one panel and any number of rows, in tiles of about the same height. With more than one tile, the
+// later tiles read the weights from a cache, and meanwhile the next panel is prefetched.
 template <class T, class Weight, class Take>
 inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
     const int64_t tiles = (rows + MR - 1) / MR;

@@ -44,8 +44,8 @@ class Team {
             wait();
         }
 
-        // Does the same in ranges that become shorter towards the end; a free thread takes the next range. If a thread loses
-        // its processor, the other threads take over the rest.
+        // Does the same in ranges that become shorter towards the end; a free thread takes the next range. If a thread
+        // loses its processor, the other threads take over the rest.
         template <class F>
         void each_guided(int64_t count, F&& f) {
             std::atomic<int64_t>& next = team_.next_;
