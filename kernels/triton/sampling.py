@@ -28,7 +28,7 @@ def argmax(scores: Tensor) -> Tensor:
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
     """See `kernels.sampling.sample`."""
-    if remaining := [unfused for unfused in params.filters if unfused.name not in FUSED_FILTERS]:
+    if remaining := [cut for cut in params.filters if cut.name not in FUSED_FILTERS]:
         logits = filter_logits(logits, params, remaining)
     num_rows, size = logits.shape
     launch = options("argmax", logits.device)
@@ -188,7 +188,7 @@ def _narrowed(depths, goal, high, SIZE: tl.constexpr, ELEMENTS: tl.constexpr, CO
 
 @triton.jit
 def _kept_weight(depths, token, deepest, last_tie, SIZE: tl.constexpr):
-    """Return exp(-depth) of each `token`; 0 for tokens below `deepest`, and for those at it after `last_tie`."""
+    """Return exp(-depth) of each `token`; 0 for tokens deeper than `deepest`, and at `deepest` after `last_tie`."""
     depth = tl.load(depths + token, mask=token < SIZE, other=_INFINITY)
     kept = (depth < deepest) | ((depth == deepest) & (token <= last_tie))
     return tl.where(kept, _weight(depth), 0.0)
