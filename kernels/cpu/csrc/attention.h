@@ -410,8 +410,8 @@ struct Caches {
     }
 };
 
-// Attends from the queries of a tile, for `num_heads` KV heads from `first_head` on, to the keys of `span`, which lie in
-// one part. The result goes to part, highest and sums of the scratch memory. The first keys of `next` are prefetched.
+// Attends from the queries of a tile, for `num_heads` KV heads from `first_head` on, to the keys of `span`, which lie
+// in one part. The result goes to part, highest and sums of the scratch memory. The first keys of `next` are prefetched.
 template <class T>
 void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
                  const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
