@@ -20,7 +20,7 @@ setup(
             depends=glob.glob(f"{SOURCES}/*.h"),
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-fopenmp"],
-            optional=True,  # without a compiler the torch definitions serve
+            optional=True,  # without a compiler, torch computes
         )
         for name, flags in BUILDS.items()
     ]

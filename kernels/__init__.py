@@ -1,0 +1,1 @@
+"""The hot operations: contracts, definitions, Triton and C++ implementations."""

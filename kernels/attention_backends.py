@@ -30,7 +30,7 @@ class AttentionBackend(NamedTuple):
     captures: bool = False
     """True: a step of decodes can be captured in a CUDA graph, because attention reads no length on the host."""
     isolates: bool = False
-    """True: a prefill's queries never meet later tokens that are not finite.
+    """True: keys and values that are not finite never affect the queries of earlier tokens of their prefill.
 
     Otherwise `AttentionMetadata.isolates` asks for it, at the cost of time."""
 
@@ -67,7 +67,7 @@ def choose(wanted: str, case: Case) -> AttentionBackend:
 
 
 def _flash(case: Case) -> AttentionBackend:
-    """Prefills in 16 bits; Triton or torch computes the decodes."""
+    """FlashAttention computes the prefills, in 16 bits; Triton or torch computes the decodes."""
     if case.device.type != "cuda":
         raise LookupError("it needs a CUDA device, and the device is 'cpu'; set device='cuda'")
     if case.dtype not in (torch.float16, torch.bfloat16):
@@ -75,7 +75,7 @@ def _flash(case: Case) -> AttentionBackend:
     if case.cache_dtype not in (AUTO, _name(case.dtype)):
         raise LookupError(f"it does not support kv_cache_dtype={case.cache_dtype!r}; set that to 'auto'")
     if not case.kv_shapes:
-        raise LookupError("the model is an encoder, which has no paged cache")
+        raise LookupError("the model is an encoder, which has no paged cache; set 'torch'")
     for (_, key_dim), (_, value_dim) in case.kv_shapes:
         if key_dim != value_dim or key_dim > flash.MAX_HEAD_DIM or key_dim % 8:
             raise LookupError(
@@ -84,14 +84,14 @@ def _flash(case: Case) -> AttentionBackend:
             )
     prefill = flash.load(torch.cuda.get_device_capability(case.device), case.block_size)
     kernels = triton.operations(case.device.type)
-    usual: PagedAttention = reference.paged_attention if kernels is None else kernels.paged_attention
-    attend = functools.partial(flash.paged_attention, prefill, usual)
+    fallback: PagedAttention = reference.paged_attention if kernels is None else kernels.paged_attention
+    attend = functools.partial(flash.paged_attention, prefill, fallback)
     return AttentionBackend(FLASH, attend, captures=kernels is not None)
 
 
 def _triton(case: Case) -> AttentionBackend:
     if not case.kv_shapes:
-        raise LookupError("the model is an encoder, which has no paged cache")
+        raise LookupError("the model is an encoder, which has no paged cache; set 'torch'")
     kernels = triton.operations(case.device.type)
     if kernels is None:
         where = "install vllm-mp[cuda]" if case.device.type == "cuda" else "it is for CUDA devices; set device='cuda'"
@@ -106,8 +106,8 @@ def _cpu(case: Case) -> AttentionBackend:
     kernels = _cpp_kernels(case)
     if kernels is None:
         raise LookupError(
-            "the C++ kernels must have been built; they are for CPUs, with float32 or bfloat16 in the cache too, and "
-            "heads of an even size"
+            "it needs a build of the C++ kernels for CPUs, and a decoder in float32 or bfloat16 with heads of an even "
+            "size; set device='cpu', dtype='float32' and kv_cache_dtype='auto'"
         )
     return AttentionBackend(CPU, functools.partial(cpu_attention.attend, kernels))
 

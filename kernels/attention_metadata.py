@@ -25,9 +25,9 @@ class AttentionMetadata(NamedTuple):
     num_decodes: int
     max_seq_len: int
     isolates: bool = False
-    """True: a prefill's queries must not meet keys and values of later tokens, even if these are not finite.
+    """True: keys and values that are not finite must not affect the queries of earlier tokens of their prefill.
 
-    Some backends ensure that in any case (`AttentionBackend.isolates`)."""
+    Some backends always ensure that (`AttentionBackend.isolates`)."""
     decode_splits: int | None = None
     """The number of parts into which a GPU cuts the context of every decode; None lets the kernel choose.
 

@@ -1,7 +1,7 @@
 """Attention of prefills by FlashAttention, if it is installed (Dao et al. 2022, Dao 2023, Shah et al. 2024).
 
 Version 3, the module `flash_attn_interface`, runs on compute capability 9.0; version 2, the package `flash_attn`, on
-8.0 and later. Decodes stay with the usual kernel, which can be captured in a graph whatever version is installed.
+8.0 and later. Decodes stay with another kernel, which can be captured in a graph whatever version is installed.
 """
 
 import functools
@@ -50,8 +50,8 @@ class Prefills(NamedTuple):
     """The prefills of a step, as FlashAttention takes them."""
 
     q: Tensor  # [num_tokens, num_heads, head_dim]
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_cache: Tensor  # like k_cache
     query_start: Tensor  # int32 [num_rows + 1], from 0
     seq_lens: Tensor  # int32 [num_rows]
     block_table: Tensor  # int32 [num_rows, max_blocks]
@@ -59,7 +59,7 @@ class Prefills(NamedTuple):
     max_seq_len: int
     scale: float
     window: tuple[int, int]
-    """How many keys before and after its own position a query sees; -1: all."""
+    """The number of keys before and after its own position that a query sees; -1: all."""
     soft_cap: float
     """0: no soft cap."""
 
@@ -74,7 +74,9 @@ def load(capability: tuple[int, int], block_size: int) -> ComputePrefills:
     Raises LookupError with the reason and the remedy if there is none.
     """
     if capability < (8, 0):
-        raise LookupError(f"it needs compute capability 8.0, and the device has {capability[0]}.{capability[1]}")
+        raise LookupError(
+            f"it needs compute capability 8.0, and the device has {capability[0]}.{capability[1]}; set 'triton'"
+        )
     reasons = []
     for version, attend in ((_THREE, _attend_three), (_TWO, _attend_two)):
         if version is _THREE and capability[0] != 9:
@@ -93,7 +95,7 @@ def is_installed() -> bool:
 
 def paged_attention(
     prefill: ComputePrefills,
-    usual: PagedAttention,
+    fallback: PagedAttention,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -102,41 +104,41 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Compute `ops.paged_attention`: the prefills by `prefill`, the decodes by `usual`.
+    """Compute `ops.paged_attention`: the prefills by `prefill`, the decodes by `fallback`.
 
-    `usual` computes the whole step if it must isolate (`metadata.isolates`), which FlashAttention cannot.
+    `fallback` computes the whole step if `metadata.isolates`, which FlashAttention does not support.
     """
-    count = metadata.num_decodes
-    usual_options = (scale, sliding_window, soft_cap)
-    if metadata.isolates or count == metadata.seq_lens.shape[0]:
-        return usual(q, k_cache, v_cache, metadata, *usual_options)
+    num_decodes = metadata.num_decodes
+    options = (scale, sliding_window, soft_cap)
+    if metadata.isolates or num_decodes == metadata.seq_lens.shape[0]:
+        return fallback(q, k_cache, v_cache, metadata, *options)
     prefilled = prefill(
         Prefills(
-            q[count:],
+            q[num_decodes:],
             k_cache,
             v_cache,
-            metadata.query_start[count:] - count if count else metadata.query_start,
-            metadata.seq_lens[count:],
-            metadata.block_table[count:],
-            max(metadata.query_lens[count:]),
-            max(metadata.host_seq_lens[count:]),
+            metadata.query_start[num_decodes:] - num_decodes if num_decodes else metadata.query_start,
+            metadata.seq_lens[num_decodes:],
+            metadata.block_table[num_decodes:],
+            max(metadata.query_lens[num_decodes:]),
+            max(metadata.host_seq_lens[num_decodes:]),
             scale,
             (sliding_window - 1, 0) if sliding_window else (-1, -1),
             soft_cap or 0.0,
         )
     )
-    if not count:
+    if not num_decodes:
         return prefilled
     decodes = metadata._replace(
-        query_start=metadata.query_start[: count + 1],
-        seq_lens=metadata.seq_lens[:count],
-        block_table=metadata.block_table[:count],
-        cell_mapping=metadata.cell_mapping[:count],
-        query_lens=metadata.query_lens[:count],
-        host_seq_lens=metadata.host_seq_lens[:count],
-        max_seq_len=max(metadata.host_seq_lens[:count]),
+        query_start=metadata.query_start[: num_decodes + 1],
+        seq_lens=metadata.seq_lens[:num_decodes],
+        block_table=metadata.block_table[:num_decodes],
+        cell_mapping=metadata.cell_mapping[:num_decodes],
+        query_lens=metadata.query_lens[:num_decodes],
+        host_seq_lens=metadata.host_seq_lens[:num_decodes],
+        max_seq_len=max(metadata.host_seq_lens[:num_decodes]),
     )
-    return torch.cat((usual(q[:count], k_cache, v_cache, decodes, *usual_options), prefilled))
+    return torch.cat((fallback(q[:num_decodes], k_cache, v_cache, decodes, *options), prefilled))
 
 
 def _import(version: _Version, block_size: int) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ __all__ = [
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation over the last dimension (Zhang & Sennrich 2019).
+    """Divide by the root mean square over the last dimension, times `weight` (Zhang & Sennrich 2019).
 
     `x` [..., dim], `weight` [dim] of the same dtype. The statistics are float32; the normalised value is
     rounded to `x.dtype` before the weight multiplies it, as transformers does.
@@ -73,13 +73,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer normalisation over the last dimension (Ba et al. 2016): `x` [..., dim], `weight` and `bias` [dim]."""
+    """Normalise layers over the last dimension (Ba et al. 2016): `x` [..., dim], `weight` and `bias` [dim]."""
     normed: Tensor = _operations(x).layer_norm(x, weight, bias, eps)
     return normed
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding in the half-split (NeoX) layout (Su et al. 2021): return the rotated `(q, k)`.
+    """Rotate by positions in the half-split (NeoX) layout (Su et al. 2021): return the rotated `(q, k)`.
 
     `q` [num_tokens, num_heads, head_dim], `k` [num_tokens, num_kv_heads, head_dim], `positions` int64
     [num_tokens], `cos_sin_cache` [max_position, head_dim] in the dtype of `q`: the cosines of the head_dim / 2
@@ -124,7 +124,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Causal attention of each row's query tokens over its whole context (PagedAttention, Kwon et al. 2023).
+    """Attend causally from each row's query tokens to its whole context (PagedAttention, Kwon et al. 2023).
 
     `q` [num_tokens, num_heads, head_dim]; caches as in `write_kv`, with `FLOAT8` converted to the dtype of `q` when
     read. The new tokens of all rows must be in the caches already, as a row may read cells that another row of the
@@ -135,7 +135,7 @@ def paged_attention(
 
     A row reads only the cells of its context, so values that another request left in the cache (a NaN included)
     never reach it. Within a row, a mask does not stop a NaN, as a weight of zero times NaN is NaN. With
-    `metadata.isolates`, a query does not meet a later token that is not finite.
+    `metadata.isolates`, a later token that is not finite does not affect a query.
     """
     if cpu_attention.can_attend(q, k_cache, v_cache) and (kernels := library()):
         return cpu_attention.attend(kernels, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
@@ -144,7 +144,7 @@ def paged_attention(
 
 
 def encoder_attention(q: Tensor, k: Tensor, v: Tensor, row_lens: Sequence[int], scale: float) -> Tensor:
-    """Attention in both directions, of each token over all tokens of its row (Vaswani et al. 2017).
+    """Attend in both directions, from each token to all tokens of its row (Vaswani et al. 2017).
 
     `q`, `k`, `v` [num_tokens, num_heads, head_dim]; the rows are laid out consecutively, row i with `row_lens[i]`
     tokens. Returns [num_tokens, num_heads, head_dim]. A row reads no other row's tokens, so a NaN stays in its row.
@@ -159,13 +159,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Gaussian error linear unit with the exact error function (Hendrycks & Gimpel 2016), elementwise."""
+    """Return the Gaussian error linear unit by the exact error function (Hendrycks & Gimpel 2016), elementwise."""
     activated: Tensor = _operations(x).gelu(x)
     return activated
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU (with which GPT-2 was trained), elementwise."""
+    """Return the tanh approximation of GELU, with which GPT-2 was trained, elementwise."""
     activated: Tensor = _operations(x).gelu_tanh(x)
     return activated
 
@@ -194,7 +194,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Quantize the rows of `x` [n, inputs]: return `FLOAT8` [n, inputs], and the factors that restore them.
+    """Quantize the rows of `x` [n, inputs]: return `FLOAT8` [n, inputs], and the scales that restore them.
 
     The scales are float32 [n, num_groups]: one for each row or, for num_groups = ceil(inputs / 128), one for each
     group of 128 of its elements. They bring the highest magnitude of the group to 448. A row that is not finite gets a
@@ -219,7 +219,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = 
     """Copy `weight` [outputs, inputs] and `bias` into the form that the C++ product reads; None if torch computes it.
 
     With `quantization="int8"` the weights become 8-bit integers, and so do the rows of `x`, if their size allows.
-    Raises ValueError if no kernel computes that.
+    Raises ValueError if `quantization` is set and no kernel computes it.
     """
     kernels = library() if can_pack(weight) else None
     if kernels is None and quantization is not None:

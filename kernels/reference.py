@@ -210,7 +210,10 @@ def _decode(
     window: int | None,
     soft_cap: float | None,
 ) -> Tensor:
-    """Attention of the single-token rows `[first, last)`; `q` and the result [rows, num_heads, head_dim]."""
+    """Attend from the decode rows `[first, last)`.
+
+    `q` is [rows, num_heads, head_dim], the result [rows, num_heads, value_dim].
+    """
     rows, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v_cache.shape[2:]
     mask = None
@@ -253,7 +256,7 @@ def _prefill(
     window: int | None,
     soft_cap: float | None,
 ) -> Tensor:
-    """Attention of one row's queries from position `start`; `q` and the result [n, num_heads, head_dim]."""
+    """Attend from one row's queries at `start` on: `q` [n, num_heads, head_dim], result [n, num_heads, value_dim]."""
     stop = start + q.shape[0]
     begin = max(0, start - window + 1) if window else 0
     k = _row_context(k_cache, blocks, begin, stop, q.dtype).transpose(0, 1).unsqueeze(0)
@@ -286,7 +289,7 @@ def _select(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _row_context(cache: Tensor, blocks: Tensor, begin: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Return the cells of positions `[begin, stop)` of one row: `dtype` [stop - begin, num_kv_heads, head_dim]."""
+    """Return the cells of positions `[begin, stop)` of one row: `dtype` [stop - begin, num_kv_heads, dim]."""
     block_size = cache.shape[1]
     first_block = begin // block_size
     gathered = _select(cache, blocks[first_block : -(-stop // block_size)], dtype)
@@ -303,7 +306,7 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """Softmax attention over gathered context.
+    """Attend over gathered context, by softmax.
 
     `q` [batch, heads, queries, head_dim], `k` and `v` [batch, kv_heads, keys, head_dim], `mask` bool and
     broadcastable to [batch, heads, queries, keys], True where a key is seen. Returns the shape of `q`, with

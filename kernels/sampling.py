@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NO_PLACE = -1
-"""Stands for a token where there is none to choose."""
+"""The result for a row that offers no choice: its highest value is not finite, or it holds NaN."""
 _STRETCH = 256
+"""The number of tokens in a part of the distribution; `invert_cumulative` first finds the part."""
 _MAX_FILTERED_ELEMENTS = 1 << 22
 """Bound on the logits that `filter_logits` works on at a time: filters take many times the memory of their logits."""
 
@@ -24,13 +25,13 @@ class SamplingFilter(NamedTuple):
     name: str
     """The field of `SamplingParams` and of `DrawParams` that the filter reads."""
     is_on: Callable[[Any], Any]
-    """Which entries of that column, an array or a tensor [n], let the filter bar any token: booleans [n]."""
+    """Takes that column, an array or a tensor [n]; returns booleans [n], True where the filter may bar a token."""
     bar: Callable[[Tensor, Tensor], None]
     """Write -inf, in place, over each token that the filter bars.
 
-    Takes the logits over the temperature, float32 [n, vocab], their row maximum at most 0 and -inf where a token is
-    barred already, and the column [n], on the same device. A row that is off stays as it is, and so does a row that
-    holds NaN. A filter that Triton does not fuse must not make the host wait for the device.
+    Takes the logits divided by the temperature, float32 [n, vocab], with a row maximum of at most 0 and -inf for
+    tokens that are barred already, and the column [n], on the same device. Rows that are off, or hold NaN, stay as
+    they are. A filter that Triton does not fuse must not make the host wait for the device.
     """
     trial: float
     """A value with which the filter does all of its work, for the run that measures the sampler's memory."""
@@ -58,9 +59,9 @@ class DrawParams(NamedTuple):
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Return the place of the highest of each row of `scores` [n, size], int64 [n], the first of equal ones.
+    """Return the index of the highest score in each row of `scores` [n, size], int64 [n]; the first of equal scores.
 
-    `NO_PLACE` for a row whose highest is not finite, or that holds NaN.
+    `NO_PLACE` for a row whose highest score is not finite, or that holds NaN.
     """
     highest, places = scores.max(dim=-1)
     return places.masked_fill_(~highest.isfinite(), NO_PLACE)
@@ -112,12 +113,15 @@ def _draw(logits: Tensor, highest: Tensor, params: DrawParams) -> Tensor:
 
 
 def _scaled(logits: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:
-    """Divide by the temperature [n], relative to the maximum [n]: so no temperature is too low for float32."""
+    """Return the logits, less their row maximum `highest` [n], divided by `temperature` [n].
+
+    Because the maximum is subtracted first, no temperature is too low for float32.
+    """
     return (logits - highest.unsqueeze(-1)) / temperature.unsqueeze(-1)
 
 
 def _bar_atypical(scaled: Tensor, typical_p: Tensor) -> None:
-    """Keep the tokens whose log-probability is closest to its mean (Meister et al. 2022, locally typical sampling).
+    """Keep the tokens whose log-probability is closest to the mean (Meister et al. 2022, locally typical sampling).
 
     Bars all but the closest tokens whose probability reaches `typical_p`; ties with the last of them stay.
     """
@@ -177,8 +181,8 @@ SAMPLING_FILTERS = (
 def invert_cumulative(probability: Tensor, uniform: Tensor) -> Tensor:
     """Return the index int64 [n] at which the sum of `probability` float32 [n, size] passes `uniform` of the whole.
 
-    `uniform` is float64 [n, 1] in [0, 1). The index is never one of probability zero; for a row that holds NaN it is
-    any. The stretch that holds the index is found first, then the index in the stretch: summing every element in
+    `uniform` is float64 [n, 1] in [0, 1). No index has probability zero; for a row that holds NaN it is
+    arbitrary. The stretch that holds the index is found first, then the index in the stretch: summing every element in
     float64 would take many times as long as the rest of the draw.
     """
     padding = -probability.shape[1] % _STRETCH
@@ -190,6 +194,6 @@ def invert_cumulative(probability: Tensor, uniform: Tensor) -> Tensor:
     before = F.pad(ends, (1, 0)).gather(-1, stretch)
     inside = stretches.gather(1, stretch.unsqueeze(-1).expand(-1, -1, _STRETCH)).squeeze(1)
     place = torch.searchsorted(before + inside.cumsum(dim=-1, dtype=torch.float64), target, right=True)
-    # The two sums may differ in the last bit.
+    # The two sums may differ in the last bit, so the target may lie past the end of the stretch.
     last = _STRETCH - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return (stretch * _STRETCH + torch.minimum(place, last)).squeeze(-1)

@@ -2,7 +2,7 @@
 """Measure paged attention over scattered blocks, and torch's own attention over contiguous keys and values.
 
 Prints one JSON object, `{"steps": [...]}`: for each step the seconds of both, and the least number of bytes and
-operations that it needs. The heads are those of Llama-3.1-8B. On a GPU, captured graphs are timed, without launches.
+operations that it needs. Heads have the shapes of Llama-3.1-8B. On a GPU, captured graphs are timed, without launches.
 """
 
 import argparse
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from shared.attention_steps import BLOCK_SIZE, scattered_step
 from torch import Tensor
 
 from vllm_mp.kernels import ops
+from vllm_mp.testing.attention_steps import scattered_step
 
+BLOCK_SIZE = 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 _ROUNDS = 5
 """The rounds on a CPU, after one to warm up."""
@@ -55,7 +56,7 @@ QUICK = [Case(2, 1, 40), Case(2, 20, 20), Case(1, 8, 40)]
 
 def paged(case: Case, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """Return a call of our attention."""
-    metadata, num_blocks = scattered_step([(case.queries, case.context)] * case.num_rows, device)
+    metadata, num_blocks = scattered_step([(case.queries, case.context)] * case.num_rows, BLOCK_SIZE, device)
     q = torch.randn(case.num_rows * case.queries, HEADS, HEAD_DIM, dtype=dtype, device=device)
     caches = torch.randn(2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, device=device).unbind()
     return lambda: ops.paged_attention(q, *caches, metadata, HEAD_DIM**-0.5)
@@ -87,6 +88,7 @@ def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
 
 @torch.inference_mode()
 def measure(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return the record of one step."""
     theirs = contiguous(case, dtype, device)
     return {
         "step": case.name,

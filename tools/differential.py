@@ -4,7 +4,7 @@
     python tools/differential.py --requests 400 --seed 1 --rounds 3
 
 Prints what was compared and every difference that no near-tie explains; the exit code is 1 if there is a difference.
---small uses a model with random weights, which is many times faster and writes wilder text.
+--small uses a model with random weights: many times faster, with wilder text.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> int:
 
     from vllm_mp.model_config.registry import read_architecture
     from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
-    from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases
+    from vllm_mp.testing.differential import PRIVATE_OPTIONS, Judge, play, random_cases, shared_options
     from vllm_mp.testing.engines import running_engine
     from vllm_mp.testing.greedy_parity import num_preemptions
     from vllm_mp.testing.random_models import save_small_model
@@ -52,8 +52,8 @@ def main() -> int:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bytes_per_token = read_architecture(model.config.to_dict()).kv_bytes_per_token(4)
-        shared = stack.enter_context(running_engine(folder, **company(bytes_per_token)))
-        private = stack.enter_context(running_engine(folder, **ALONE))
+        shared = stack.enter_context(running_engine(folder, **shared_options(bytes_per_token)))
+        private = stack.enter_context(running_engine(folder, **PRIVATE_OPTIONS))
         for seed in range(options.seed, options.seed + options.rounds):
             began, preempted = time.monotonic(), num_preemptions(shared)
             judge = Judge(model, tokenizer, shared.model_config.eos_token_ids)

@@ -1,9 +1,9 @@
 """Measure what a long prompt costs a request that shares it and streams that run beside it, with the default model.
 
-Sharing: the time to the first token of a second request that begins with the same 1,500 tokens, as a ratio to that of
-the first. Flow: the longest time between two tokens of running streams while a prompt of four full steps is computed,
-as a ratio to a full step. A full step is a fourth of the time that such a prompt takes alone; its steps differ, since
-later ones attend to more context. Figures are medians over rounds, each with its own prompts.
+Sharing: the time to the first token of a second request that begins with the same 1,500 tokens, divided by the time of
+the first request. Flow: the longest time between two tokens of running streams while a prompt of four full steps is
+computed, divided by the time of a full step. A full step is a fourth of the time that such a prompt takes alone; its
+steps differ, since later steps attend to more context. Figures are medians over rounds, each with its own prompts.
 """
 
 import argparse

@@ -103,7 +103,7 @@ def main() -> int:
         print(f"the texts differ:\n{undisturbed}\n---\n{recording.text}", file=sys.stderr)
         return 1
     args.output.write_text(draw(recording, args.prompt, _provenance()))
-    print(f"{args.output}: the stream paused for {recording.pause_s:.2f} s; the text is that of the undisturbed run")
+    print(f"{args.output}: the stream paused for {recording.pause_s:.2f} s; the text is the same as undisturbed")
     return 0
 
 
@@ -128,7 +128,7 @@ async def _record(llm: AsyncLLM, prompt: list[int], params: SamplingParams, kill
 
 
 def _provenance() -> str:
-    """Model, processor, date and commit of this run."""
+    """Return model, processor, date and commit of this run."""
     env = _output([sys.executable, "-m", "vllm_mp.cli", "env"]).splitlines()
     processor = next(line.removeprefix("cpu").strip() for line in env if line.startswith("cpu "))
     commit = _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown"
@@ -141,7 +141,7 @@ def _output(command: list[str]) -> str:
 
 
 def draw(recording: Recording, prompt: str, provenance: str) -> str:
-    """The recording as an animated SVG: the text as it arrived, above a time line with a mark for each token."""
+    """Return the recording as an animated SVG: the text as it arrived, above a time line with a mark for each token."""
     end_s = recording.pieces[-1].time_s
     total_s = end_s + HOLD_S
     lines = _lines(recording)

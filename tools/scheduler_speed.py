@@ -170,6 +170,7 @@ def measure(workload: Workload) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
+    """Return the figures as a readable table."""
     head = ("step", "requests", "context", "prompts", "schedule", "inputs", "update", "total us", "goal us")
     lines = ["".join(f"{name:>11}" for name in head)]
     for record in records:

@@ -3,9 +3,9 @@
 
 The file lies beside kernels/triton/launch.py, is named after the compute capability, and is read by the kernels from
 then on. For each entry of the launch table, every candidate is timed over the shapes of some models, and the candidate
-with the least geometric mean is kept. Candidates that do not fit into the GPU's memory are skipped. Float32, which is
-rarely used on a GPU, keeps its options. Most of the time is compilation; `--only` tunes some kernels and adds to the
-file.
+with the least geometric mean of its times is kept. Candidates that do not fit into the GPU's memory are skipped.
+Float32, which is rarely used on a GPU, keeps its options. Most of the time is compilation; `--only` tunes some kernels
+and adds to the file.
 """
 
 import argparse
@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 import triton
-from shared.attention_steps import BLOCK_SIZE, scattered_step
 from torch import Tensor
 
 from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
+from vllm_mp.testing.attention_steps import scattered_step
 from vllm_mp.testing.sampling_cases import draw_params
 
+BLOCK_SIZE = 16
 Run = Callable[[], Any]
 
 CANDIDATES: dict[str, dict[str, list[int]]] = {
@@ -43,7 +44,7 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "argmax": {"ELEMENTS": [1024, 2048, 4096, 8192], "num_warps": [4, 8, 16]},
     "sample": {"ELEMENTS": [2048, 4096, 8192], "num_warps": [8, 16, 32]},
 }
-"""The values to try for each kind of kernel, which is the first word of its entries' names."""
+"""The values to try, by kind of kernel: the first part of the keys of its entries."""
 
 
 def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
@@ -109,7 +110,7 @@ def _attention(
     device: torch.device,
     cache_dtype: torch.dtype = torch.bfloat16,
 ) -> Run:
-    metadata, num_blocks = scattered_step(rows, device)
+    metadata, num_blocks = scattered_step(rows, BLOCK_SIZE, device)
     num_tokens = sum(queries for queries, _ in rows)
     q = _random((num_tokens, heads, head_dim), device)
     caches = _random((2, num_blocks, BLOCK_SIZE, kv_heads, head_dim), device).to(cache_dtype).unbind()
@@ -158,7 +159,7 @@ def best(key: str, device: torch.device, quick: bool) -> tuple[launch.Options, f
         times.append((math.exp(sum(map(math.log, spent)) / len(spent)), options))
     if not times:
         table[key] = before
-        raise RuntimeError(f"no options of {key} fit this GPU")
+        raise RuntimeError(f"no options of {key} fit this GPU; add smaller tiles to CANDIDATES")
     least, options = min(times, key=lambda timed: timed[0])
     table[key] = options
     return options, least / times[0][0]

@@ -17,7 +17,7 @@ __all__ = ["CausalLM", "NativeModel", "build_model", "import_native_models"]
 class CausalLM(Protocol):
     """A decoder over the paged KV cache. Every model is an `nn.Module` of this form.
 
-    An encoder has no cache, no `compute_logits` and no `argmax`; its tokens see their whole row, a whole prompt.
+    An encoder has no cache, no `compute_logits` and no `argmax`; each token sees its row, which is a whole prompt.
     """
 
     kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]

@@ -39,6 +39,7 @@ DISTILBERT_LAYER = {
     "output_norm": "output_layer_norm",
 }
 HEADS = ("pooler.", "cls.", "lm_head.", "vocab_")
+"""Beginnings of the names of heads, which are skipped."""
 
 
 class EncoderLayer(nn.Module):

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 MAX_LISTED = 8
+"""The most problems that an error names."""
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class CheckpointMismatchError(ValueError):
-    """Raised when the tensors of a checkpoint are not those that the model needs."""
+    """Raised when the tensors of a checkpoint do not match the parameters of the model."""
 
 
 class Destination(NamedTuple):
-    """A place for a tensor of a checkpoint that a copy with a cast to a parameter cannot fill."""
+    """How to store a tensor of a checkpoint when a copy to a parameter, with a cast, is not enough."""
 
     shapes: Sequence[Sequence[int]]
     """The shapes that the tensor may have."""

@@ -32,7 +32,7 @@ class Attention(AttentionLayer):
         self.scale = arch.attention_scale[layer]
         self.window = arch.sliding_window[layer]
         self.kv_scales = [1.0, 1.0]
-        """The factors of the keys and of the values that are read from a cache of 8-bit floats."""
+        """Scales of the keys and of the values; a cache of 8-bit floats holds each divided by its scale."""
         sizes = [heads * arch.head_dim for heads in self.heads]
         self.qkv_proj = Linear(arch.hidden_size, sizes, arch.attention_bias, dtype, device, arch.fp8)
         self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, dtype, device, arch.fp8)
@@ -243,13 +243,13 @@ class LlamaForCausalLM(nn.Module):
         )
 
     def _name(self, name: str) -> str:
-        """Return the usual name of a tensor for which checkpoints use several."""
+        """Return the name of a tensor in `_destinations`; some checkpoints use another name."""
         if self.arch.fp8 == "tensor":
             name = re.sub(r"\.weight_scale_inv$", ".weight_scale", name)
         return re.sub(r"\.[kv]_proj\.([kv]_scale)$", r".\1", name)
 
     def _ignores(self, name: str) -> bool:
-        """Tell whether a tensor is not needed: rotary frequencies, which are computed, or static activation scales."""
+        """Tell whether a tensor is skipped: rotary frequencies, which are computed, or static activation scales."""
         is_input_scale = name.endswith((".input_scale", ".activation_scale"))
         return name.endswith("rotary_emb.inv_freq") or (self.arch.fp8 is not None and is_input_scale)
 

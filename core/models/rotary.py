@@ -34,7 +34,7 @@ def cos_sin_cache(rope: Rope, head_dim: int, max_position: int, dtype: torch.dty
 
 
 def _llama3(rope: Rope, base: Tensor) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by the factor, fast ones kept, those between interpolated."""
+    """Scale as Llama 3.1 does: divide slow frequencies by the factor, keep fast ones, interpolate between."""
     context = rope.original_max_position
     wavelength = 2 * math.pi / base
     scaled = torch.where(wavelength > context / rope.low_freq_factor, base / rope.factor, base)
@@ -45,7 +45,7 @@ def _llama3(rope: Rope, base: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int) -> Tensor:
-    """YaRN (Peng et al. 2023): slow dimensions interpolated, fast ones kept, a linear ramp between."""
+    """Scale by YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, with a linear ramp between."""
 
     def dimension_of(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)

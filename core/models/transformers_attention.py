@@ -1,7 +1,7 @@
 """The attention function through which models of transformers use the paged KV cache.
 
 The library's registries of attention functions and of masks hold it under two names: `SERVING` for the steps of the
-engine, and `MASKED` for the probe, where the model passes the masks that it wants.
+engine, and `MASKED` for the probe, where the model passes its masks.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,9 +61,9 @@ def _attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: `query`, `key`, `value` [1, heads, num_tokens, dim], result [1, num_tokens, heads, dim].
+    """Attend over the paged KV cache, or record the call in a probe, where each token attends only to itself.
 
-    In a probe, each token attends only to itself.
+    `query`, `key` and `value` are [1, heads, num_tokens, dim], the result is [1, num_tokens, heads, dim].
     """
     paging = cast("Paging", module.paging)
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
@@ -81,7 +81,7 @@ def _attention(
 def _mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any
 ) -> Tensor:
-    """Return a mask that carries the rule by which the library would have made it, and its window."""
+    """Return a mask, bool [1, 1, q_length, kv_length], that carries the library's rule for it, and its window."""
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
     vars(mask).update(rule=mask_function, window=local_size)
     return mask

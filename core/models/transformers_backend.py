@@ -42,7 +42,7 @@ class TransformersForCausalLM(AttentionLayer):
     def __init__(self, causal: Any, arch: Architecture, max_model_len: int) -> None:
         """Take over `causal`, a model with its weights and our attention.
 
-        Raises ValueError, naming the architecture and the cause, if the model would not answer as transformers does.
+        Raises ValueError, naming the architecture and the cause, if its results differ from those of transformers.
         """
         super().__init__()
         self._paging = Paging()
@@ -164,7 +164,10 @@ def _own(causal: nn.Module, tensors: Mapping[str, Tensor], progress: Callable[[f
 
 
 def _check_report(report: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointMismatchError where transformers would only warn, having drawn parameters at random."""
+    """Raise CheckpointMismatchError if the weights do not fit the model.
+
+    transformers only warns of that, and draws missing parameters at random.
+    """
     problems = [f"missing {name}" for name in sorted(report["missing_keys"])]
     problems += [f"unexpected {name}" for name in sorted(report["unexpected_keys"])]
     problems += [

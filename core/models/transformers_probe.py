@@ -16,14 +16,16 @@ from vllm_mp.model_config.architecture import Architecture
 from vllm_mp.model_config.registry import NATIVE_ARCHITECTURES
 from vllm_mp.model_config.rope import rope_variants
 
-# Arguments of an attention function that do not change its result: paged attention knows positions itself.
+# Arguments of an attention function that do not change its result, because paged attention knows the positions.
 _INFORMATIVE: Final = ("position_ids", "cache_position", "position_embeddings", "is_causal")
-# What rounding may change in a row when the rows beside it change, relative to the row.
+# The greatest difference that rounding makes in a row when other rows of the batch change, relative to the row.
 _ROUNDING: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 FAILURES: Final = (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
 """The errors that models of the library raise when they are used in a way that they were not made for."""
 _MASK_POSITIONS: Final = 2**16
+"""The most positions over which `_window` checks a mask."""
 _MASK_QUERIES: Final = 16
+"""The number of queries, spread evenly, whose masks `_window` checks, besides those at the edges of the window."""
 
 
 class _Output(tuple[Tensor]):
@@ -121,7 +123,7 @@ def probe(causal: Any, paging: Paging, arch: Architecture, max_model_len: int) -
             f"other scores than the whole model, or not {arch.vocab_size} of them (config field 'vocab_size')"
         )
     if not all(_equal(getattr(x, n), getattr(y, n)) for x, y in zip(calls, masked, strict=True) for n in "qkv"):
-        raise ValueError("it counts the positions of tokens in a way of its own")
+        raise ValueError("its attention uses other positions than those that it is given as position_ids")
 
     # The same three tokens twice: in another order, and beside another token.
     kept = [(ids[1], 0), (ids[2], min(2, last)), (ids[3], 1)]
@@ -130,7 +132,7 @@ def probe(causal: Any, paging: Paging, arch: Architecture, max_model_len: int) -
     pairs = [("result", before, after)]
     for layer, (call, call_after) in enumerate(zip(calls, calls_after, strict=True)):
         if call_after.mask is not None:
-            raise ValueError(f"layer {layer} makes a mask of its own")
+            raise ValueError(f"layer {layer} makes its own mask, which paged attention cannot apply")
         pairs += [(f"{name} in layer {layer}", getattr(call, name), getattr(call_after, name)) for name in "qkv"]
     for what, first, second in pairs:
         if not _equal(first[:3], second[[3, 0, 2]]):
@@ -180,14 +182,14 @@ def _check_layers(calls: list[Call], num_layers: int, dtype: torch.dtype) -> Non
 
 
 def _window(layer: int, call: Call, max_model_len: int) -> int | None:
-    """Return how many tokens a query of the layer sees, itself included (None: all), by its argument or its mask.
+    """Return the number of tokens that a query of the layer sees, itself included (None: all).
 
-    Raises ValueError if the mask hides more or less than that.
+    The window is an argument of the call, or a property of its mask. Raises ValueError if the mask differs from it.
     """
     if call.mask is None:
         return call.window
     if not hasattr(call.mask, "rule"):
-        raise ValueError(f"layer {layer} makes a mask of its own")
+        raise ValueError(f"layer {layer} makes its own mask, which paged attention cannot apply")
     window: int | None = call.window or call.mask.window
     length = min(max_model_len, _MASK_POSITIONS)
     edges = {window - 1, window, window + 1} if window else set()
@@ -198,8 +200,8 @@ def _window(layer: int, call: Call, max_model_len: int) -> int | None:
     expected = (key_at <= query_at) & (key_at > query_at - (window or length))
     if not torch.equal(call.mask.rule(zero, zero, query_at, key_at).expand_as(expected), expected):
         raise ValueError(
-            f"layer {layer} masks more or less than the future"
-            + (f" and tokens {window} or more back" if window else "")
+            f"the mask of layer {layer} is not causal over "
+            + (f"a window of {window} tokens" if window else "the whole context")
             + f" within max_model_len={max_model_len}"
         )
     return window

@@ -20,7 +20,7 @@ from vllm_mp.model_store.gguf import DISK_FULL_EXIT
 
 _BYTES_PER_WEIGHT = 4
 
-# When each phase ends, as fractions of the time that the conversion of the default model takes.
+# The end of each phase, as a fraction of the time that the conversion of the default model takes.
 _OPENED_AT = 0.1
 _IMPORTED_AT = 0.35
 _LOADED_AT = 0.6
@@ -178,12 +178,12 @@ def _rope_scaling(reader: gguf.GGUFReader, architecture: str, rope: dict[str, An
 
 
 def _llama3_scaling(factors: Any, theta: float) -> dict[str, Any]:
-    """Return the parameters of Llama 3.1's scaling, from which `factors` [head_dim / 2] resulted."""
+    """Return the parameters of Llama 3.1's scaling that give `factors` [head_dim / 2]; raise ValueError if none do."""
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     turns = original / (2 * np.pi * theta ** (np.arange(len(factors)) / len(factors)))
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
-        raise ValueError("its rotary factors (rope_freqs.weight) are not those of Llama 3; no other rule is supported")
+        raise ValueError("its rotary factors (rope_freqs.weight) do not follow Llama 3's rule, the only supported rule")
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -44,7 +44,9 @@ def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
     for name, file in names:
         # The index is as untrusted as the checkpoint: it must not point outside the checkpoint's folder.
         if Path(file).name != file or file == "..":
-            raise ValueError(f"{index} places {name} in {file!r}, which is not the name of a file beside it")
+            raise ValueError(
+                f"{index} places {name} in {file!r}, which is not the name of a file beside it; download it again"
+            )
         shards.setdefault(folder / file, []).append(name)
     missing = [path.name for path in shards if not path.is_file()]
     if missing:

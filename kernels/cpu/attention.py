@@ -31,7 +31,7 @@ def attend(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """See `ops.paged_attention`; for tensors that `can_attend` allows.
+    """Compute `ops.paged_attention` for tensors that `can_attend` accepts.
 
     Results are batch-invariant: the sums of a query run over the keys in the same order in any chunk or batch.
     """
@@ -56,7 +56,7 @@ def attend(
 
 
 def c_metadata(metadata: AttentionMetadata, block_size: int) -> CAttentionMetadata:
-    """Convert `metadata` for the kernels; valid as long as its tensors live."""
+    """Convert `metadata` for the kernels; the result points into its tensors, which must outlive it."""
     return CAttentionMetadata(
         metadata.cell_mapping.shape[0],
         metadata.seq_lens.shape[0],

@@ -14,9 +14,9 @@ from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, Library
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 
 WORK_A_CALL = 2e9
-"""The bound on products of a weight and a value in a call of several layers; some milliseconds of work."""
+"""The most multiplications in a call that computes several layers: a few milliseconds of work."""
 _LEAST_ROWS: Final = 16
-"""Fewer rows take as long as this many, because reading the weights takes longer than multiplying them."""
+"""Fewer tokens take as long as this many, because reading the weights takes longer than multiplying them."""
 
 
 class LayerWeights(NamedTuple):
@@ -38,7 +38,7 @@ class LayerWeights(NamedTuple):
 
 
 class FusedDecoder(nn.Module):
-    """Computes the same as the modules that the weights come from; has the interface of `llama.Decoder`."""
+    """The layers and the last norm of a decoder, computed by the C++ kernels; has the interface of `llama.Decoder`."""
 
     def __init__(
         self, library: Library, layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None
@@ -107,9 +107,9 @@ class FusedDecoder(nn.Module):
             torch.get_num_threads(),
         )
         # Each call chooses its number of threads again, so a long step is cut into several calls.
-        stretch = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
-        for first in range(0, num_layers, stretch):
-            self.layers[first](min(num_layers, first + stretch), *arguments)
+        layers_per_call = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
+        for first in range(0, num_layers, layers_per_call):
+            self.layers[first](min(num_layers, first + layers_per_call), *arguments)
         return out
 
 
@@ -127,10 +127,11 @@ class _LayersFrom(nn.Module):
         self._first = first
 
     def forward(self, end: int, *arguments: Any) -> None:
+        """Compute the layers from `first` up to but without `end`."""
         self._run(self._decoder, self._first, end, *arguments)
 
 
 def can_fuse(weights: LayerWeights) -> bool:
-    """Tell whether the kernels take such a layer."""
+    """Tell whether the kernels can compute a layer with these weights."""
     projections = (weights.qkv_proj, weights.o_proj, weights.gate_up_proj, weights.down_proj)
     return weights.head_dim % 2 == 0 and all(can_pack(weight) for weight, _ in projections)

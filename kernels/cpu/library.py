@@ -28,7 +28,7 @@ DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class CLinear(ctypes.Structure):
-    """csrc/linear.h, Linear."""
+    """Mirrors `Linear` of csrc/linear.h."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -41,7 +41,7 @@ class CLinear(ctypes.Structure):
 
 
 class CAttentionMetadata(ctypes.Structure):
-    """csrc/attention.h, AttentionMetadata."""
+    """Mirrors `AttentionMetadata` of csrc/attention.h."""
 
     _fields_ = (
         ("num_tokens", c_int64),
@@ -57,7 +57,7 @@ class CAttentionMetadata(ctypes.Structure):
 
 
 class CHeads(ctypes.Structure):
-    """csrc/attention.h, Heads."""
+    """Mirrors `Heads` of csrc/attention.h."""
 
     _fields_ = (
         ("queries", c_int64),
@@ -71,7 +71,7 @@ class CHeads(ctypes.Structure):
 
 
 class CDecoderLayer(ctypes.Structure):
-    """csrc/decoder.h, DecoderLayer."""
+    """Mirrors `DecoderLayer` of csrc/decoder.h."""
 
     _fields_ = (
         ("input_norm", c_void_p),
@@ -88,7 +88,7 @@ class CDecoderLayer(ctypes.Structure):
 
 
 class CDecoder(ctypes.Structure):
-    """csrc/decoder.h, Decoder."""
+    """Mirrors `Decoder` of csrc/decoder.h."""
 
     _fields_ = (
         ("layers", POINTER(CDecoderLayer)),
@@ -140,7 +140,7 @@ class Library:
 
     @functools.cache  # noqa: B019, because a process has one library
     def function(self, name: str, dtype: torch.dtype) -> Any:
-        """Return the C function of that name for tensors of `dtype`."""
+        """Return the C function `vmp_{name}` for tensors of `dtype`, a key of `DTYPES`."""
         found = self._functions[f"vmp_{name}_{DTYPES[dtype]}"]
         found.argtypes = _SIGNATURES[name]
         found.restype = None
@@ -167,7 +167,8 @@ def library() -> Library | None:
     if chosen not in _NEEDS:
         raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(_NEEDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
-        raise ValueError(f"{VARIABLE}={chosen!r}: this processor runs {', '.join(runnable_builds())}")
+        builds = ", ".join(runnable_builds())
+        raise ValueError(f"{VARIABLE}={chosen!r}: this processor cannot run that build; give one of {builds}")
     if (build := load(chosen)) is None:
         raise ValueError(f"{VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
     return build
@@ -190,7 +191,7 @@ def load(name: str) -> Library | None:
 
 
 def runnable_builds() -> list[str]:
-    """The names of the builds that this processor runs, the fastest first."""
+    """Return the names of the builds that this processor runs, the fastest first."""
     flags = cpu_flags()
     return [name for name, needs in _NEEDS.items() if needs <= flags]
 

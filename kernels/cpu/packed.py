@@ -118,7 +118,7 @@ class PackedLinear:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether the kernels take a matrix [outputs, inputs]: on the CPU, of a supported dtype, with even rows."""
+    """Tell whether the kernels take a matrix [outputs, inputs]: on the CPU, of a supported dtype, with even inputs."""
     return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % 2 == 0
 
 

@@ -36,8 +36,8 @@ def paged_attention(
 ) -> Tensor:
     """See `ops.paged_attention`; decodes without a context, which pad a batch, get zeros.
 
-    Queries never meet later tokens that are not finite, with or without `metadata.isolates`. Heads that are too long
-    for the kernels are computed by `reference`.
+    Later tokens that are not finite never affect a query, with or without `metadata.isolates`. `reference` computes
+    heads that are too long for the kernels.
     """
     if not takes_heads(k_cache.shape[3], v_cache.shape[3]):
         return reference.paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
@@ -243,22 +243,22 @@ def _add_keys(
             scores = tl.where(seen, scores, float("-inf"))
         elif ENDS:
             scores = tl.where(inside[None, :], scores, float("-inf"))
-        raised = tl.maximum(highest, tl.max(scores, 1))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
         # A query that has seen no key yet must not subtract infinity from infinity.
-        base = tl.where(raised == float("-inf"), 0.0, raised)
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
-        faded = tl.exp2(highest - base)
-        total = total * faded + tl.sum(weights, 1)
+        rescale = tl.exp2(highest - base)
+        total = total * rescale + tl.sum(weights, 1)
         v = tl.load(v_head + cell[:, None] * (KV_HEADS * VALUE_DIM) + value_dims[None, :], mask=v_mask, other=0.0)
         v = from_float8(v, PRODUCT)
         if CAUSAL:
             # Zero times NaN is NaN, so a value that is not finite is replaced by zero, and the weights of the queries
             # that see it become NaN.
-            spoils = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), 1) > 0
-            weights = tl.where(seen & spoils[None, :], float("nan"), weights)
-            v = tl.where(spoils[:, None], 0.0, v)
-        attended = tl.dot(weights.to(PRODUCT), v, attended * faded[:, None], input_precision="ieee")
-        highest = raised
+            is_not_finite = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), 1) > 0
+            weights = tl.where(seen & is_not_finite[None, :], float("nan"), weights)
+            v = tl.where(is_not_finite[:, None], 0.0, v)
+        attended = tl.dot(weights.to(PRODUCT), v, attended * rescale[:, None], input_precision="ieee")
+        highest = new_highest
     return attended, highest, total
 
 
@@ -438,8 +438,8 @@ def _prefill_kernel(
     row = (num_decodes + prefill).to(tl.int64)
     first = tl.load(query_start + row)
     end = tl.load(query_start + row + 1)
-    begins_at = (first - num_decodes) // TOKENS + prefill
-    token = first + (tile - begins_at) * TOKENS
+    first_tile = (first - num_decodes) // TOKENS + prefill
+    token = first + (tile - first_tile) * TOKENS
     if token >= end:
         return
 
@@ -465,7 +465,8 @@ def _prefill_kernel(
     k_head = k_cache + kv_head * KEY_DIM
     v_head = v_cache + kv_head * VALUE_DIM
     blocks = block_table + row * table_stride
-    # The oldest keys that some query of the tile sees, those that all see, in whole tiles, and the newest.
+    # Three ranges of keys: the oldest, which only some queries of the tile see because of the window; whole tiles that
+    # all queries see; and the newest, which later queries see and earlier ones do not.
     oldest = 0
     seen_by_all = 0
     if WINDOW > 0:

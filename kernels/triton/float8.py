@@ -15,7 +15,7 @@ _MAX = tl.constexpr(FLOAT8_MAX)
 _LEAST_HIGHEST = tl.constexpr(LEAST_HIGHEST)
 _ROW_TILES = (16, 64, 128)
 _LIBRARY_UNIT = 16
-"""torch's product needs numbers of inputs and outputs that this divides."""
+"""torch's product needs numbers of inputs and outputs that are multiples of this."""
 
 
 def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `ops.fp8_linear`; torch computes the product of many rows if each output has a scale."""
+    """See `ops.fp8_linear`; torch computes products of many rows if each output has a scale of its own."""
     outputs, inputs = weight.shape
     quantized, x_scale = quantize_rows(x.reshape(-1, inputs), scale.shape[1])
     rows = len(quantized)

@@ -104,7 +104,7 @@ def options(key: str, device: torch.device) -> Options:
 
 
 def table(device: torch.device) -> dict[str, Options]:
-    """Return all options on `device`: the very dictionary that the kernels read."""
+    """Return all options on `device`: the dictionary that the kernels read, so that a tuner can change it."""
     return _table(device.type, device.index)
 
 

@@ -86,14 +86,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def _launch(rows: Rows) -> tuple[tuple[int], dict[str, int]]:
-    """Return the grid, and the options of the launch with the shape of a program's tile."""
+    """Return the grid and the options of a launch, ROWS and TILE included; raise ValueError if a row is too long."""
     if rows.dim > _MAX_DIM:
         raise ValueError(f"a row of {rows.dim} elements is too long for a norm in Triton; the limit is {_MAX_DIM}")
     options = dict(norm_options(rows.dim, rows.tensor.device))
     tile = triton.next_power_of_2(rows.dim)
     # Short rows (query and key norms) share a program.
-    count = max(1, options.pop("ELEMENTS") // tile)
-    return (triton.cdiv(rows.num_rows, count),), {**options, "ROWS": count, "TILE": tile}
+    rows_per_program = max(1, options.pop("ELEMENTS") // tile)
+    return (triton.cdiv(rows.num_rows, rows_per_program),), {**options, "ROWS": rows_per_program, "TILE": tile}
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -113,7 +113,7 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Normalise ROWS rows of `x`, or of `x + residual` if ADDS; `out` and `total` are contiguous."""
+    """Normalise ROWS of the `count` rows of `x`, or of `x + residual` if ADDS; `out` and `total` are contiguous."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = (row < count)[:, None] & (column < DIM)[None, :]
@@ -147,7 +147,7 @@ def _layer_norm_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Normalise ROWS rows of `x`; `out` is contiguous."""
+    """Normalise ROWS of the `count` rows of `x`; `out` is contiguous."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, TILE)
     in_row = column < DIM

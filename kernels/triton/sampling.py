@@ -13,7 +13,7 @@ from vllm_mp.kernels.sampling import NO_PLACE, DrawParams, filter_logits
 from vllm_mp.kernels.triton.launch import Options, options
 
 FUSED_FILTERS = frozenset({"min_p", "top_k", "top_p"})
-"""The last of `SAMPLING_FILTERS`, which the kernels apply themselves."""
+"""The filters that the kernels apply themselves; they are the last of `SAMPLING_FILTERS`."""
 
 _NO_PLACE = tl.constexpr(NO_PLACE)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -28,8 +28,8 @@ def argmax(scores: Tensor) -> Tensor:
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
     """See `kernels.sampling.sample`."""
-    if unfused := [one for one in params.filters if one.name not in FUSED_FILTERS]:
-        logits = filter_logits(logits, params, unfused)
+    if remaining := [cut for cut in params.filters if cut.name not in FUSED_FILTERS]:
+        logits = filter_logits(logits, params, remaining)
     num_rows, size = logits.shape
     launch = options("argmax", logits.device)
     highest, tokens = _highest(logits, launch)
@@ -61,7 +61,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def _highest(scores: Tensor, launch: Options) -> tuple[Tensor, Tensor]:
-    """Return the highest of each row of `scores` [n, size], float32 [n], and its place as `argmax` defines it."""
+    """Return the highest score in each row of `scores` [n, size], float32 [n], and its index as `argmax` defines it."""
     num_rows, size = scores.shape
     num_parts = triton.cdiv(size, launch["ELEMENTS"])
     part_highest = torch.empty((num_rows, num_parts), dtype=torch.float32, device=scores.device)
@@ -95,7 +95,7 @@ def _part_highest_kernel(
     PARTS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """Find the highest of ELEMENTS of one row, and its first place."""
+    """Find the highest of ELEMENTS scores of one row, and the first index that has it."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     place = part * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -146,12 +146,12 @@ def _depth_kernel(
 ):
     """Write how far ELEMENTS of one row are below its highest, over the temperature; infinity for barred tokens."""
     row = tl.program_id(0).to(tl.int64)
-    warmth = tl.load(temperature + row)
-    if warmth > 0.0:
+    row_temperature = tl.load(temperature + row)
+    if row_temperature > 0.0:
         token = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
         logit = tl.load(logits + row * row_stride + token * stride, mask=token < SIZE, other=float("-inf"))
         below = logit.to(tl.float32) - tl.load(highest + row)
-        scaled = tl.div_rn(below, tl.zeros_like(below) + warmth)
+        scaled = tl.div_rn(below, tl.zeros_like(below) + row_temperature)
         depth = tl.where(scaled < tl.load(lowest_scaled + row), float("inf"), tl.abs(scaled))
         tl.store(depths + row * SIZE + token, depth.to(tl.int32, bitcast=True), mask=token < SIZE)
 
@@ -188,7 +188,7 @@ def _narrowed(depths, goal, high, SIZE: tl.constexpr, ELEMENTS: tl.constexpr, CO
 
 @triton.jit
 def _kept_weight(depths, token, deepest, last_tie, SIZE: tl.constexpr):
-    """Return weights, zero for barred tokens."""
+    """Return exp(-depth) of each `token`; 0 for tokens deeper than `deepest`, and at `deepest` after `last_tie`."""
     depth = tl.load(depths + token, mask=token < SIZE, other=_INFINITY)
     kept = (depth < deepest) | ((depth == deepest) & (token <= last_tie))
     return tl.where(kept, _weight(depth), 0.0)
@@ -214,16 +214,16 @@ def _sample_kernel(
     # Deeper tokens are barred, and tokens of the same depth after the last tie.
     deepest = tl.full([], _INFINITY, tl.int32)
     last_tie = tl.full([], SIZE, tl.int32)
-    most = tl.load(top_k + row)
-    if (most > 0) & (most < SIZE):
-        deepest = _narrowed(depths, most.to(tl.float32), deepest, SIZE, ELEMENTS, COUNTS=True)
-    share = tl.load(top_p + row)
-    if share < 1.0:
+    k = tl.load(top_k + row)
+    if (k > 0) & (k < SIZE):
+        deepest = _narrowed(depths, k.to(tl.float32), deepest, SIZE, ELEMENTS, COUNTS=True)
+    p = tl.load(top_p + row)
+    if p < 1.0:
         total = tl.full([], 0.0, tl.float32)
         for start in tl.range(0, SIZE, ELEMENTS):
             weight = _kept_weight(depths, start + tl.arange(0, ELEMENTS), deepest, last_tie, SIZE)
             total += tl.sum(weight, 0)
-        goal = share * total
+        goal = p * total
         deepest = _narrowed(depths, goal, deepest, SIZE, ELEMENTS, COUNTS=False)
         above = tl.full([], 0.0, tl.float32)
         num_ties = tl.full([], 0, tl.int32)
@@ -232,14 +232,14 @@ def _sample_kernel(
             above += tl.sum(_kept_weight(depths, token, deepest, -1, SIZE), 0)
             depth = tl.load(depths + token, mask=token < SIZE, other=-1)
             num_ties += tl.sum((depth == deepest).to(tl.int32), 0)
-        wanted = tl.maximum(tl.ceil((goal - above) / _weight(deepest)), 1.0)
-        if wanted < num_ties:
+        num_kept_ties = tl.maximum(tl.ceil((goal - above) / _weight(deepest)), 1.0)
+        if num_kept_ties < num_ties:
             seen = tl.full([], 0, tl.int32)
             for start in tl.range(0, SIZE, ELEMENTS):
                 token = start + tl.arange(0, ELEMENTS)
                 depth = tl.load(depths + token, mask=token < SIZE, other=-1)
                 tie = (depth == deepest).to(tl.int32)
-                is_last = (tie > 0) & (seen + tl.cumsum(tie, 0) == wanted.to(tl.int32))
+                is_last = (tie > 0) & (seen + tl.cumsum(tie, 0) == num_kept_ties.to(tl.int32))
                 last_tie = tl.minimum(last_tie, tl.min(tl.where(is_last, token, SIZE), 0))
                 seen += tl.sum(tie, 0)
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from vllm_mp.model_config.registry import read_architecture
-from vllm_mp.testing.differential import ALONE, Judge, company, play, random_cases
+from vllm_mp.testing.differential import PRIVATE_OPTIONS, Judge, play, random_cases, shared_options
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import num_preemptions
 from vllm_mp.testing.random_models import one_thread, save_small_model
@@ -26,8 +26,10 @@ def played(request, default_model, tmp_path_factory):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bytes_per_token = read_architecture(model.config.to_dict()).kv_bytes_per_token(4)
         with (
-            running_engine(folder, **company(bytes_per_token), num_threads=1, async_scheduling=request.param) as shared,
-            running_engine(folder, **ALONE, num_threads=1) as private,
+            running_engine(
+                folder, **shared_options(bytes_per_token), num_threads=1, async_scheduling=request.param
+            ) as shared,
+            running_engine(folder, **PRIVATE_OPTIONS, num_threads=1) as private,
         ):
             plays = play(shared, private, random_cases(1, 60, tokenizer))
             assert num_preemptions(shared) > 0

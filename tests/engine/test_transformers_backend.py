@@ -261,13 +261,13 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         GptOssConfig(**SIZES, **TOKENS, num_local_experts=4, layer_types=ALTERNATING),
         "'GptOssForCausalLM'.*s_aux",
     ),
-    "own mask": (DogeConfig(**SIZES, **TOKENS), "'DogeForCausalLM'.*mask of its own"),
+    "own mask": (DogeConfig(**SIZES, **TOKENS), "'DogeForCausalLM'.*makes its own mask"),
     "sees the future": (BertConfig(**SIZES, **TOKENS), "'BertLMHeadModel'.*not causal"),
     "attends twice": (DiffLlamaConfig(**SIZES, **TOKENS), "'DiffLlamaForCausalLM'.*used 6 times in 3 layers"),
     "own positions": (RobertaConfig(**SIZES, **TOKENS, is_decoder=True), "'RobertaForCausalLM'.*positions from 0"),
     "chunks": (
         Llama4TextConfig(**SIZES, **TOKENS, num_local_experts=4, intermediate_size_mlp=80, attention_chunk_size=32),
-        "'Llama4ForCausalLM'.*masks more or less .* max_model_len=128",
+        "'Llama4ForCausalLM'.*mask of layer .* is not causal .* max_model_len=128",
     ),
     "longrope": (LONG_PHI3, "longrope.*outgrows 64 .*max_model_len.*128"),
 }

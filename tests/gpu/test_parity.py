@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from support.gpu_device import DEVICE, ON_DEVICE
-from support.paged_steps import paged_metadata
 from torch import Tensor
 
 from vllm_mp import SamplingParams
@@ -15,6 +14,7 @@ from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.kernels import ops
+from vllm_mp.testing.attention_steps import paged_metadata
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
 from vllm_mp.testing.random_models import (

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from support.gpu_device import ON_DEVICE
-from support.paged_steps import paged_metadata
+
+from vllm_mp.testing.attention_steps import paged_metadata
 
 pytest.importorskip("triton")
 pytestmark = [*ON_DEVICE]

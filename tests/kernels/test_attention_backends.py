@@ -77,21 +77,21 @@ def test_flash_attention_gets_only_prefills_of_steps_that_need_not_isolate(machi
         called.append(("flash", len(asked.q), asked.query_start.tolist(), asked.max_query_len, asked.max_seq_len))
         return torch.zeros_like(asked.q)
 
-    def usual(q: Tensor, *inputs: Any) -> Tensor:
+    def fallback(q: Tensor, *inputs: Any) -> Tensor:
         metadata = inputs[2]
-        called.append(("usual", len(q), metadata.query_lens, metadata.host_seq_lens, metadata.max_seq_len))
+        called.append(("fallback", len(q), metadata.query_lens, metadata.host_seq_lens, metadata.max_seq_len))
         return reference.paged_attention(q, *inputs)
 
     def attend(**changes: Any) -> Tensor:
         called.clear()
         metadata = batch.metadata._replace(**changes)
-        return flash.paged_attention(prefills, usual, batch.q, batch.k_cache, batch.v_cache, metadata, 0.2)
+        return flash.paged_attention(prefills, fallback, batch.q, batch.k_cache, batch.v_cache, metadata, 0.2)
 
     decoded = attend()[:2]
     torch.testing.assert_close(decoded, batch.expected(0.2, None, None)[:2], atol=2e-5, rtol=1e-4)
-    assert called == [("flash", 10, [0, 7, 10], 7, 50), ("usual", 2, [1, 1], [40, 2], 40)]
+    assert called == [("flash", 10, [0, 7, 10], 7, 50), ("fallback", 2, [1, 1], [40, 2], 40)]
     attend(isolates=True)
-    assert called == [("usual", 12, [1, 1, 7, 3], [40, 2, 7, 50], 50)]
+    assert called == [("fallback", 12, [1, 1, 7, 3], [40, 2, 7, 50], 50)]
 
 
 def test_auto_chooses_the_first_backend_that_can_be_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_cpu_uses_the_cpp_kernels_if_they_are_built_and_torch_otherwise(
     assert choose("auto", case._replace(dtype=torch.float16)).name == "torch"
     assert choose("auto", case._replace(cache_dtype="fp8")).name == "torch"
     assert choose("auto", case._replace(kv_shapes=[*HEADS, ((2, 63), (2, 64))])).name == "torch"
-    assert choose(expected, case).name == expected, "the chosen name must be accepted as a wish"
+    assert choose(expected, case).name == expected, "the name that auto chooses must be accepted as an option"
     library.cache_clear()
     monkeypatch.setenv(VARIABLE, "none")
     assert choose("auto", case).name == choose("torch", case).name == "torch"

@@ -87,7 +87,7 @@ def test_int8_products_agree_with_the_rounded_weights(build, dtype, outputs, inp
 
 
 @DTYPES
-def test_row_that_is_not_finite_spoils_no_other_row_in_int8(build, dtype):
+def test_row_that_is_not_finite_affects_no_other_row_in_int8(build, dtype):
     x = torch.randn(5, 64).to(dtype)
     product = PackedLinear(build, torch.randn(40, 64).to(dtype), None, "int8")
     expected = product(x)
@@ -176,8 +176,8 @@ def test_attention_is_batch_invariant_and_the_same_in_any_chunk(build, dtype, wi
 def test_nan_reaches_only_the_queries_that_see_it(build, dtype):
     batch = PagedBatch([(1, 40), (60, 100), (3, 9)], 4, 2, 64, 16)
     expected = attend(batch, dtype, batch.metadata, 0.125)
-    spoilt = batch.metadata.cell_mapping[1 + 20]
-    batch.v_cache.flatten(0, 1)[spoilt] = float("nan")
+    nan_cell = batch.metadata.cell_mapping[1 + 20]
+    batch.v_cache.flatten(0, 1)[nan_cell] = float("nan")
     got = attend(batch, dtype, batch.metadata._replace(isolates=True), 0.125)
     seeing = slice(1 + 20, 1 + 60)
     assert got[seeing].isnan().all()

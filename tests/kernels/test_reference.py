@@ -39,7 +39,7 @@ def test_values_may_have_a_different_size_from_keys(rows: list[tuple[int, int]],
 
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (5, None), (None, 3.0)])
-def test_isolated_queries_do_not_meet_later_tokens_that_are_not_finite(
+def test_later_tokens_that_are_not_finite_do_not_affect_isolated_queries(
     cache: str, window: int | None, soft_cap: float | None
 ) -> None:
     batch = PagedBatch([(1, 9), (20, 20), (20, 33)], 6, 2, 16, 8)

@@ -1,4 +1,4 @@
-"""Models of transformers with 8-bit floats in the places where the engine has them, by kernels/reference.py."""
+"""Models of transformers that use 8-bit floats as the engine does, computed by kernels/reference.py."""
 
 import copy
 from typing import Any

@@ -42,6 +42,7 @@ class Compiler:
         self.shared: dict[Any, int] = {}
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        """Compile `kernel` as Triton would for these arguments, unless that was done before."""
         values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
@@ -109,6 +110,7 @@ def attend(
     soft_cap: float | None,
     cache_dtype: torch.dtype | None = None,
 ) -> None:
+    """Call paged attention for a step of decodes and prefills, with decodes in one part and in several."""
     batch = PagedBatch(MIXED, 8, 2, key_dim, 16, value_dim)
     q, k_cache, v_cache = batch.q.to(dtype), *(x.to(cache_dtype or dtype) for x in (batch.k_cache, batch.v_cache))
     for splits in (1, 8):

@@ -37,7 +37,7 @@ SLACK_BYTES = 64 * 2**20
 
 
 def device_memory_in_use() -> int:
-    """Return the bytes in use on the device, read by a separate process; on a CPU, those of our child processes."""
+    """Return the bytes in use on the device, read by a separate process; on a CPU, those in use by our children."""
     if DEVICE == "cpu":
         return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
     code = "import torch; free, total = torch.cuda.mem_get_info(); print(total - free)"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels import reference
-from vllm_mp.kernels.attention_metadata import AttentionMetadata
+from vllm_mp.testing.attention_steps import paged_metadata
 
 # (query tokens, context) of each row, single-token rows first.
 DECODES_EVEN = [(1, 9), (1, 9), (1, 9)]
@@ -40,22 +40,13 @@ class PagedBatch:
         self.values = [torch.randn(context, kv_heads, value_dim, generator=generator) for _, context in rows]
         self.k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"))
         self.v_cache = torch.full((num_blocks, block_size, kv_heads, value_dim), float("nan"))
-        cells = [
-            [table[p // block_size] * block_size + p % block_size for p in range(context)]
-            for table, (_, context) in zip(tables, rows, strict=True)
-        ]
+        # Entries past a row's blocks lie far beyond the cache.
+        padded_tables = [table + [10**6] * (width - len(table)) for table in tables]
+        self.metadata = paged_metadata(rows, padded_tables, block_size, "cpu")
+        whole_rows = [(context, context) for _, context in rows]
+        cells = paged_metadata(whole_rows, tables, block_size, "cpu").cell_mapping.split([n for n, _ in whole_rows])
         for row_cells, k, v in zip(cells, self.keys, self.values, strict=True):
-            reference.write_kv(k, v, self.k_cache, self.v_cache, torch.tensor(row_cells))
-        self.metadata = AttentionMetadata(
-            query_start=torch.tensor([0, *itertools.accumulate(q for q, _ in rows)], dtype=torch.int32),
-            seq_lens=torch.tensor([context for _, context in rows], dtype=torch.int32),
-            block_table=torch.tensor([t + [10**6] * (width - len(t)) for t in tables], dtype=torch.int32),
-            cell_mapping=torch.tensor([cell for row, (q, _) in zip(cells, rows, strict=True) for cell in row[-q:]]),
-            query_lens=[q for q, _ in rows],
-            host_seq_lens=[context for _, context in rows],
-            num_decodes=sum(q == 1 for q, _ in rows),
-            max_seq_len=max(context for _, context in rows),
-        )
+            reference.write_kv(k, v, self.k_cache, self.v_cache, row_cells)
 
     def round_to(self, dtype: torch.dtype) -> None:
         """Round every value to `dtype`, kept as float32."""

@@ -1,39 +1,12 @@
-"""Steps over a scattered paged cache, laid out by hand."""
+"""Models run by hand over a scattered paged cache."""
 
-import itertools
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_mp.kernels.ops import AttentionMetadata
-
-
-def paged_metadata(
-    rows: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], block_size: int, device: torch.device | str
-) -> AttentionMetadata:
-    """Return metadata of a step from (query tokens, context) and block table of each row, single-token rows first."""
-    width = max(map(len, tables))
-    cells = [
-        table[position // block_size] * block_size + position % block_size
-        for (queries, context), table in zip(rows, tables, strict=True)
-        for position in range(context - queries, context)
-    ]
-    ends = itertools.accumulate(queries for queries, _ in rows)
-    return AttentionMetadata(
-        query_start=torch.tensor([0, *ends], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([context for _, context in rows], dtype=torch.int32, device=device),
-        block_table=torch.tensor(
-            [[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32, device=device
-        ),
-        cell_mapping=torch.tensor(cells, device=device),
-        query_lens=[queries for queries, _ in rows],
-        host_seq_lens=[context for _, context in rows],
-        num_decodes=sum(queries == 1 for queries, _ in rows),
-        max_seq_len=max(context for _, context in rows),
-    )
+from vllm_mp.testing.attention_steps import paged_metadata
 
 
 @torch.inference_mode()

@@ -33,13 +33,13 @@ class ReadyOutput(NamedTuple):
 
 
 class Memory:
-    """Says where the memory is that a core releases when it sleeps."""
+    """A stand-in for the memory that a core releases when it sleeps; it records where that memory is."""
 
     def __init__(self, forget):
         """`forget` is called when the KV cache is dropped."""
         self.weights, self.cache, self.prepared = "device", True, True
         self.fails: dict[str, Exception] = {}
-        """By the name of an operation, the error of its next call."""
+        """The error of the next call of an operation, by its name."""
         self._forget = forget
 
     def offload_weights(self):
@@ -154,10 +154,10 @@ class Engine:
         return request
 
     def step(self, token=7, failing=()):
-        """Launch a step and process the pending steps that are due; return the step launched.
+        """Launch a step and process the pending steps that are due.
 
         Each row gets `token`, which may be a function of slot and position, or a vector; the slots `failing` get
-        neither. Return the step processed if none was launched, and None without work.
+        neither. Return the step launched, else the last step processed, else None.
         """
         step = self.scheduler.schedule()
         if step is not None:
@@ -171,7 +171,7 @@ class Engine:
     def launch(self, step, token, failing):
         assert self.memory.is_whole, "nothing is computed without weights and cache"
         self.compute(step)
-        assert not self.batch.reads_answer[step.rows[step.awaits]].any(), "rules see the whole output"
+        assert not self.batch.reads_answer[step.rows[step.awaits]].any(), "logits processors see the whole output"
         rows = step.rows[step.samples]
         positions = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
         tokens = [
@@ -218,7 +218,7 @@ class Engine:
             self.ends[end.slot] = end.reason
 
     def compute(self, step):
-        """Write the blocks of `step` as each layer of a model does, then check that its rows read what they must.
+        """Write the blocks of `step` as each layer of a model does, then check that its rows read their own tokens.
 
         A layer writes for all rows before it reads for any row.
         """
@@ -256,4 +256,4 @@ class Engine:
         for _ in range(10_000):
             if self.step(token) is None:
                 return
-        raise AssertionError("the scheduler runs for ever")
+        raise AssertionError("the scheduler still has work after 10,000 steps")

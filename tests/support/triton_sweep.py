@@ -15,7 +15,7 @@ from support.gpu_device import DEVICE as GPU_DEVICE
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import FLOAT8
-from vllm_mp.kernels.sampling import DrawParams
+from vllm_mp.kernels.sampling import NO_PLACE, DrawParams
 from vllm_mp.kernels.triton import launch, operations
 from vllm_mp.testing.sampling_cases import DRAWS, draw_params
 
@@ -52,6 +52,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def at(place: str, *values: Any) -> list[Any]:
+    """Return `values` with each tensor, also in named tuples, on the device `place`."""
     return [
         type(value)(*at(place, *value))
         if hasattr(value, "_fields")
@@ -160,8 +161,8 @@ def test_nan_and_infinity_reach_only_the_queries_that_see_them(
     value: float, of_keys: bool, window: int | None, soft_cap: float | None
 ) -> None:
     batch = PagedBatch([(1, 40), (40, 60), (20, 60), (17, 17), (9, 9)], 4, 2, 32, 16)
-    # A bad token among the new tokens of its row, one in the cached prefix, which leaves the windows, one at the start
-    # of its row, and one that only the last query sees.
+    # Bad tokens: among the new tokens of a row; in a cached prefix, which leaves the windows; at the start of a row;
+    # seen by the last query only.
     for row, position in ((1, 33), (2, 25), (3, 0), (4, 8)):
         kept = (batch.keys if of_keys else batch.values)[row]
         kept[position, 1, 5] = value
@@ -396,7 +397,7 @@ def test_quantized_rows_agree_with_the_reference(inputs: int, groups: int, dtype
 
 @FLOAT8_HERE
 @pytest.mark.parametrize("block_rows", [0, 32])
-def test_row_that_is_not_finite_spoils_no_other_row_of_a_product(block_rows: int) -> None:
+def test_row_that_is_not_finite_affects_no_other_row_of_a_product(block_rows: int) -> None:
     x = torch.randn(5, 200)
     weight, scale = fp8_weights(64, 200, block_rows)
     expected = reference.fp8_linear(x, weight, scale)
@@ -430,15 +431,15 @@ def test_operations_accept_zero_tokens() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("size", [1, 63, 64, 200, 1000])
-def test_the_highest_is_found_and_the_first_of_equals(size: int, dtype: torch.dtype) -> None:
+def test_argmax_finds_the_first_of_equal_highest_scores(size: int, dtype: torch.dtype) -> None:
     scores = torch.randn(9, size).to(dtype)
-    scores[:, size // 2 :] = scores[:, : size - size // 2].clone()  # each is there twice
+    scores[:, size // 2 :] = scores[:, : size - size // 2].clone()  # each occurs twice
     scores[1, size // 2], scores[2, -1], scores[3] = torch.nan, torch.inf, -torch.inf
     scores[4, : size // 2] = -torch.inf
     assert operations.argmax(scores.to(DEVICE)).tolist() == reference.argmax(scores).tolist()
 
 
-def test_the_highest_of_scores_that_lie_within_others() -> None:
+def test_argmax_of_scores_that_are_part_of_a_wider_tensor() -> None:
     scores = torch.randn(4, 300)[:, 7:207]
     assert operations.argmax(scores.to(DEVICE)).tolist() == reference.argmax(scores).tolist()
 
@@ -456,7 +457,7 @@ def uniforms(count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [40, 150])
-def test_draws_are_those_of_the_definition(size: int) -> None:
+def test_draws_equal_the_definition(size: int) -> None:
     knobs = KNOBS * 3
     logits = 3 * torch.randn(len(knobs), size)
     inputs = draw_params(knobs, uniforms(len(knobs)))
@@ -465,8 +466,8 @@ def test_draws_are_those_of_the_definition(size: int) -> None:
 
 
 @pytest.mark.parametrize("top_p", [0.2, 0.55, 0.9])
-def test_of_equally_likely_tokens_the_first_are_kept(top_p: float) -> None:
-    # A few values, each many times over; the share that is asked for is reached among the second.
+def test_first_of_equally_likely_tokens_are_kept(top_p: float) -> None:
+    # A few values, each many times over, so that the sum reaches `top_p` among equally likely tokens.
     logits = torch.tensor([0.0, 1.0, 3.0, 4.0])[
         torch.randint(0, 4, (24, 100), generator=torch.Generator().manual_seed(1))
     ]
@@ -483,17 +484,17 @@ def test_ties_with_the_last_of_the_top_k_stay() -> None:
     assert got.tolist() == reference.sample(logits, inputs).tolist()
 
 
-def test_rows_that_are_not_numbers_get_no_token_and_the_others_theirs() -> None:
+def test_rows_that_are_not_finite_get_no_token_and_other_rows_get_theirs() -> None:
     logits = torch.randn(6, 130)
     logits[1, 5], logits[2, -1], logits[3] = torch.nan, torch.inf, -torch.inf
     logits[4, 1:] = -torch.inf
     inputs = draw_params([{"top_k": 20, "top_p": 0.8}] * 6, uniforms(6))
     got = operations.sample(logits.to(DEVICE), on_device(inputs))
     assert got.tolist() == reference.sample(logits, inputs).tolist()
-    assert got.tolist()[1:5] == [reference.NO_PLACE] * 3 + [0]
+    assert got.tolist()[1:5] == [NO_PLACE] * 3 + [0]
 
 
-def test_the_ends_of_the_distribution_are_tokens_that_have_probability() -> None:
+def test_draws_at_both_ends_of_the_distribution_have_probability() -> None:
     logits = torch.full((2, 150), -torch.inf)
     logits[:, 4] = logits[:, 70] = 0
     uniform = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
@@ -501,7 +502,7 @@ def test_the_ends_of_the_distribution_are_tokens_that_have_probability() -> None
     assert got.tolist() == [4, 70]
 
 
-def test_no_place_beyond_the_last_token_is_drawn_where_sums_differ_in_their_last_bit() -> None:
+def test_draw_ends_at_the_last_possible_token_even_if_sums_differ_in_their_last_bit() -> None:
     logits = 8 * torch.randn(60, 64)
     logits[:, 55:] = -torch.inf
     uniform = torch.full((60,), 1 - 2.0**-52, dtype=torch.float64)

@@ -40,7 +40,7 @@ class Report:
         unfinished.replace(self._path)
 
     def attempt(self, what: str, run: Callable[[], T]) -> T | None:
-        """Return the result of `run`, or None if it fails or the budget is already spent, which is noted as `what`."""
+        """Return the result of `run`. If it fails, or the budget is already spent, note `what` and return None."""
         self.save()
         seconds = time.monotonic() - self._started
         if seconds >= self._budget_s:

@@ -1,4 +1,4 @@
-"""Engines to compare with. Each has its own environment, which is made at its first use."""
+"""Engines to compare with. Each has its own environment, which its first use makes."""
 
 import asyncio
 import contextlib

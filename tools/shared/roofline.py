@@ -10,7 +10,7 @@ _CEILINGS = Path(__file__).resolve().parents[1] / "device_ceilings.py"
 
 
 class Ceilings(NamedTuple):
-    """The best that a device reaches, per second."""
+    """The best rates of a device: bytes read and operations, per second."""
 
     bytes: float
     flops: float

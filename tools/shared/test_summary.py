@@ -20,7 +20,7 @@ WHY_INCOMPLETE = {2: "was interrupted", 3: "had an internal error", 4: "had wron
 
 
 class Summary(NamedTuple):
-    """What became of the tests of all runs."""
+    """The results of the tests of all runs."""
 
     num_passed: int
     skipped: Counter[str]

@@ -1,6 +1,6 @@
 """Check that an engine's output is the greedy one of transformers, by one forward pass over prompt and output.
 
-Each token must be the most likely one after the tokens before it, which is the token that `generate` takes. Another
+Each token must be the most likely token after the tokens before it, as in transformers' greedy `generate`. Another
 token is accepted only if its logit is within a near-tie of the highest.
 """
 
@@ -12,11 +12,11 @@ from vllm_mp import AsyncLLM, RequestOutput
 from vllm_mp.testing.engines import answer, greedy
 
 NEAR_TIE = 1e-4
-"""Difference of two logits that rounding may turn around."""
+"""The greatest difference of two logits whose order rounding may change."""
 
 
 class GreedyReference:
-    """A transformers model that runs once per prompt and output, however often the same output is checked."""
+    """A transformers model that runs once per prompt and output, even if the same output is checked again."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -75,7 +75,7 @@ def assert_engine_is_greedy(
 
 
 def num_preemptions(engine: AsyncLLM) -> int:
-    """Return how often the core has preempted a request, as it reports."""
+    """Return the number of preemptions that the core reports."""
 
     async def run() -> int:
         return int((await engine.core_status())["num_preemptions"])

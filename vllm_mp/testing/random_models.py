@@ -150,7 +150,7 @@ def save_random_model(config: PreTrainedConfig, folder: Path, **options: Any) ->
 def save_small_model(folder: Path, tokenizer_of: Path) -> PreTrainedModel:
     """Save a random model with the default model's vocabulary in `folder`, and the tokenizer from `tokenizer_of`.
 
-    The output weights are scaled so that the distribution is as peaked as that of a trained model; the text is wild.
+    The output weights are scaled so that distributions are as peaked as a trained model's; the text is wild.
     """
     model = save_random_model(_DEFAULT_VOCABULARY, folder)
     with torch.no_grad():

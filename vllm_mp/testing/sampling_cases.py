@@ -42,7 +42,7 @@ class SamplingCase(NamedTuple):
     range: tuple[float, float, str] | None = None
     """Both ends of the range, and how a refusal writes the range."""
     warper: str | None = None
-    """The class in transformers.generation.logits_process with the same meaning, for what changes the distribution."""
+    """For a field that changes the distribution: its class in transformers.generation.logits_process."""
 
 
 CASES = {
@@ -173,5 +173,5 @@ def draw_params(rows: Sequence[Mapping[str, Any]], uniform: Any) -> Any:
         )
         for name in ("temperature", *(sampling_filter.name for sampling_filter in SAMPLING_FILTERS))
     }
-    filters = tuple(one for one in SAMPLING_FILTERS if one.is_on(columns[one.name]).any())
+    filters = tuple(cut for cut in SAMPLING_FILTERS if cut.is_on(columns[cut.name]).any())
     return DrawParams(**columns, uniform=uniform, filters=filters)

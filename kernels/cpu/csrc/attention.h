@@ -14,9 +14,9 @@
 
 namespace vmp {
 
-constexpr int KEYS = 64;
-constexpr int PART = 512;
-constexpr int TILE_ROWS = 48;
+constexpr int KEYS = 64;       // keys of a tile
+constexpr int PART = 512;      // keys of a part
+constexpr int TILE_ROWS = 48;  // the most rows of a tile of queries: query tokens times heads that share a KV head
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // Where the tokens of a step stand in the cache; the fields are those of kernels/attention_metadata.py.
@@ -46,7 +46,7 @@ struct Heads {
     int64_t partial_size() const { return padded_value_dim() + 2; }
 };
 
-// Some queries of a row, for each KV head, over part number `part` of its keys, or over all keys if it is negative.
+// Consecutive queries of a row, which attend to part number `part` of its keys, or to all keys if `part` is negative.
 struct QueryTile {
     int32_t row;
     int32_t first;  // query token of the step
@@ -55,12 +55,15 @@ struct QueryTile {
     int64_t partial;  // index of the result of its first part
 };
 
+// The work of one step, as `plan` divides it.
 struct Attention {
     std::vector<QueryTile> tiles;
     std::vector<QueryTile> merges;  // one entry per decode whose keys were divided; `part` is the number of parts
     int64_t partials = 0;           // results of parts, per query head
 };
 
+// Divides the queries of a step into tiles, and the keys of a long decode into parts. If the step isolates, each tile
+// has one query, so that no query is multiplied with later keys.
 inline Attention plan(const AttentionMetadata& step, const Heads& heads) {
     Attention done;
     const int most = step.isolates ? 1 : int(std::max<int64_t>(1, TILE_ROWS / heads.group()));
@@ -112,6 +115,7 @@ inline KeyTile tile_at(const Span& span, int64_t at, const int64_t* cells) {
             cells + (start - first)};
 }
 
+// Writes the cell of each position of `span` to `cells`, which begins at the first tile of the span.
 inline void find_cells(const AttentionMetadata& step, const Span& span, int64_t* cells) {
     const int32_t* blocks = step.block_table + span.row * step.block_table_stride;
     cells += span.begin % KEYS;
@@ -138,7 +142,7 @@ struct Cache {
     }
 };
 
-// Rows to prefetch while other rows are multiplied, some with each step.
+// Rows of the cache to prefetch while other rows are multiplied, ROWS_A_STEP with each step.
 template <class T>
 struct SoonRows {
     Cache<T> cache;
@@ -172,7 +176,7 @@ struct Scratch {
     std::vector<T> q, k, v, p, zeros;
     std::vector<float> scores, part, total, highest, sums, total_highest, total_sums;
 
-    // For `rows` rows of each of `num_heads` KV heads.
+    // Makes room for `rows` rows of each of `num_heads` KV heads.
     void fit(int64_t rows, int64_t num_heads, const Heads& heads) {
         const int64_t dim = heads.padded_value_dim(), all = rows * num_heads;
         q.resize(all * heads.key_dim);
@@ -265,7 +269,7 @@ struct Values {
     }
 };
 
-// Packs all values into such panels; the dimensions that only fill a vector are zeros.
+// Packs the values into panels of that form; dimensions that only fill a vector are zeros.
 template <class T>
 inline void pack_values(const T* const* values, int count, int64_t dim, int64_t padded_dim, T* panels) {
     constexpr int64_t IN_VECTOR = 4 * W / int64_t(sizeof(T));
@@ -406,8 +410,8 @@ struct Caches {
     }
 };
 
-// Attention of the queries of a tile, for `num_heads` KV heads from `first_head` on, over the keys of `span`, which lie
-// in one part. The result goes to part, highest and sums of the scratch memory. The keys of `next` are needed next.
+// Attends from the queries of a tile, for `num_heads` KV heads from `first_head` on, to the keys of `span`, which lie
+// in one part. The result goes to part, highest and sums of the scratch memory. The first keys of `next` are prefetched.
 template <class T>
 void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
                  const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
@@ -439,13 +443,14 @@ void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t firs
     }
 }
 
+// Divides the weighted sum of values by the sum of weights.
 template <class T>
 inline void put_result(const float* total, float sum, int64_t dim, T* out) {
     for (int64_t i = 0; i < dim; i += W) store_some(out + i, load(total + i) / sum, int(std::min<int64_t>(W, dim - i)));
 }
 
-// Attention of one tile, for `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each query token,
-// `q_stride` and `out_stride` elements apart. The keys of `next` are needed next.
+// Computes the attention of one tile, for `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each
+// query token, `q_stride` and `out_stride` elements apart. The first keys of `next` are prefetched.
 template <class T>
 void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
             const QueryTile& tile, const Span& next, const T* q, int64_t q_stride, const Caches<T>& caches, T* out,
@@ -502,7 +507,7 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
     put_result(s.total.data(), sum, heads.value_dim, out + tile.first * out_stride + head * heads.value_dim);
 }
 
-// Attention of all queries of a step; `todo` is its plan.
+// Computes the attention of all queries of a step; `todo` is its plan.
 template <class T>
 void attend_all(Member& member, const AttentionMetadata& step, const Heads& heads, const Attention& todo, const T* q,
                 int64_t q_stride, const T* k_cache, const T* v_cache, T* out, int64_t out_stride, float* partials) {

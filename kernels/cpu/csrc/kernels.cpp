@@ -32,7 +32,7 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* 
     }
 }
 
-// The rows in the form in which they are multiplied with `w`: quantized into `bytes` if its weights are.
+// Returns the rows in the form in which they are multiplied with `w`: quantized into `bytes` if its weights are int8.
 template <class T>
 Rows<T> input(Member& member, const Linear<T>& w, const T* x, int64_t rows, ByteRows<T>& bytes) {
     if (w.scales) member.each(rows, [&](int64_t i) { bytes.quantize_row(x + i * w.inputs, w.inputs, i); });
@@ -50,7 +50,7 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads)
     });
 }
 
-// The index of the highest output of each row, the first of equal outputs; -1 if it is not finite or any is NaN.
+// Writes the index of the highest output of each row, the first of equal outputs; -1 if it is not finite or any is NaN.
 template <class T>
 void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int threads) {
     ByteRows<T> bytes;

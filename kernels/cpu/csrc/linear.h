@@ -15,6 +15,7 @@
 
 namespace vmp {
 
+// The columns of a panel, and the most rows whose sums stay in registers.
 constexpr int NR = 2 * W;
 #if defined(__AVX512F__)
 constexpr int MR = 12;
@@ -128,7 +129,7 @@ inline void pack_panel(const T* const columns[NR], int64_t inputs, T* panel) {
             for (int i = 0; i < KP<T>; ++i) *panel++ = columns[n] ? columns[n][k + i] : T{};
 }
 
-// The same with quantization to int8; writes the scale of each column and 128 times the sum of its weights.
+// Does the same with quantization to int8; writes the scale of each column and 128 times the sum of its weights.
 template <class T>
 inline void pack_panel(const T* const columns[NR], int64_t inputs, int8_t* panel, float* scales, int32_t* sums) {
     for (int n = 0; n < NR; ++n) {
@@ -162,7 +163,7 @@ struct Packed {
     }
 };
 
-// The products of ROWS rows of x with the columns of `panel`, whose weights have the type of x, or int8 for rows of
+// Multiplies ROWS rows of x with the columns of `panel`, whose weights have the type of x, or int8 for rows of
 // bytes. The sums are local variables until the end, or the compiler would keep them in memory.
 template <int ROWS, int VECTORS, class Panel, class Ask>
 inline void multiply(const float* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
@@ -256,8 +257,9 @@ inline void multiply_rows(int rows, const T* x, int64_t stride, const Panel& pan
     }
 }
 
-// The same with `columns` columns, a multiple of NR: calls `take(row, column, vector)`. Few rows take more columns at
-// once, as many as the registers allow, because their sums wait for one another. `panel_at(column)` begins at a column.
+// Does the same for `columns` columns, a multiple of NR: calls `take(row, column, vector)`. Few rows take more columns
+// at once, as many as the registers allow, because their sums wait for one another. `panel_at(column)` begins at a
+// column.
 template <class T, class PanelAt, class Ask, class Take>
 inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_at, int64_t columns, int64_t inputs,
                          Ask soon, Take&& take) {
@@ -279,8 +281,8 @@ inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_a
     }
 }
 
-// The same with one panel for any number of rows, in tiles of about the same height. With more than one tile, the later
-// tiles read the weights from a cache, and meanwhile the next panel is prefetched.
+// Does the same for one panel and any number of rows, in tiles of about the same height. With more than one tile, the
+// later tiles read the weights from a cache, and meanwhile the next panel is prefetched.
 template <class T, class Weight, class Take>
 inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
     const int64_t tiles = (rows + MR - 1) / MR;
@@ -296,7 +298,7 @@ inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weigh
     }
 }
 
-// The products of all rows with panel `i` plus the bias: calls `take(row, first, second)` with the panel's two vectors.
+// Multiplies all rows with panel `i` and adds the bias: calls `take(row, first, second)` with the panel's two vectors.
 template <class T, class Take>
 inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& take) {
     vf bias0 = {}, bias1 = {};
@@ -336,7 +338,7 @@ inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) 
         member.each_guided(w.panels(), f);
 }
 
-// The products of all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
+// Multiplies all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
 template <class T, class Put>
 inline void multiply_all(Member& member, const Linear<T>& w, const Rows<T>& x, Put&& put) {
     each_panel(member, w, x.count, [&](int64_t i) {

@@ -15,6 +15,7 @@
 
 namespace vmp {
 
+// The number of 32-bit elements of a vector.
 #if defined(__AVX512F__)
 constexpr int W = 16;
 #elif defined(__AVX2__)
@@ -88,7 +89,7 @@ inline T from_float(float x) {
     }
 }
 
-// The values that are read back after `x` was stored as T.
+// Returns `x` rounded to T.
 template <class T>
 inline vf rounded(vf x) {
     if constexpr (std::is_same_v<T, float>) {
@@ -131,13 +132,13 @@ inline float sum(vf x) {
     return reduce(x, [](vf a, vf b) { return a + b; });
 }
 
-// The highest element; NaN if any element is NaN.
+// Returns the highest element; NaN if any element is NaN.
 inline float highest(vf x) {
     return reduce(x, [](vf a, vf b) { return select((a > b) | (a != a), a, b); });
 }
 
-// The exponential function, accurate to 2 units in the last place: 2^n times a polynomial of the rest (Cephes). 0 below
-// -87.
+// Returns e to the power of x, accurate to 2 units in the last place: 2^n times a polynomial of the rest (Cephes).
+// Returns 0 below -87.
 inline vf exp(vf x) {
     const vf lowest = splat(-87.0f), most = splat(88.0f);
     vi tiny = x < lowest;

@@ -44,8 +44,8 @@ class Team {
             wait();
         }
 
-        // The same in ranges that become shorter towards the end; a free thread takes the next range. If a thread loses
-        // its processor, the other threads take over the rest.
+        // Does the same in ranges that become shorter towards the end; a free thread takes the next range. If a thread
+        // loses its processor, the other threads take over the rest.
         template <class F>
         void each_guided(int64_t count, F&& f) {
             std::atomic<int64_t>& next = team_.next_;
@@ -58,7 +58,7 @@ class Team {
             wait();
         }
 
-        // The same in ranges of `chunk` indices.
+        // Does the same in ranges of `chunk` indices, which free threads take in order.
         template <class F>
         void each_in_turn(int64_t count, int64_t chunk, F&& f) {
             for (int64_t begin; (begin = team_.next_.fetch_add(chunk, std::memory_order_relaxed)) < count;)
@@ -118,6 +118,7 @@ class Team {
     double spent_ = 0, lost_ = 0;  // seconds, fading with MEMORY_S
     double hold_ = FIRST_HOLD_S, hold_until_ = 0;
 
+    // Records the wall time of a region and the computing time of its slowest thread, and adjusts `halvings_`.
     void note(double now, double wall, double computed, int threads) {
         if (halvings_ > 0 && now > hold_until_) {
             --halvings_;

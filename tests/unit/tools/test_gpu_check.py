@@ -35,7 +35,7 @@ def run_tool(out: Path, *arguments: str) -> tuple[int, dict]:
 
 @pytest.mark.slow
 def test_good_run_reports_every_figure_as_a_share_of_the_device_limits(tmp_path):
-    test = "tests/gpu/test_core_death.py::test_a_core_killed_under_load_ends_its_streams_and_gives_the_memory_back"
+    test = "tests/gpu/test_core_death.py::test_core_killed_under_load_ends_its_streams_and_frees_its_memory"
     code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--tests", test)
     assert found["errors"] == found["skipped"] == []
     assert code == 0

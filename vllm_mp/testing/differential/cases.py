@@ -1,4 +1,4 @@
-"""Random requests: prompts, parameters and how the consumer behaves. Everything is decided by a seed."""
+"""Random requests: prompts, parameters and how the consumer behaves. A seed decides everything."""
 
 import dataclasses
 import random
@@ -14,7 +14,7 @@ MAX_MODEL_LEN = 320
 VOCAB_SIZE = 49_152
 """The vocabulary of the default model."""
 CROWD, CROWD_LEN = 12, 40
-"""So many requests generate so many tokens each that the cache of `playing.company`, with room for 336, overflows."""
+"""Requests, and output tokens of each, that overflow the cache of `playing.shared_options`, which holds 336 tokens."""
 _STOPS = (
     " ",
     "e",
@@ -54,7 +54,7 @@ class Case:
     abort_after: int | None
     """The consumer aborts after this many outputs; None: never."""
     after: int
-    """The request is sent after this many other cases have ended; 0: it is there from the start."""
+    """The request is sent after this many other cases have ended; 0: from the start."""
 
     def __str__(self) -> str:
         shown = self.prompt if isinstance(self.prompt, dict) else {"prompt": self.prompt}
@@ -62,7 +62,7 @@ class Case:
 
 
 def random_case(chance: random.Random, tokenizer: PreTrainedTokenizerBase, num_before: int) -> Case:
-    """Return a request of any kind that is served, sent after at most `num_before` others have ended."""
+    """Return a random request of the kinds that are served, sent after at most `num_before` others have ended."""
     params: dict[str, Any] = {}
 
     def maybe(share: float, name: str, value: Any) -> None:
@@ -141,7 +141,7 @@ def _random_prompt(chance: random.Random, tokenizer: PreTrainedTokenizerBase) ->
 def random_cases(seed: int, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Case]:
     """Return `count` cases decided by `seed`; no case waits for more ends than there are cases before it.
 
-    The first `CROWD` cases are all there from the start, short and of the highest priority. The cache has room for
+    The first `CROWD` cases are sent at the start, with short prompts and the highest priority. The cache has room for
     their prompts but not for their output, so some are preempted. The first case is aborted early in a long output.
     """
     chance = random.Random(seed)

@@ -31,12 +31,12 @@ class Judge:
         self._reference = Reference(model, tokenizer, eos_token_ids)
 
     def compare(self, case: Case, together: Outcome, lone: Outcome) -> None:
-        """Note how the outcome in company differs from the lone one."""
+        """Note how the outcome together with other cases differs from the lone outcome."""
         self.counts["requests"] += 1
         if isinstance(together, str) or isinstance(lone, str):
             self.counts["refused"] += 1
             if _error_type(together) != _error_type(lone):
-                self._note(case, 0, f"{_shown(together)} in company, {_shown(lone)} alone")
+                self._note(case, 0, f"{_shown(together)} together, {_shown(lone)} alone")
             return
         first = together[0]
         self.counts["prompts found in the cache"] += first.num_cached_tokens > 0
@@ -57,7 +57,7 @@ class Judge:
                     )
 
     def verify(self, case: Case, lone: Outcome) -> None:
-        """Note where lone completions are not what transformers' logits and the parameters of the case call for."""
+        """Note where lone completions differ from what transformers' logits and the parameters of the case require."""
         if isinstance(lone, str):
             return
         for index, completion in enumerate(lone):
@@ -85,7 +85,7 @@ class Judge:
         params, prompt = _params(case, index), mine.prompt_token_ids
         logits = self._reference.logits(prompt + ids[:common])[-1]
         distances = [
-            self._reference.distance(params, prompt, ids[:common], some[common], logits) for some in (ids, lone_ids)
+            self._reference.distance(params, prompt, ids[:common], tokens[common], logits) for tokens in (ids, lone_ids)
         ]
         if max(distances) <= TIE:
             self.counts["shown ties"] += 1

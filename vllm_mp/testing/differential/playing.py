@@ -1,4 +1,4 @@
-"""Run cases on engines, in company and alone, and put together what their consumers received."""
+"""Run cases on engines, together and alone, and assemble the outputs that their consumers received."""
 
 import asyncio
 import itertools
@@ -10,8 +10,8 @@ from vllm_mp.testing.differential.cases import MAX_MODEL_LEN, Case
 from vllm_mp.testing.engines import answer, eventually
 
 MAX_STEP_TOKENS = 96
-"""Tokens that a step computes at most, in company."""
-ALONE: dict[str, Any] = {
+"""The most tokens that a step of the shared engine computes."""
+PRIVATE_OPTIONS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
     "enable_prefix_caching": False,
     "max_logprobs": -1,
@@ -19,7 +19,7 @@ ALONE: dict[str, Any] = {
 """Engine options under which a request shares nothing with any other."""
 
 
-def company(bytes_per_token: int) -> dict[str, Any]:
+def shared_options(bytes_per_token: int) -> dict[str, Any]:
     """Return engine options under which requests share a KV cache that is too small, and prompts are chunked.
 
     `bytes_per_token` is the size of one token's keys and values.
@@ -50,7 +50,7 @@ class FinalCompletion(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: Any
-    """Those of the request, in its first completion only."""
+    """The request's, in its first completion; None in all others."""
     num_cached_tokens: int
     """Prompt tokens that were found in the prefix cache."""
 
@@ -59,11 +59,11 @@ Outcome = list[FinalCompletion] | str
 """The completions of a case, or the error that refused it."""
 
 
-async def in_company(engine: AsyncLLM, cases: list[Case]) -> list[Outcome]:
+async def play_together(engine: AsyncLLM, cases: list[Case]) -> list[Outcome]:
     """Return the outcomes of all cases together.
 
     Cases that wait for no other are sent while generation is paused, and it is resumed when the core has all of them.
-    So how many requests meet does not depend on the speed of the machine.
+    So the number of requests that run together does not depend on the speed of the machine.
     """
     num_ended, has_ended = 0, asyncio.Condition()
 
@@ -90,8 +90,8 @@ async def in_company(engine: AsyncLLM, cases: list[Case]) -> list[Outcome]:
     return await asyncio.gather(*tasks)
 
 
-async def alone(engine: AsyncLLM, case: Case) -> Outcome:
-    """Return the outcome of a case on an engine that has nothing else to do, with a request for each completion."""
+async def play_alone(engine: AsyncLLM, case: Case) -> Outcome:
+    """Return the outcome of a case on an engine without other requests; each completion is a request of its own."""
     completions = []
     for index in range(case.params.get("n", 1)):
         own = {**case.params, "n": 1, "seed": case.params["seed"] + index}
@@ -107,12 +107,12 @@ async def alone(engine: AsyncLLM, case: Case) -> Outcome:
 
 
 def play(shared: AsyncLLM, private: AsyncLLM, cases: list[Case]) -> list[tuple[Case, Outcome, Outcome]]:
-    """Return each case with its outcome in company of the others on `shared`, and its outcome alone on `private`."""
+    """Return each case with its outcome together with the others on `shared`, and its outcome alone on `private`."""
 
     async def run_alone() -> list[Outcome]:
-        return [await alone(private, case) for case in cases]
+        return [await play_alone(private, case) for case in cases]
 
-    together = asyncio.run(in_company(shared, cases))
+    together = asyncio.run(play_together(shared, cases))
     return list(zip(cases, together, asyncio.run(run_alone()), strict=True))
 
 

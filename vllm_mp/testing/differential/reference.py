@@ -1,4 +1,4 @@
-"""What transformers' model and the rules of a request call for, computed by code that is independent of the engine."""
+"""The outputs that transformers' model and a request's parameters require, by code independent of the engine."""
 
 import copy
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from vllm_mp.testing.differential.cases import MAX_MODEL_LEN
 from vllm_mp.testing.differential.playing import FinalCompletion
 
 TIE = 1e-4
-"""How close a choice must be to the right one to be excused, in logits or in probability."""
+"""The greatest distance from the right choice that is excused, in logits or in probability."""
 
 Logits = npt.NDArray[np.float64]
 
@@ -62,8 +62,7 @@ class Reference:
         """Return whether all `values`, said to be the log-probability of `token`, differ from it by rounding only.
 
         The truth is the log-probability in float64. Rounding is measured as the difference that a batch of two makes in
-        float32.
-        The first tokens of some models have activations so large that rounding shows in the fourth digit.
+        float32. The first tokens of some models have activations so large that rounding shows in the fourth digit.
         """
         if self._exact_model is None:
             self._exact_model = copy.deepcopy(self._model).double()
@@ -160,7 +159,7 @@ class Reference:
         return None
 
     def end(self, params: SamplingParams, completion: FinalCompletion) -> End | None:
-        """Return the end that the tokens of a completion call for.
+        """Return the end that the tokens of a completion require.
 
         None if it cannot be told, because a character begins in the prompt or the bytes of the text are broken.
         """

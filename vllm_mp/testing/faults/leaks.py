@@ -37,7 +37,8 @@ class Holdings(NamedTuple):
 
     @classmethod
     def now(cls) -> "Holdings":
-        gc.collect()  # exceptions that were raised hold the frames, and so the resources, of that time
+        """Return the resources that this process holds now."""
+        gc.collect()  # exceptions that were raised keep their frames, and so the resources, alive
         return cls(
             len(os.listdir("/proc/self/fd")),
             {child.pid for child in psutil.Process().children(recursive=True)},

@@ -1,4 +1,4 @@
-"""Play a scenario: strike an engine in the middle of its streams, and check the promise that users are given."""
+"""Play a scenario: cause a fault in the middle of an engine's streams, and check the promise that users are given."""
 
 import asyncio
 import contextlib
@@ -34,10 +34,11 @@ class ScenarioRun:
         """The standalone core, if the scenario has one."""
         self.watch = PauseWatch()
         self.seen: list[str] = []
-        """What is reported of a scenario that keeps its promise."""
+        """Observations to report if the promise was kept."""
         self.broken: list[str] = []
         """How the promise was broken."""
         self.cleanup = contextlib.ExitStack()
+        """Closed when the scenario has ended."""
 
     def page(self) -> CoreStatus:
         """Return the contents of the core's status page."""
@@ -100,7 +101,7 @@ class Scenario(NamedTuple):
     name: str
     promise: str
     play: Callable[[ScenarioRun], Awaitable[None]]
-    """Called at the moment of the fault, which it brings about."""
+    """Causes the fault, if the engine does not inject it; called at the time of the fault."""
     injects: str
     """The engine's `fault_injection`."""
     options: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The scenarios: what may happen to an engine, and what its users are promised. Any model can play them."""
+"""The scenarios: faults that may strike an engine, and what its users are promised. They work with any model."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def _scenario(
     stands_alone: bool = False,
     ends_all: bool = False,
 ) -> Callable[[_Play], _Play]:
-    """Register a function as a scenario. A T in `injects` stands for the request at which the core strikes itself."""
+    """Register a function as a scenario. A T in `injects` stands for the request that the injected fault strikes."""
 
     def register(play: _Play) -> _Play:
         name = play.__name__.replace("_", "-")

@@ -54,7 +54,7 @@ class SoakResult:
     answers: int = 0
     """Completions and vectors that were compared."""
     aborted: int = 0
-    """Requests that were to be aborted."""
+    """Requests whose consumer aborts them."""
     tokens: int = 0
     excused: int = 0
     """Requests whose outcome differs by rounding only."""
@@ -65,7 +65,7 @@ class SoakResult:
     seconds: float = 0.0
 
     def percentile(self, share: float) -> float:
-        """Return the time to the next token that `share` of the kills stayed below."""
+        """Return the quantile `share` of the times from a kill to the next token, in seconds."""
         ordered = sorted(self.next_token_s)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -208,7 +208,7 @@ def run_soak(
 ) -> SoakResult:
     """Kill the core of an engine with `options` `kills` times, or for `seconds`, and return how it went.
 
-    The requests are those of `baseline`; each is sent again when it has ended. With `is_random` they start at random
+    The requests come from `baseline`; each is sent again when it has ended. With `is_random` they start at random
     moments, some are aborted, and the core is also stopped, terminated, and killed while it loads.
     """
     limits = {"max_core_restarts": 10**6, "engine_iteration_timeout_s": 5.0 if is_random else 60.0}

@@ -42,9 +42,9 @@ class CoreFrames:
         self._weights = list(itertools.accumulate(weight for weight, _ in self._kinds.values()))
 
     def draw(self, victims: dict[int, int], spared: Container[int]) -> HostileMessage:
-        """Return a message that names slots of `victims` and none of `spared`.
+        """Return a message for slots of `victims` that names no slot of `spared`.
 
-        `victims` holds the number of tokens that each slot has received, and is advanced by those of the message.
+        `victims` maps a slot to the number of tokens that it has received; the tokens of the message are added.
         """
         while True:
             (kind,) = self._chance.choices(list(self._kinds), cum_weights=self._weights)
@@ -155,7 +155,7 @@ def slots_named(output: wire.StepOutput) -> set[int]:
 
 
 def _advance(positions: dict[int, int], output: wire.StepOutput) -> None:
-    """Advance `positions`, by slot, by the tokens of `output` that a client accepts."""
+    """Add the tokens of `output` that a client accepts to `positions`, the number of tokens by slot."""
     with contextlib.suppress(ValueError):
         for slot, _, position in zip(*wire.unpack_tokens(output), strict=True):
             if slot in positions and positions[slot] & 0xFFFF == position:
