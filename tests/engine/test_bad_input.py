@@ -116,7 +116,6 @@ def test_prefix_cache_is_reset_only_on_the_device_that_holds_it(llm):
     [
         (SamplingParams(guided_decoding={"regex": "a"}), "guided_decoding"),
         (SamplingParams(structured_outputs={"json": {}}), "structured_outputs"),
-        (SamplingParams(logprobs=21), "logprobs"),
         (SamplingParams(stop_token_ids=[49152]), "stop_token_ids"),
         ({"temperature": 0}, "SamplingParams"),
     ],
