@@ -95,8 +95,8 @@ def test_pooling_requests_preempted_by_generation_give_the_same_vectors(name, tm
         options = {**scarce_blocks(CONFIGS[name]), "max_num_seqs": 5, "skip_tokenizer_init": True}
         with running_engine(tmp_path, device="cpu", num_threads=1, **options) as engine:
 
-            async def preempted(pooling_type):
-                """Send a long prompt while four older requests grow into its blocks. Return vector, preemptions, last outputs."""
+            async def pool_preempted(pooling_type):
+                """Return the vector of a preempted prompt, the preemptions, and the last outputs of the others."""
                 await engine.reset_prefix_cache()
                 before = (await engine.core_status())["num_preemptions"]
                 params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
@@ -108,7 +108,7 @@ def test_pooling_requests_preempted_by_generation_give_the_same_vectors(name, tm
                 return output, after - before, ends
 
             for pooling_type in TYPES:
-                output, count, ends = asyncio.run(preempted(pooling_type))
+                output, count, ends = asyncio.run(pool_preempted(pooling_type))
                 assert count > 0
                 assert_pooled(output, hidden_states(model, prompts[-1]), pooling_type)
                 assert all(len(end.outputs[0].token_ids) == 40 for end in ends)

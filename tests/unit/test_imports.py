@@ -16,7 +16,7 @@ def run(*command: str, text: str | None = None) -> "subprocess.CompletedProcess[
 
 
 def ground_floor() -> list[str]:
-    """The modules that a client process may import."""
+    """Return the modules that a client process may import."""
     packages = ("model_config", "model_store", "cli", "fault_injection")
     files = [
         *(ROOT / "vllm_mp").glob("[a-z]*.py"),

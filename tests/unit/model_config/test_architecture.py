@@ -87,7 +87,7 @@ def test_llama_bias_covers_output_and_qwen2_bias_does_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)]
 )
-def test_mistral_window(changes: dict[str, Any], window: int | None) -> None:
+def test_mistral_has_the_window_of_its_field_or_4096(changes: dict[str, Any], window: int | None) -> None:
     arch = as_class("MistralForCausalLM", num_key_value_heads=2, **changes)
     assert arch.sliding_window == (window,) * 3
 
