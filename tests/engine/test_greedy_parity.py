@@ -1,4 +1,4 @@
-"""Greedy answers equal those of transformers, token for token, however the engine batches, chunks and preempts."""
+"""Greedy answers equal those of transformers, token for token, with any batching, chunks and preemption."""
 
 import asyncio
 

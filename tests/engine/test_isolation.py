@@ -1,4 +1,4 @@
-"""A request, event loop or thread that does something wrong harms no other."""
+"""A request, event loop or thread that does something wrong does not disturb others."""
 
 import asyncio
 import contextlib
@@ -129,7 +129,7 @@ def test_message_that_is_too_large_is_refused_before_it_is_sent(llm):
     assert asyncio.run(answer(llm, PROMPT, greedy(3))).finished
 
 
-@pytest.mark.parametrize("recovery", [True, False])
+@pytest.mark.parametrize("recovery", [True, False], ids=["recovery", "no recovery"])
 def test_broken_connection_counts_as_death_of_the_core_even_if_its_process_lives(make_engine, recovery):
     engine = make_engine(max_model_len=512, recovery=recovery)
 

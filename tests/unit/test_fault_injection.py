@@ -1,4 +1,4 @@
-"""The language of the option `fault_injection`, and when injected faults strike."""
+"""The syntax of the option `fault_injection`, and the steps at which injected faults strike."""
 
 from types import SimpleNamespace
 
