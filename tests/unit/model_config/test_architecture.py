@@ -183,13 +183,6 @@ def test_other_decoder_that_cannot_run_is_refused_by_name(changes: dict[str, Any
     assert all(name in str(caught.value) for name in NATIVE_ARCHITECTURES)
 
 
-def test_quantized_checkpoint_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"quantization_config.*'awq'"):
-        read(quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ValueError, match=r"quantization_config.*'mxfp4'"):
-        read(OTHER, quantization_config={"quant_method": "mxfp4"})
-
-
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
 def test_missing_size_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=f"'{field}' is missing"):
