@@ -1,4 +1,4 @@
-"""A core process by itself: what it survives, and how it ends if it cannot go on."""
+"""A core process by itself: the failures that it survives, and its end after the others."""
 
 import contextlib
 import os

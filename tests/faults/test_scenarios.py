@@ -83,7 +83,7 @@ def test_nothing_is_lost_or_leaked_while_requests_come_and_go_and_cores_die_in_e
 
 @pytest.fixture(scope="module")
 def overlapping(baseline):
-    """The same requests, with the next step launched while one is pending; the outputs must be the same."""
+    """The same requests and expected outputs, on an engine that launches the next step while a step is pending."""
     other = copy.copy(baseline)
     other.options = {**baseline.options, "async_scheduling": True}
     with other.share_engine(_INJECTED) as engine:
