@@ -65,7 +65,7 @@ def test_bad_prompt_is_refused_by_name(llm, prompt, words):
         ({"request_id": 7}, "request_id"),
         ({"request_id": "x" * 2000}, "request_id"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else f"{next(iter(value))} of {type(*value.values()).__name__}",
 )
 def test_bad_argument_is_refused_by_name(llm, arguments, words):
     assert words in refusal(llm, PROMPT, **arguments)
@@ -116,11 +116,10 @@ def test_prefix_cache_is_reset_only_on_the_device_that_holds_it(llm):
     [
         (SamplingParams(guided_decoding={"regex": "a"}), "guided_decoding"),
         (SamplingParams(structured_outputs={"json": {}}), "structured_outputs"),
-        (SamplingParams(logprobs=21), "logprobs"),
         (SamplingParams(stop_token_ids=[49152]), "stop_token_ids"),
         ({"temperature": 0}, "SamplingParams"),
     ],
-    ids=str,
+    ids=["guided_decoding", "structured_outputs", "stop_token_ids", "a dict"],
 )
 def test_parameter_that_is_not_served_is_refused_by_name(llm, params, words):
     assert words in refusal(llm, PROMPT, params)

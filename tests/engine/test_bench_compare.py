@@ -166,10 +166,10 @@ def test_figures_are_on_disk_after_each_round(compare, tmp_path):
     found = []
     out = tmp_path / "out.json"
 
-    def look():
+    def record_figures():
         found.append(json.loads(out.read_text())["figures"] if out.exists() else None)
 
-    compare(StandInPeer("good", 3.0, observe=look), StandInPeer("other"))
+    compare(StandInPeer("good", 3.0, observe=record_figures), StandInPeer("other"))
     assert found == [None, {"decode, batch 1": {"good": [3.0], "other": [1.0]}}]
 
 

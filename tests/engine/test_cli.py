@@ -38,7 +38,7 @@ def run(*arguments, **options):
 
 @contextlib.contextmanager
 def running(*arguments):
-    """A running command with its outputs in pipes; it is killed at the end of the block."""
+    """Run a command with its outputs in pipes. Kill it at the end of the block."""
     process = subprocess.Popen(
         [*PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -94,7 +94,7 @@ def greedy_text(client, prompt, max_tokens=None):
 
 
 def chat_text(client, *contents, max_tokens=None):
-    """The answer to the last of `contents`, the messages of user and assistant in turn."""
+    """Return the answer to the last of `contents`, the messages of user and assistant in turn."""
     roles = ("user", "assistant") * len(contents)
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
     tokenizer = client.get_tokenizer()
@@ -312,14 +312,14 @@ def test_ctrl_c_during_the_answer_ends_generate_with_130_and_leaves_no_core(opti
     assert not list(temporary.iterdir())
 
 
-@pytest.mark.parametrize("sign", ["vllm_mp-*", "vllm_mp-*/core-1.status"], ids=["begins", "loads"])
-def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(options, temporary, sign):
-    async def has_reached_sign():
-        return bool(list(temporary.glob(sign)))
+@pytest.mark.parametrize("pattern", ["vllm_mp-*", "vllm_mp-*/core-1.status"], ids=["begins", "loads"])
+def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(options, temporary, pattern):
+    async def file_exists():
+        return bool(list(temporary.glob(pattern)))
 
     with running("generate", "x", *options) as process:
         child = core_of(process)
-        asyncio.run(eventually(has_reached_sign))
+        asyncio.run(eventually(file_exists))
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
         # Both are the same to a shell: Python may die by the signal if it arrives during an import.

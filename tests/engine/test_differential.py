@@ -18,7 +18,7 @@ from vllm_mp.testing.random_models import one_thread, save_small_model
 def played(request, default_model, tmp_path_factory):
     """The arguments of a `Judge`, and 60 cases with their outcomes in company and alone.
 
-    In company, once also with the next step scheduled while the pending step is computed.
+    With overlapping steps, the shared engine schedules the next step while the pending step is computed.
     """
     folder = tmp_path_factory.mktemp("small")
     with one_thread():
@@ -54,7 +54,7 @@ def test_completions_in_company_equal_those_alone_and_follow_from_the_logits(pla
         "prompts found in the cache",
         "prompts computed in chunks",
     ):
-        assert judge.counts[what], f"no case has covered {what!r}"
+        assert judge.counts[what], f"no case covers: {what}"
     assert judge.counts["refused"] == 0
     assert judge.counts["ends verified"] > 0.8 * judge.counts["completions"]
 

@@ -49,7 +49,7 @@ def test_pooling_is_configured_by_the_folder_of_the_model(encoder):
     assert (config.pooling.pooling_type, config.pooling.normalize, config.max_model_len) == ("mean", True, CONTEXT)
 
 
-@pytest.mark.parametrize("concurrent", [True, False])
+@pytest.mark.parametrize("concurrent", [True, False], ids=["together", "alone"])
 def test_vectors_equal_those_of_the_published_pipeline(encoder, reference, tokenizer, concurrent):
     outputs = vectors(encoder, BATCH, concurrent=concurrent, truncate_prompt_tokens=-1)
     for prompt, output in zip(BATCH, outputs, strict=True):
@@ -61,7 +61,7 @@ def test_vectors_equal_those_of_the_published_pipeline(encoder, reference, token
 
 @pytest.mark.parametrize("fields", [{"normalize": False}, {"dimensions": 128}, {"dimensions": 7, "normalize": False}])
 @pytest.mark.parametrize("pooling_type", ["mean", "cls", "last"])
-def test_each_pooling_type_with_each_option(encoder, reference, pooling_type, fields):
+def test_each_pooling_type_with_each_option_gives_the_expected_vectors(encoder, reference, pooling_type, fields):
     for output in vectors(encoder, BATCH[:4], params_of(pooling_type, **fields)):
         assert_pooled(output, hidden_states(reference, output.prompt_token_ids), pooling_type, **fields)
 
@@ -189,7 +189,7 @@ assert "torch" not in sys.modules
 """
 
 
-def test_alias_is_enough_and_the_client_loads_no_torch():
+def test_encoder_is_found_by_its_alias_and_its_client_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,7 @@ NEAR_TIE = 0.2
 """How far logits may differ: the last bit of a float32 decides how a value between two 8-bit floats is rounded."""
 
 
-def test_answers_equal_those_of_transformers_with_the_same_rounding(tmp_path):
+def test_fp8_answers_equal_those_of_transformers_with_the_same_rounding(tmp_path):
     config = CONFIGS["llama"]
     with one_thread():
         reference = in_float8(save_random_model(config, tmp_path))

@@ -52,7 +52,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
 
 
-def by_transformers(path: Path):
+def load_theirs(path: Path):
     """Load the file with transformers."""
     return AutoModelForCausalLM.from_pretrained(
         path.parent,
@@ -77,7 +77,7 @@ def test_converted_file_gives_the_logits_of_transformers(architecture, tmp_path)
     path = tmp_path / "tiny.gguf"
     write_random_gguf(path, architecture, CONFIGS[architecture])
     with one_thread():
-        theirs, ours = by_transformers(path), load_ours(path)
+        theirs, ours = load_theirs(path), load_ours(path)
         for prompt, got in zip(PROMPTS, run_in_chunks(ours, PROMPTS, block_size=4), strict=True):
             with torch.inference_mode():
                 torch.testing.assert_close(got, theirs(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
@@ -87,7 +87,7 @@ def test_file_of_an_architecture_without_native_module_is_served(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_gguf(path, "gemma2", GEMMA2)
     with one_thread(), running_engine(path, skip_tokenizer_init=True, device="cpu", max_model_len=128) as engine:
-        assert_engine_is_greedy(engine, by_transformers(path), PROMPTS, 16)
+        assert_engine_is_greedy(engine, load_theirs(path), PROMPTS, 16)
 
 
 def test_error_names_the_tensor_that_a_file_lacks(tmp_path):

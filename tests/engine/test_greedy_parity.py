@@ -1,4 +1,4 @@
-"""Greedy answers equal those of transformers, token for token, however the engine batches, chunks and preempts."""
+"""Greedy answers equal those of transformers, token for token, with any batching, chunks and preemption."""
 
 import asyncio
 
@@ -31,17 +31,17 @@ def tokenizer(default_model):
     return AutoTokenizer.from_pretrained(default_model)
 
 
-def test_greedy_with_all_prompts_in_one_batch(llm, reference):
+def test_answers_are_greedy_with_all_prompts_in_one_batch(llm, reference):
     for output in generate_all(llm, PROMPTS, NUM_TOKENS):
         assert_greedy(reference, output)
 
 
-def test_greedy_with_each_prompt_alone(llm, reference):
+def test_answers_are_greedy_with_each_prompt_alone(llm, reference):
     for output in generate_all(llm, PROMPTS[::2], FEW_TOKENS, concurrent=False):
         assert_greedy(reference, output)
 
 
-def test_greedy_with_prompts_read_in_small_chunks(make_engine, reference):
+def test_answers_are_greedy_with_prompts_read_in_small_chunks(make_engine, reference):
     engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, max_num_partial_prefills=3)
     for output in generate_all(engine, PROMPTS, FEW_TOKENS):
         assert_greedy(reference, output)
@@ -50,18 +50,18 @@ def test_greedy_with_prompts_read_in_small_chunks(make_engine, reference):
 @pytest.mark.parametrize(
     "kernels", [*(pytest.param(build, marks=pytest.mark.slow) for build in runnable_builds()), "none"]
 )
-def test_greedy_with_each_build_of_the_kernels(make_engine, reference, monkeypatch, kernels):
+def test_answers_are_greedy_with_each_build_of_the_kernels(make_engine, reference, monkeypatch, kernels):
     monkeypatch.setenv(VARIABLE, kernels)
     for output in generate_all(make_engine(), PROMPTS[::3], FEW_TOKENS):
         assert_greedy(reference, output)
 
 
-def test_greedy_without_chunked_prefill(make_engine, reference):
+def test_answers_are_greedy_without_chunked_prefill(make_engine, reference):
     for output in generate_all(make_engine(enable_chunked_prefill=False), PROMPTS, FEW_TOKENS):
         assert_greedy(reference, output)
 
 
-def test_greedy_when_requests_are_preempted_for_lack_of_blocks(make_engine, reference):
+def test_answers_are_greedy_when_requests_are_preempted_for_lack_of_blocks(make_engine, reference):
     # Enough blocks for all prompts, and for half of the tokens of the answers.
     block_bytes = 16 * 30 * 2 * 3 * 64 * 4
     engine = make_engine(max_model_len=512, kv_cache_memory_bytes=120 * block_bytes)

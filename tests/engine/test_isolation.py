@@ -1,4 +1,4 @@
-"""A request, event loop or thread that does something wrong harms no other."""
+"""A request, event loop or thread that does something wrong does not disturb others."""
 
 import asyncio
 import contextlib
@@ -74,10 +74,14 @@ def test_lowest_temperatures_are_greedy(llm):
 def test_request_that_allows_no_token_fails_alone(llm):
     async def run():
         other = asyncio.create_task(answer(llm, PROMPT, greedy(30)))
-        for temperature in (0, 1):
-            params = SamplingParams(
-                temperature=temperature, min_tokens=3, allowed_token_ids=[7, 8], stop_token_ids=[7, 8]
-            )
+        stops = {"min_tokens": 3, "allowed_token_ids": [7, 8], "stop_token_ids": [7, 8]}
+        end_and_stop = {"min_tokens": 3, "allowed_token_ids": [2, 7], "stop_token_ids": [7]}
+        for params in (
+            SamplingParams(temperature=0, **stops),
+            SamplingParams(temperature=1, **stops),
+            greedy(6, allowed_token_ids=[2], min_tokens=3),
+            SamplingParams(temperature=0.9, seed=3, n=3, top_k=20, max_tokens=12, **end_and_stop),
+        ):
             with pytest.raises(EngineGenerateError, match="allow no token"):
                 await answer(llm, PROMPT, params)
         assert (await other).finished
@@ -125,7 +129,7 @@ def test_message_that_is_too_large_is_refused_before_it_is_sent(llm):
     assert asyncio.run(answer(llm, PROMPT, greedy(3))).finished
 
 
-@pytest.mark.parametrize("recovery", [True, False])
+@pytest.mark.parametrize("recovery", [True, False], ids=["recovery", "no recovery"])
 def test_broken_connection_counts_as_death_of_the_core_even_if_its_process_lives(make_engine, recovery):
     engine = make_engine(max_model_len=512, recovery=recovery)
 

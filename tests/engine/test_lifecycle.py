@@ -199,12 +199,12 @@ def test_64_streams_with_random_aborts_leave_nothing_behind(make_engine, default
         await asyncio.sleep(0)
         assert await engine.get_num_unfinished_requests() == 0
         assert engine._requests.num_slots_in_use == 0
-        await eventually(lambda: _settled(process, core, before))
+        await eventually(lambda: _has_settled(process, core, before))
 
     asyncio.run(run())
 
 
-async def _settled(process, core, before):
+async def _has_settled(process, core, before):
     """Return whether both processes have no more open files, threads and tasks than `before`."""
     tasks = [task for task in asyncio.all_tasks() if "microbatch" not in repr(task)]
     now = process.num_fds(), core.num_fds(), core.num_threads(), len(tasks)

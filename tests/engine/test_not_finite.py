@@ -1,4 +1,4 @@
-"""A token whose embedding is NaN fails the requests that contain it, and touches no other."""
+"""A token whose embedding is NaN fails the requests that contain it and changes no other request."""
 
 import asyncio
 
@@ -20,10 +20,10 @@ OVERLAPPING = {**WHOLE, "async_scheduling": True}
 
 @pytest.fixture(scope="module", params=["llama", "mistral-windowed", "gpt2-scaled"])
 def poisoned(request, tmp_path_factory):
-    """The configuration of a model and its folder."""
+    """A model in which the embedding of `BAD` is NaN: its configuration and its folder."""
     config, path = CONFIGS[request.param], tmp_path_factory.mktemp(request.param)
     with one_thread():
-        model = save_random_model(config, path)  # whose head is a matrix of its own
+        model = save_random_model(config, path)  # the head does not share the matrix of the embedding
         with torch.no_grad():
             model.get_input_embeddings().weight[BAD] = torch.nan
         model.save_pretrained(path)
@@ -35,30 +35,31 @@ def running(folder, **options):
 
 
 async def ask(engine, tokens, **params):
-    """The answer's tokens, none of which is the bad one, and how many of the prompt's were in the cache."""
+    """Return the tokens of an answer without the bad token, and how many prompt tokens the prefix cache held."""
     params = greedy(6, ignore_eos=True, logit_bias={BAD: -100}, **params)
     output = await answer(engine, {"prompt_token_ids": tokens}, params)
     return output.outputs[0].token_ids, output.num_cached_tokens
 
 
-async def ask_badly(engine, tokens, **params):
+async def expect_failure(engine, tokens, **params):
+    """Check that a request fails because its logits are not finite."""
     kind = RequestOutputKind.FINAL_ONLY
     with pytest.raises(EngineGenerateError, match="not finite"):
         await answer(engine, {"prompt_token_ids": tokens}, SamplingParams(max_tokens=6, output_kind=kind, **params))
 
 
 @pytest.mark.parametrize("options", [WHOLE, CHUNKED, OVERLAPPING], ids=["whole", "chunked", "overlapping"])
-def test_a_prefix_that_is_shared_with_a_bad_request_stays_good(poisoned, options):
+def test_prefix_shared_with_a_bad_request_stays_valid(poisoned, options):
     async def run(engine):
         expected, _ = await ask(engine, [*SHARED, 5])
         await engine.reset_prefix_cache()
-        await ask_badly(engine, [*SHARED, BAD, 6, 7])
+        await expect_failure(engine, [*SHARED, BAD, 6, 7])
         after, num_cached_tokens = await ask(engine, [*SHARED, 5])
         assert num_cached_tokens == 36
         assert after == expected
         await engine.reset_prefix_cache()
         _, *together = await asyncio.gather(
-            ask_badly(engine, [*SHARED, BAD, 6, 7]), *(ask(engine, [*SHARED, 5]) for _ in range(3))
+            expect_failure(engine, [*SHARED, BAD, 6, 7]), *(ask(engine, [*SHARED, 5]) for _ in range(3))
         )
         assert [tokens for tokens, _ in together] == [expected] * 3
         await eventually(lambda: is_empty(engine))
@@ -67,11 +68,11 @@ def test_a_prefix_that_is_shared_with_a_bad_request_stays_good(poisoned, options
         asyncio.run(run(engine))
 
 
-def test_blocks_that_hold_what_is_not_finite_are_used_again(poisoned):
+def test_blocks_with_values_that_are_not_finite_can_be_used_again(poisoned):
     async def run(engine):
         expected = [await ask(engine, prompt) for prompt in PROMPTS]
         await engine.reset_prefix_cache()
-        await asyncio.gather(*(ask_badly(engine, [BAD] * 100) for _ in range(3)))
+        await asyncio.gather(*(expect_failure(engine, [BAD] * 100) for _ in range(3)))
         again = await asyncio.gather(*(ask(engine, prompt) for prompt in PROMPTS))
         assert [tokens for tokens, _ in again] == [tokens for tokens, _ in expected]
 
@@ -80,9 +81,9 @@ def test_blocks_that_hold_what_is_not_finite_are_used_again(poisoned):
         asyncio.run(run(engine))
 
 
-@pytest.mark.parametrize("options", [WHOLE, OVERLAPPING], ids=["in turn", "overlapping"])
-def test_whatever_a_bad_request_asks_for_it_fails_alone(poisoned, options):
-    wishes = [
+@pytest.mark.parametrize("options", [WHOLE, OVERLAPPING], ids=["whole", "overlapping"])
+def test_bad_request_fails_alone_with_any_parameters(poisoned, options):
+    requested = [
         {"temperature": 0},
         {"temperature": 1, "seed": 1},
         {"logprobs": 3},
@@ -102,11 +103,11 @@ def test_whatever_a_bad_request_asks_for_it_fails_alone(poisoned, options):
         expected = [await ask(engine, prompt) for prompt in PROMPTS]
         results = await asyncio.gather(
             *(ask(engine, prompt, logprobs=2) for prompt in PROMPTS),
-            *(ask_badly(engine, [4, BAD, 6, at], **wish) for at, wish in enumerate(wishes)),
+            *(expect_failure(engine, [4, BAD, 6, token], **fields) for token, fields in enumerate(requested)),
         )
         assert [tokens for tokens, _ in results[: len(PROMPTS)]] == [tokens for tokens, _ in expected]
         await eventually(lambda: is_empty(engine))
-        assert (await engine.core_status())["restarts"] == 0, "no step has met a token that is none"
+        assert (await engine.core_status())["restarts"] == 0, "no step computed an invalid token"
 
     with running(poisoned[1], **options, max_logprobs=-1) as engine:
         asyncio.run(run(engine))

@@ -75,7 +75,7 @@ def test_mode_wait_returns_when_running_requests_have_ended(engine):
 
 
 @with_and_without_overlap
-@pytest.mark.parametrize("clear_cache", [True, False])
+@pytest.mark.parametrize("clear_cache", [True, False], ids=["clear cache", "keep cache"])
 def test_mode_keep_freezes_a_stream_which_continues_unchanged_after_resume(engine, clear_cache):
     async def run():
         expected = (await rest(streaming(engine, 60))).token_ids

@@ -1,4 +1,4 @@
-"""Vectors of decoders: whatever is batched, chunked, found in the cache or preempted, and beside whatever generates."""
+"""Vectors of decoders: batched, chunked, from the prefix cache, preempted, and beside requests that generate."""
 
 import asyncio
 import os
@@ -38,16 +38,16 @@ def states(llm, reference):
     return [hidden_states(reference, tokenizer(prompt).input_ids) for prompt in BATCH]
 
 
-@pytest.mark.parametrize("concurrent", [True, False])
-def test_vectors_are_those_of_transformers(llm, states, concurrent):
-    # Each way of pooling has prompts of all lengths, and each prompt is pooled one way together and another way alone.
+@pytest.mark.parametrize("concurrent", [True, False], ids=["together", "alone"])
+def test_vectors_equal_those_of_transformers(llm, states, concurrent):
+    # Each type has prompts of all lengths, and the two runs of this test pool each prompt with different types.
     types = [TYPES[(i + concurrent) % len(TYPES)] for i in range(len(BATCH))]
     outputs = vectors(llm, BATCH, [params_of(pooling_type) for pooling_type in types], concurrent)
     for output, expected, pooling_type in zip(outputs, states, types, strict=True):
         assert_pooled(output, expected, pooling_type)
 
 
-def test_a_decoder_gives_the_normalised_last_one_unless_told(llm, states):
+def test_decoder_returns_the_normalized_last_state_by_default(llm, states):
     for output, expected in zip(vectors(llm, BATCH[:5], concurrent=False), states, strict=False):
         assert_pooled(output, expected, "last")
     params = params_of("mean", normalize=False, dimensions=100)
@@ -55,7 +55,7 @@ def test_a_decoder_gives_the_normalised_last_one_unless_told(llm, states):
         np.testing.assert_allclose(output.outputs.data, expected.mean(0)[:100].numpy(), atol=1e-4)
 
 
-def test_prompts_in_small_chunks(make_engine, states):
+def test_prompt_read_in_small_chunks_gives_the_same_vector(make_engine, states):
     engine = make_engine(max_num_batched_tokens=32, max_num_seqs=16, max_num_partial_prefills=3)
     chosen = [2, 29]
     for pooling_type in TYPES:
@@ -65,7 +65,7 @@ def test_prompts_in_small_chunks(make_engine, states):
 
 
 @pytest.mark.parametrize("pooling_type", TYPES)
-def test_what_is_in_the_cache_is_used_where_that_is_right(llm, states, pooling_type):
+def test_only_last_token_pooling_uses_the_prefix_cache(llm, states, pooling_type):
     async def run():
         await llm.reset_prefix_cache()
         await answer(llm, BATCH[29], greedy(1))
@@ -76,7 +76,7 @@ def test_what_is_in_the_cache_is_used_where_that_is_right(llm, states, pooling_t
     assert_pooled(output, states[29], pooling_type)
 
 
-def test_what_was_pooled_is_found_by_what_generates(llm):
+def test_generation_finds_a_pooled_prompt_in_the_prefix_cache(llm):
     async def run():
         await llm.reset_prefix_cache()
         await vector(llm, BATCH[29], params_of("mean"))
@@ -88,15 +88,15 @@ def test_what_was_pooled_is_found_by_what_generates(llm):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-windowed", "gpt2"])
-def test_requests_preempted_in_their_prompts_beside_ones_that_generate(name, tmp_path):
+def test_pooling_requests_preempted_by_generation_give_the_same_vectors(name, tmp_path):
     prompts = random_prompts(PROMPT_LENGTHS)
     with one_thread():
         model = save_random_model(CONFIGS[name], tmp_path).base_model
         options = {**scarce_blocks(CONFIGS[name]), "max_num_seqs": 5, "skip_tokenizer_init": True}
         with running_engine(tmp_path, device="cpu", num_threads=1, **options) as engine:
 
-            async def preempted(pooling_type):
-                """A long prompt that comes last, while four older requests grow into its blocks."""
+            async def pool_preempted(pooling_type):
+                """Return the vector of a preempted prompt, the preemptions, and the last outputs of the others."""
                 await engine.reset_prefix_cache()
                 before = (await engine.core_status())["num_preemptions"]
                 params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
@@ -104,11 +104,11 @@ def test_requests_preempted_in_their_prompts_beside_ones_that_generate(name, tmp
                 await asyncio.gather(*(anext(stream) for stream in streams))
                 output = await vector(engine, prompts[-1], params_of(pooling_type))
                 after = (await engine.core_status())["num_preemptions"]
-                ends = [[one async for one in stream][-1] for stream in streams]
+                ends = [[part async for part in stream][-1] for stream in streams]
                 return output, after - before, ends
 
             for pooling_type in TYPES:
-                output, count, ends = asyncio.run(preempted(pooling_type))
+                output, count, ends = asyncio.run(pool_preempted(pooling_type))
                 assert count > 0
                 assert_pooled(output, hidden_states(model, prompts[-1]), pooling_type)
                 assert all(len(end.outputs[0].token_ids) == 40 for end in ends)
@@ -117,7 +117,7 @@ def test_requests_preempted_in_their_prompts_beside_ones_that_generate(name, tmp
             assert_pooled(output, hidden_states(model, prompt), "mean")
 
 
-def test_pooling_changes_no_answer_of_what_generates_beside_it(llm, states):
+def test_pooling_changes_no_answer_in_the_same_batch(llm, states):
     async def run():
         alone = [await answer(llm, prompt, greedy(8, ignore_eos=True)) for prompt in BATCH[:4]]
         together = await asyncio.gather(
@@ -127,13 +127,13 @@ def test_pooling_changes_no_answer_of_what_generates_beside_it(llm, states):
         return alone, together[:4], together[4:]
 
     alone, answers, outputs = asyncio.run(run())
-    for one, other in zip(alone, answers, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    for expected, other in zip(alone, answers, strict=True):
+        assert expected.outputs[0].token_ids == other.outputs[0].token_ids
     for output, expected in zip(outputs, states, strict=False):
         assert_pooled(output, expected, "mean")
 
 
-def test_vectors_of_lower_precision_are_pooled_in_single(tmp_path):
+def test_bfloat16_states_are_pooled_in_float32(tmp_path):
     prompt = list(range(20, 90))
     with one_thread():
         model = save_random_model(CONFIGS["llama"], tmp_path).base_model
@@ -149,7 +149,7 @@ LONG = "word " * 300
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """An engine of a small model with a context of 128 tokens and its own queue, and transformers' own of it."""
+    """An engine with a small model, a context of 128 tokens and scheduling by priority, and the transformers model."""
     folder = tmp_path_factory.mktemp("small")
     options = {"max_model_len": 128, "max_num_seqs": 1, "scheduling_policy": "priority"}
     with one_thread():
@@ -160,7 +160,7 @@ def small(tmp_path_factory):
             yield engine, model.base_model
 
 
-def test_a_prompt_may_fill_the_context(small):
+def test_prompt_may_fill_the_whole_context(small):
     engine, model = small
     (output,) = vectors(engine, [[5] * 128], params_of("mean"))
     assert_pooled(output, hidden_states(model, [5] * 128), "mean")
@@ -172,7 +172,7 @@ def test_a_prompt_may_fill_the_context(small):
         vectors(engine, ["text"])
 
 
-def test_add_request_takes_either_kind_of_parameters(llm):
+def test_add_request_takes_pooling_params_and_other_calls_refuse_the_wrong_kind(llm):
     async def run():
         stream = await llm.add_request("pooled", "x", PoolingParams(pooling_type="mean"))
         (output,) = [output async for output in stream]
@@ -198,12 +198,12 @@ def test_add_request_takes_either_kind_of_parameters(llm):
         ({"tokenization_kwargs": {"return_tensors": "np"}}, TypeError, "integers"),
     ],
 )
-def test_options_are_checked_as_those_of_generate(llm, options, error, message):
+def test_bad_argument_of_encode_is_refused_by_name(llm, options, error, message):
     with pytest.raises(error, match=message):
         vectors(llm, ["x"], **options)
 
 
-def test_an_id_is_taken_while_its_request_lives(small):
+def test_request_id_in_use_is_refused(small):
     engine, _ = small
 
     async def run():
@@ -218,16 +218,16 @@ def test_an_id_is_taken_while_its_request_lives(small):
     assert asyncio.run(run()).request_id == "same"
 
 
-@pytest.mark.parametrize("leave", ["abort", "cancel", "close", "early abort"])
-def test_whoever_leaves_frees_what_the_core_held(llm, leave):
+@pytest.mark.parametrize("end", ["abort", "cancel", "close", "early abort"])
+def test_request_that_is_left_frees_its_slot_and_blocks(llm, end):
     async def run():
-        if leave == "early abort":
+        if end == "early abort":
             task = asyncio.create_task(vector(llm, LONG, request_id="left"))
             await asyncio.sleep(0)
             await llm.abort("left")
             with pytest.raises(EngineGenerateError, match="aborted"):
                 await task
-        elif leave == "cancel":
+        elif end == "cancel":
             task = asyncio.create_task(vector(llm, LONG))
             await eventually(lambda: running(1))
             task.cancel()
@@ -235,7 +235,7 @@ def test_whoever_leaves_frees_what_the_core_held(llm, leave):
                 await task
         else:
             stream = await llm.add_request("left", LONG, PoolingParams())
-            if leave == "abort":
+            if end == "abort":
                 await llm.abort(["left", "unknown"])
                 with pytest.raises(EngineGenerateError, match="request left was aborted"):
                     await anext(stream)
@@ -249,18 +249,18 @@ def test_whoever_leaves_frees_what_the_core_held(llm, leave):
     asyncio.run(run())
 
 
-def test_priority_decides_who_is_pooled_first(small):
+def test_requests_are_pooled_in_order_of_priority(small):
     engine, _ = small
     done = []
 
-    async def one(name, priority):
+    async def pool(name, priority):
         await vector(engine, [1, 2, 3], params_of("mean"), name, priority=priority)
         done.append(name)
 
     async def run():
         os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
         try:
-            tasks = [asyncio.create_task(one(f"{priority}", priority)) for priority in (5, 1, 3)]
+            tasks = [asyncio.create_task(pool(f"{priority}", priority)) for priority in (5, 1, 3)]
 
             async def all_sent():
                 return engine._requests.num_slots_in_use == 3
@@ -274,7 +274,7 @@ def test_priority_decides_who_is_pooled_first(small):
     assert done == ["1", "3", "5"]
 
 
-def test_the_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine):
+def test_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine):
     engine = make_engine(max_model_len=512, recovery=False)
 
     async def run():
@@ -297,7 +297,7 @@ def test_the_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine
     asyncio.run(run())
 
 
-def test_a_vector_that_is_not_finite_fails_its_request_alone(small):
+def test_vector_that_is_not_finite_fails_only_its_request(small):
     engine, model = small
 
     async def run():

@@ -8,7 +8,7 @@ from pathlib import Path
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "prefill_flow.py"
 
 
-def test_both_figures_are_reported_with_their_goals():
+def test_tool_reports_both_figures_with_their_goals():
     command = [sys.executable, str(TOOL), "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Requests with the same beginning share its blocks in the prefix cache, and are answered as without sharing."""
+"""Requests with the same beginning share its blocks in the prefix cache, and their answers do not change."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ def test_conversation_finds_its_earlier_turns_in_the_cache(llm):
     assert second.num_cached_tokens >= length - 17
 
 
-def test_nothing_is_found_after_a_reset_or_with_another_salt(llm):
+def test_prompt_is_not_found_after_a_reset_or_with_another_salt(llm):
     async def run():
         await ask(llm, "again")
         found = (await ask(llm, "again")).num_cached_tokens
@@ -117,13 +117,13 @@ def test_without_a_prefix_cache_only_requests_of_one_group_share_their_prompt(wi
                 num_ended += len(output.finished)
         return found, answers
 
-    found, answers = ask_together(["one", "one", "two", "", "", "one"])
+    found, answers = ask_together(["first", "first", "second", "", "", "first"])
     assert found == [0, 96, 0, 0, 0, 96]
     assert answers == [answers[0]] * 6
-    assert ask_together(["one", ""]) == ([0, 0], answers[:2])
+    assert ask_together(["first", ""]) == ([0, 0], answers[:2])
 
 
-@pytest.fixture(params=[True, False])
+@pytest.fixture(params=[True, False], ids=["with cache", "without cache"])
 def engine(request, make_engine):
     """An engine with a prefix cache and one without, both with 512 tokens a step."""
     if request.param:

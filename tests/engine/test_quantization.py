@@ -17,7 +17,7 @@ from vllm_mp.testing.random_models import save_config
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "perplexity.py"
 
 
-def test_output_is_good_and_the_same_alone_and_in_a_batch(make_engine):
+def test_int8_answers_are_batch_invariant_and_name_the_capital_of_france(make_engine):
     engine = make_engine(quantization="int8")
 
     async def run():
@@ -31,7 +31,7 @@ def test_output_is_good_and_the_same_alone_and_in_a_batch(make_engine):
 
 
 @pytest.mark.slow
-def test_perplexity_is_close_to_that_of_the_unquantized_model(tmp_path):
+def test_int8_perplexity_is_within_3_percent_of_the_unquantized_model(tmp_path):
     text = tmp_path / "text"
     text.write_text(Path(__file__).with_name("test_cli.py").read_text()[:4000])
     done = subprocess.run(
@@ -46,7 +46,7 @@ def test_perplexity_is_close_to_that_of_the_unquantized_model(tmp_path):
     assert figures["percent_more"] == pytest.approx(100 * (ratio - 1))
 
 
-def test_model_of_the_transformers_backend_is_refused_by_name(tmp_path):
+def test_int8_is_refused_by_name_for_the_transformers_backend(tmp_path):
     folder = save_config(GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]), tmp_path)
     args = AsyncEngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True, quantization="int8")
     with pytest.raises(ValueError, match=r"quantization='int8' .*GPTNeoXForCausalLM"):

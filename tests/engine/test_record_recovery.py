@@ -10,7 +10,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "record_recovery.py"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_drawing_shows_a_story_that_two_cores_told(tmp_path):
+def test_drawing_shows_the_text_of_both_cores_the_kill_and_the_pause(tmp_path):
     drawing = tmp_path / "recovery.svg"
     command = [sys.executable, str(TOOL), "--kill-after", "8", "--tokens", "24", "--output", str(drawing)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What requests may ask for, on the real model: rules, log-probabilities, several answers, stop strings, truncation."""
+"""Sampling parameters on the real model: rules, log-probabilities, several answers, stop strings, truncation."""
 
 import asyncio
 import functools
@@ -13,7 +13,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from vllm_mp import EngineGenerateError, RequestOutputKind, SamplingParams
+from vllm_mp import RequestOutputKind, SamplingParams
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.greedy_parity import NEAR_TIE, num_preemptions
 from vllm_mp.testing.prompts import PROMPTS
@@ -32,7 +32,7 @@ def reference(default_model):
 
 @pytest.fixture(scope="module")
 def busy(default_model):
-    """An engine that reads prompts in small chunks, runs out of blocks, has defaults and spaces its outputs."""
+    """An engine with small chunks, few blocks, sampling defaults and a stream interval of 5 tokens."""
     bytes_per_block = BLOCK_SIZE * 30 * 2 * 3 * 64 * 4
     with running_engine(
         default_model,
@@ -46,7 +46,7 @@ def busy(default_model):
 
 
 def ask(engine, *requests):
-    """The last output of each (prompt, parameters), all asked at once."""
+    """Send all (prompt, parameters) at once. Return the last output of each."""
 
     async def run():
         return await asyncio.gather(*(answer(engine, prompt, params) for prompt, params in requests))
@@ -55,7 +55,7 @@ def ask(engine, *requests):
 
 
 def collect(engine, prompt, params):
-    """All outputs of a request."""
+    """Return all outputs of a request."""
 
     async def run():
         return [output async for output in engine.generate(prompt, params)]
@@ -64,21 +64,23 @@ def collect(engine, prompt, params):
 
 
 class Barred(LogitsProcessor):
-    """No word of `words` (token ids) is completed by the answer, whatever the prompt ends with."""
+    """Keeps the answer from completing any word of `words` (token ids). A word that begins in the prompt is allowed."""
 
     def __init__(self, words, num_prompt_tokens):
         self.words, self.num_prompt_tokens = words, num_prompt_tokens
 
     def __call__(self, input_ids, scores):
-        said = input_ids[0, self.num_prompt_tokens :].tolist()
+        answered = input_ids[0, self.num_prompt_tokens :].tolist()
         for word in self.words:
-            start = len(said) - len(word) + 1
-            if start >= 0 and said[start:] == word[:-1]:
+            start = len(answered) - len(word) + 1
+            if start >= 0 and answered[start:] == word[:-1]:
                 scores[0, word[-1]] = -torch.inf
         return scores
 
 
 class Allowed(LogitsProcessor):
+    """Allows only the tokens `ids`."""
+
     def __init__(self, ids):
         self.ids = ids
 
@@ -95,7 +97,7 @@ def logits_of(reference, ids):
 
 
 def assert_chosen(reference, output, processors):
-    """Each token is the one that `generate` with these processors takes behind those before it, or ties with it."""
+    """Check that each token has the highest score after these processors, or nearly: the difference is a near tie."""
     prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
     logits = logits_of(reference, (*prompt, *ids))
     for position, token in enumerate(ids):
@@ -119,7 +121,7 @@ def processors_of(tokenizer, num_prompt_tokens, params):
         processors.append(Allowed(params["allowed_token_ids"]))
     if "bad_words" in params:
         spellings = [space + word.strip() for word in params["bad_words"] for space in ("", " ")]
-        processors.append(Barred([tokenizer(one).input_ids for one in spellings], num_prompt_tokens))
+        processors.append(Barred([tokenizer(spelling).input_ids for spelling in spellings], num_prompt_tokens))
     if "logit_bias" in params:
         bias = {(token,): value for token, value in params["logit_bias"].items()}
         processors.append(SequenceBiasLogitsProcessor(sequence_bias=bias))
@@ -128,7 +130,7 @@ def processors_of(tokenizer, num_prompt_tokens, params):
     return processors
 
 
-def test_greedy_answers_under_rules_are_those_of_transformers(llm, reference):
+def test_greedy_answers_under_rules_equal_those_of_transformers(llm, reference):
     prompts = (PROMPT, PROMPTS[6], PROMPTS[28])
     cases = [(prompt, rule) for prompt in prompts for rule in ({}, *RULES.values())]
     outputs = ask(llm, *[(prompt, greedy(20, ignore_eos=True, **rule)) for prompt, rule in cases])
@@ -137,10 +139,10 @@ def test_greedy_answers_under_rules_are_those_of_transformers(llm, reference):
         processors = processors_of(llm.get_tokenizer(), len(output.prompt_token_ids), rule)
         assert_chosen(reference, output, processors)
         answers.setdefault(str(rule), []).append(output.outputs[0].token_ids)
-    assert len({str(ids) for ids in answers.values()}) == 1 + len(RULES), "a rule had nothing to do"
+    assert len({str(ids) for ids in answers.values()}) == 1 + len(RULES), "a rule changed no answer"
 
 
-def test_bad_words_are_in_no_answer_however_they_are_written(llm):
+def test_bad_words_are_in_no_answer_with_or_without_a_leading_space(llm):
     words = ["village", "the", "little girl", "a", "sea"]
     requests = [
         (PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=40, bad_words=words)) for seed in range(4)
@@ -153,7 +155,7 @@ def test_bad_words_are_in_no_answer_however_they_are_written(llm):
             assert all(ids[start : start + len(word)] != word for start in range(len(ids)))
 
 
-def test_a_bad_word_that_the_prompt_has_begun_may_be_completed(llm):
+def test_bad_word_that_begins_in_the_prompt_may_be_completed(llm):
     (plain,) = ask(llm, (PROMPT, greedy(4)))
     first = llm.get_tokenizer().decode(plain.outputs[0].token_ids[:1])
     ids = llm.get_tokenizer()(" sea," + first).input_ids
@@ -163,7 +165,7 @@ def test_a_bad_word_that_the_prompt_has_begun_may_be_completed(llm):
 
 
 def assert_logprobs(reference, tokenizer, output, count, prompt_count):
-    """The log-probabilities of `output` are those of transformers' logits."""
+    """Check the log-probabilities of `output` against the logits of transformers."""
     prompt, completion = output.prompt_token_ids, output.outputs[0]
     ids = prompt + completion.token_ids
     distribution = logits_of(reference, tuple(ids)).double().log_softmax(-1)
@@ -183,35 +185,35 @@ def assert_logprobs(reference, tokenizer, output, count, prompt_count):
         assert next(iter(entry)) == chosen
         assert size <= len(entry) <= size + 1
         best = expected.topk(size).values.tolist() if size else []
-        for token, one in entry.items():
-            assert one.logprob == pytest.approx(expected[token].item(), abs=1e-4)
-            assert one.decoded_token == tokenizer.decode([token])
+        for token, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(expected[token].item(), abs=1e-4)
+            assert logprob.decoded_token == tokenizer.decode([token])
             if token != chosen:
-                assert one.logprob >= best[-1] - 1e-4
-            surely, perhaps = ((expected > one.logprob + slack).sum() for slack in (1e-4, -1e-4))
-            assert surely < one.rank <= perhaps
+                assert logprob.logprob >= best[-1] - 1e-4
+            lowest, highest = ((expected > logprob.logprob + slack).sum() for slack in (1e-4, -1e-4))
+            assert lowest < logprob.rank <= highest
     own = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-4)
 
 
-def test_log_probabilities_are_the_models_own_also_under_rules_and_for_a_prompt_that_is_cached(llm, reference):
+def test_log_probabilities_are_those_of_the_model_under_rules_and_for_a_cached_prompt(llm, reference):
     rules = {**RULES["bias"], "repetition_penalty": 1.4, "frequency_penalty": 0.5}
-    params = [
+    cases = [
         ((5, 3), greedy(12, logprobs=5, prompt_logprobs=3, ignore_eos=True)),
         ((0, 0), SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=0, prompt_logprobs=0, **rules)),
         ((20, None), SamplingParams(temperature=0.8, top_k=3, seed=5, max_tokens=12, logprobs=20)),
     ]
     tokenizer = llm.get_tokenizer()
     for prompt in (LONG_PROMPT[:500], "A"):
-        for _ in range(2):  # the second time it is in the cache
-            outputs = ask(llm, *[(prompt, one) for _, one in params])
-            for (counts, _), output in zip(params, outputs, strict=True):
+        for _ in range(2):  # the second time the prompt is in the prefix cache
+            outputs = ask(llm, *[(prompt, params) for _, params in cases])
+            for (counts, _), output in zip(cases, outputs, strict=True):
                 assert_logprobs(reference, tokenizer, output, *counts)
     assert outputs[0].prompt_logprobs == [None]
     assert ask(llm, (LONG_PROMPT[:500], greedy(1, logprobs=1)))[0].num_cached_tokens > 0
 
 
-def test_log_probabilities_in_chunks_and_across_preemption_are_complete_and_right(busy, reference):
+def test_log_probabilities_are_complete_and_exact_with_chunks_and_preemption(busy, reference):
     async def run():
         await busy.reset_prefix_cache()
 
@@ -229,7 +231,7 @@ def test_log_probabilities_in_chunks_and_across_preemption_are_complete_and_righ
 def test_log_probabilities_without_detokenization_have_no_text(llm):
     (output,) = ask(llm, (PROMPT, greedy(4, logprobs=2, prompt_logprobs=1, detokenize=False)))
     entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
-    assert all(one.decoded_token is None for entry in entries for one in entry.values())
+    assert all(logprob.decoded_token is None for entry in entries for logprob in entry.values())
     assert output.outputs[0].text == ""
 
 
@@ -240,37 +242,37 @@ def test_streamed_log_probabilities_belong_to_the_streamed_tokens(llm, kind):
     )
     total = 0.0
     for output in outputs:
-        (one,) = output.outputs
-        assert [next(iter(entry)) for entry in one.logprobs] == one.token_ids
-        own = sum(entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True))
+        (completion,) = output.outputs
+        assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids
+        own = sum(entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True))
         total = total + own if kind == DELTA else own
-        assert one.cumulative_logprob == pytest.approx(total, abs=1e-5)
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-5)
     given = [output.prompt_logprobs is not None for output in outputs]
     assert given == [True] * len(outputs) if kind == CUMULATIVE else [True] + [False] * (len(outputs) - 1)
 
 
-def sampled(seed, n=1, **knobs):
-    # Of few tokens, so that no draw falls between two of the many that are next to impossible.
-    knobs.setdefault("top_k", 20)
+def sampled(seed, n=1, **params):
+    # A draw among few tokens does not depend on the rounding of tiny probabilities.
+    params.setdefault("top_k", 20)
     return SamplingParams(
-        **{"temperature": 0.9, "max_tokens": 12, "output_kind": FINAL_ONLY, **knobs, "seed": seed, "n": n}
+        **{"temperature": 0.9, "max_tokens": 12, "output_kind": FINAL_ONLY, **params, "seed": seed, "n": n}
     )
 
 
 @pytest.mark.parametrize("seed", [41, 2**63 - 2, -4])
-def test_each_of_n_answers_is_that_of_its_own_seed(llm, seed):
+def test_each_of_n_answers_equals_the_answer_to_its_own_seed(llm, seed):
     seeds = [(seed + i + 2**63) % 2**64 - 2**63 for i in range(4)]
-    single = [one for one in seeds if one != -1]  # which as a parameter means none
-    together, *others = ask(llm, (PROMPT, sampled(seed, 4)), *[(PROMPT, sampled(one)) for one in [*single, 0]])
-    assert [one.index for one in together.outputs] == [0, 1, 2, 3]
-    by_seed = {one: completion.token_ids for one, completion in zip(seeds, together.outputs, strict=True)}
-    for one, other in zip(single, others, strict=False):
-        assert by_seed[one] == other.outputs[0].token_ids
+    usable = [each for each in seeds if each != -1]  # seed=-1 means no seed
+    together, *others = ask(llm, (PROMPT, sampled(seed, 4)), *[(PROMPT, sampled(each)) for each in [*usable, 0]])
+    assert [completion.index for completion in together.outputs] == [0, 1, 2, 3]
+    by_seed = {each: completion.token_ids for each, completion in zip(seeds, together.outputs, strict=True)}
+    for each, other in zip(usable, others, strict=False):
+        assert by_seed[each] == other.outputs[0].token_ids
     assert len({tuple(ids) for ids in by_seed.values()}) == 4
-    assert others[-1].outputs[0].token_ids not in by_seed.values(), "seed 0 is another one"
+    assert others[-1].outputs[0].token_ids not in by_seed.values(), "seed 0 gives another answer"
 
 
-def test_n_answers_tell_the_same_story_in_each_kind_of_output(llm):
+def test_n_answers_are_the_same_in_each_kind_of_output(llm):
     final, cumulative, delta = (
         collect(llm, PROMPT, sampled(7, 3, output_kind=kind, stop=["e"], min_tokens=4, max_tokens=20, logprobs=1))
         for kind in (FINAL_ONLY, CUMULATIVE, DELTA)
@@ -279,28 +281,28 @@ def test_n_answers_tell_the_same_story_in_each_kind_of_output(llm):
     for outputs in (final, cumulative, delta):
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
         for output in outputs:
-            indices = [one.index for one in output.outputs]
+            indices = [completion.index for completion in output.outputs]
             assert indices == sorted(set(indices))
     for index, whole in enumerate(final[0].outputs):
         last = cumulative[-1].outputs[index]
         assert (last.text, last.token_ids, last.stop_reason) == (whole.text, whole.token_ids, whole.stop_reason)
-        parts = [one for output in delta for one in output.outputs if one.index == index]
+        parts = [part for output in delta for part in output.outputs if part.index == index]
         assert "".join(part.text for part in parts) == whole.text
         assert [token for part in parts for token in part.token_ids] == whole.token_ids
         entries = [entry for part in parts for entry in part.logprobs]
         assert [next(iter(entry)) for entry in entries] == whole.token_ids
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [whole.finish_reason]
         assert parts[-1].stop_reason == whole.stop_reason
-        for one in (parts[-1], last):
-            assert one.cumulative_logprob == pytest.approx(whole.cumulative_logprob, abs=1e-4)
+        for end in (parts[-1], last):
+            assert end.cumulative_logprob == pytest.approx(whole.cumulative_logprob, abs=1e-4)
 
 
-def test_n_answers_share_the_blocks_of_their_prompt_and_leaving_early_frees_all(llm):
+def test_n_answers_share_the_blocks_of_their_prompt_and_free_them_when_the_consumer_leaves(llm):
     async def run():
         await eventually(lambda: is_empty(llm))
         used = 0
         async for output in llm.generate(LONG_PROMPT, sampled(1, 4, max_tokens=300, output_kind=CUMULATIVE)):
-            if len(output.outputs) == 4 and all(one.token_ids for one in output.outputs):
+            if len(output.outputs) == 4 and all(completion.token_ids for completion in output.outputs):
                 status = await llm.core_status()
                 used = status["total_blocks"] - status["free_blocks"]
                 break
@@ -311,7 +313,7 @@ def test_n_answers_share_the_blocks_of_their_prompt_and_leaving_early_frees_all(
     assert num_prompt_tokens // BLOCK_SIZE < used < 2 * num_prompt_tokens // BLOCK_SIZE
 
 
-def test_aborting_a_request_ends_all_its_answers(llm):
+def test_abort_of_a_request_ends_all_its_answers(llm):
     async def run():
         outputs = []
         async for output in llm.generate(PROMPT, sampled(1, 3, max_tokens=900, output_kind=DELTA), "several"):
@@ -322,20 +324,21 @@ def test_aborting_a_request_ends_all_its_answers(llm):
         return outputs
 
     outputs = asyncio.run(run())
-    ends = [(one.index, one.finish_reason) for output in outputs for one in output.outputs if one.finish_reason]
+    completions = [completion for output in outputs for completion in output.outputs]
+    ends = [(completion.index, completion.finish_reason) for completion in completions if completion.finish_reason]
     assert sorted(ends) == [(0, "abort"), (1, "abort"), (2, "abort")]
     assert outputs[-1].finished
 
 
 def stops_of(llm, whole):
-    """Strings of the answer `whole`: inside a token, a whole one, and across the borders of two and three."""
+    """Return strings of the answer `whole`: a token, a part of a token, and strings across two and three tokens."""
     texts = [llm.get_tokenizer().decode([token]) for token in whole.token_ids]
     across = [texts[i][-2:] + texts[i + 1][:2] for i in (6, 9, 13)]
     return [texts[5], texts[8][1:3], *across, texts[4][-1:] + texts[5] + texts[6][:1]]
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_an_answer_and_is_never_streamed_past(llm, include):
+def test_stop_string_ends_the_answer_and_no_output_goes_past_it(llm, include):
     (whole,) = ask(llm, (PROMPT, greedy(30, ignore_eos=True)))[0].outputs
     stops = [stop for stop in stops_of(llm, whole) if stop.strip()]
     assert len(stops) >= 4
@@ -352,7 +355,7 @@ def test_a_stop_string_ends_an_answer_and_is_never_streamed_past(llm, include):
         return [output async for output in llm.generate(PROMPT, params)]
 
     async def run():
-        cases = [([stop, "never said"], kind) for stop in stops for kind in RequestOutputKind]
+        cases = [([stop, "not in the answer"], kind) for stop in stops for kind in RequestOutputKind]
         streams = await asyncio.gather(*(stream(*case) for case in cases))
         await eventually(lambda: is_empty(llm))  # well before 900 tokens
         return streams
@@ -365,11 +368,11 @@ def test_a_stop_string_ends_an_answer_and_is_never_streamed_past(llm, include):
         for kind, outputs in zip(RequestOutputKind, of_kinds, strict=True):
             shown = ""
             for output in outputs:
-                (one,) = output.outputs
-                shown = shown + one.text if kind == DELTA else one.text
-                assert expected.startswith(shown), "streamed past the stop"
+                (completion,) = output.outputs
+                shown = shown + completion.text if kind == DELTA else completion.text
+                assert expected.startswith(shown), "streamed past the stop string"
             assert shown == expected
-            assert (one.finish_reason, one.stop_reason) == ("stop", stop)
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
         ids = of_kinds[-1][-1].outputs[0].token_ids
         assert ids == whole.token_ids[: len(ids)]
         decode = llm.get_tokenizer().decode
@@ -377,7 +380,7 @@ def test_a_stop_string_ends_an_answer_and_is_never_streamed_past(llm, include):
         assert stop not in decode(ids[:-1])
 
 
-def test_a_stop_string_of_wide_characters_that_tokens_cut_is_found(llm):
+def test_stop_string_is_found_although_tokens_cut_its_characters(llm):
     prompt = "日本の首都は"
     (whole,) = ask(llm, (prompt, greedy(40, ignore_eos=True)))[0].outputs
     wide = [i for i, character in enumerate(whole.text) if ord(character) > 0x2000 and character not in whole.text[:i]]
@@ -387,17 +390,17 @@ def test_a_stop_string_of_wide_characters_that_tokens_cut_is_found(llm):
     assert outputs[-1].outputs[0].stop_reason == stop
 
 
-def test_a_stop_string_within_the_first_min_tokens_does_not_count(llm):
+def test_stop_string_within_the_first_min_tokens_is_ignored(llm):
     (whole,) = ask(llm, (PROMPT, greedy(30, ignore_eos=True)))[0].outputs
     decode = llm.get_tokenizer().decode
     (output,) = ask(llm, (PROMPT, greedy(30, ignore_eos=True, stop=[" "], min_tokens=8)))
-    (one,) = output.outputs
-    assert len(one.token_ids) > 8
+    (completion,) = output.outputs
+    assert len(completion.token_ids) > 8
     start = len(decode(whole.token_ids[:8]))
-    assert one.text == whole.text[: whole.text.index(" ", start)]
+    assert completion.text == whole.text[: whole.text.index(" ", start)]
 
 
-def test_a_prompt_is_truncated_from_its_beginning(busy):
+def test_truncated_prompt_keeps_its_last_tokens(busy):
     ids = busy.get_tokenizer()(LONG_PROMPT).input_ids
     requests = [
         (LONG_PROMPT, greedy(6, truncate_prompt_tokens=20)),
@@ -416,21 +419,21 @@ def test_a_prompt_is_truncated_from_its_beginning(busy):
     assert len(outputs[5].prompt_token_ids) + len(outputs[5].outputs[0].token_ids) == 512
 
 
-def test_an_answer_that_does_not_fit_ends_at_the_context(busy):
+def test_answer_ends_at_the_end_of_the_context(busy):
     ids = (busy.get_tokenizer()(LONG_PROMPT).input_ids * 9)[:498]
     requests = [(ids, greedy(limit, ignore_eos=True)) for limit in (10**6, None, 14, 5)]
     completions = [output.outputs[0] for output in ask(busy, *requests)]
-    assert [len(one.token_ids) for one in completions] == [14, 14, 14, 5]
-    assert {one.finish_reason for one in completions} == {"length"}
+    assert [len(completion.token_ids) for completion in completions] == [14, 14, 14, 5]
+    assert {completion.finish_reason for completion in completions} == {"length"}
 
 
 def visible(outputs):
-    """What a consumer sees of an answer."""
+    """Return all that a consumer can compare of an answer."""
     return [
         (
             output.prompt_token_ids,
             output.prompt_logprobs,
-            [(one.index, one.text, one.token_ids, one.logprobs, one.finish_reason) for one in output.outputs],
+            [(part.index, part.text, part.token_ids, part.logprobs, part.finish_reason) for part in output.outputs],
         )
         for output in outputs
     ]
@@ -450,7 +453,7 @@ def test_every_served_parameter_changes_an_answer(llm):
     assert [name for name, (without, _, shown) in answers.items() if without == shown] == []
 
 
-def test_without_parameters_those_of_the_generation_config_apply(busy):
+def test_request_without_parameters_takes_the_defaults_of_the_generation_config(busy):
     prompt = "x" * 30
     implicit, explicit = ask(
         busy, (prompt, None), (prompt, SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=9))
@@ -458,10 +461,10 @@ def test_without_parameters_those_of_the_generation_config_apply(busy):
     assert implicit.outputs[0].token_ids == explicit.outputs[0].token_ids
     assert len(implicit.outputs[0].token_ids) == 9
     (other,) = ask(busy, (prompt, greedy(9)))
-    assert other.outputs[0].token_ids != implicit.outputs[0].token_ids, "parameters that are given stand alone"
+    assert other.outputs[0].token_ids != implicit.outputs[0].token_ids, "a request with parameters takes no defaults"
 
 
-def test_the_stream_interval_spaces_outputs(busy):
+def test_stream_interval_spaces_the_outputs(busy):
     outputs = collect(busy, PROMPT, SamplingParams(temperature=0, max_tokens=23, ignore_eos=True, output_kind=DELTA))
     sizes = [len(output.outputs[0].token_ids) for output in outputs]
     assert sum(sizes) == 23
@@ -470,48 +473,35 @@ def test_the_stream_interval_spaces_outputs(busy):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("fields", "words"),
     [
-        (lambda: SamplingParams(stop=""), "stop"),
-        (lambda: SamplingParams(stop=["ok", ""]), "stop"),
-        (lambda: SamplingParams(stop="x" * 5000), "stop"),
-        (lambda: SamplingParams(stop=["x"] * 5000), "stop"),
-        (lambda: SamplingParams(stop="x", detokenize=False), "detokenize"),
-        (lambda: SamplingParams(bad_words=[""]), "bad_words"),
-        (lambda: SamplingParams(logit_bias={49152: 1.0}), "logit_bias"),
-        (lambda: SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
-        (lambda: SamplingParams(allowed_token_ids=[49152]), "allowed_token_ids"),
-        (lambda: SamplingParams(n=0), "n must"),
-        (lambda: SamplingParams(n=10_000), "n must"),
-        (lambda: SamplingParams(n=2, temperature=0), "temperature"),
-        (lambda: SamplingParams(best_of=3), "best_of"),
-        (lambda: SamplingParams(logprobs=21), "max_logprobs"),
-        (lambda: SamplingParams(logprobs=-1), "max_logprobs"),
-        (lambda: SamplingParams(prompt_logprobs=21), "max_logprobs"),
-        (lambda: SamplingParams(min_tokens=2000, max_tokens=None), "min_tokens"),
-        (lambda: SamplingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["ok", ""]}, "stop"),
+        ({"stop": "x" * 5000}, "stop"),
+        ({"stop": ["x"] * 5000}, "stop"),
+        ({"stop": "x", "detokenize": False}, "detokenize"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"logit_bias": {49152: 1.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [49152]}, "allowed_token_ids"),
+        ({"n": 0}, "n must"),
+        ({"n": 10_000}, "n must"),
+        ({"n": 2, "temperature": 0}, "temperature"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": 21}, "max_logprobs"),
+        ({"logprobs": -1}, "max_logprobs"),
+        ({"prompt_logprobs": 21}, "max_logprobs"),
+        ({"min_tokens": 2000, "max_tokens": None}, "min_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_served_is_refused_by_name_and_harms_nobody(llm, make, words):
+def test_parameter_that_cannot_be_served_is_refused_by_name_and_disturbs_no_other_request(llm, fields, words):
     async def run():
         neighbour = asyncio.create_task(answer(llm, PROMPT, greedy(6, ignore_eos=True)))
         with pytest.raises(ValueError, match=words):
-            await answer(llm, PROMPT, make())
+            await answer(llm, PROMPT, SamplingParams(**fields))
         return (await neighbour).outputs[0]
 
     assert len(asyncio.run(run()).token_ids) == 6
     assert asyncio.run(llm.get_num_unfinished_requests()) == 0
-
-
-def test_a_request_that_bars_every_token_fails_alone(llm):
-    async def run():
-        neighbour = asyncio.create_task(answer(llm, PROMPT, greedy(12, ignore_eos=True)))
-        with pytest.raises(EngineGenerateError, match="allow no token"):
-            await answer(llm, PROMPT, greedy(6, allowed_token_ids=[2], min_tokens=3))
-        several = sampled(3, 3, allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=3)
-        with pytest.raises(EngineGenerateError, match="allow no token"):
-            await answer(llm, PROMPT, several)
-        await neighbour
-        await eventually(lambda: is_empty(llm))
-
-    asyncio.run(run())

@@ -127,6 +127,10 @@ def test_sleep_in_mode_abort_ends_the_streams(engine):
         (lambda llm: llm.wake_up(["weights", "scheduling"]), "tags must be a list .*'scheduling'"),
         (lambda llm: llm.wake_up([["weights"]]), r"tags must be a list .* got \['weights'\]"),
     ],
+    ids=[
+        *("level 0", "level True", "level of a wrong type", "unknown mode"),
+        *("tags of a wrong type", "no tags", "unknown tag", "tag of a wrong type"),
+    ],
 )
 def test_wrong_arguments_are_refused_by_name_and_change_nothing(engine, call, words):
     async def run():
@@ -160,7 +164,7 @@ def test_core_answers_a_call_with_wrong_arguments_with_an_error(engine, name, ar
 
 def test_each_level_of_sleep_frees_the_memory_that_it_names(tmp_path):
     config = LlamaConfig(
-        vocab_size=32 * 1024,  # large weights, of which a step computes with few
+        vocab_size=32 * 1024,  # large weights, of which a step uses few
         hidden_size=1024,
         intermediate_size=256,
         num_hidden_layers=4,

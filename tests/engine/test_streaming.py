@@ -16,12 +16,12 @@ from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 PROMPT = "The quick brown fox"
 
 
-def params(kind, max_tokens=24, **knobs):
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=kind, **knobs)
+def params(kind, max_tokens=24, **fields):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=kind, **fields)
 
 
-async def collect(engine, kind, prompt=PROMPT, **knobs):
-    return [output async for output in engine.generate(prompt, params(kind, **knobs))]
+async def collect(engine, kind, prompt=PROMPT, **fields):
+    return [output async for output in engine.generate(prompt, params(kind, **fields))]
 
 
 def test_three_kinds_of_output_give_the_same_answer(llm):
@@ -105,7 +105,7 @@ def test_abort_ends_the_stream_and_keeps_the_tokens_so_far(llm):
         async for output in llm.generate(PROMPT, params(RequestOutputKind.CUMULATIVE, 900), "to-abort"):
             outputs.append(output)
             if len(outputs) == 3:
-                await llm.abort(["to-abort", "never heard of"])
+                await llm.abort(["to-abort", "unknown"])
         await llm.abort("to-abort")
         await eventually(lambda: is_empty(llm))
         return outputs
@@ -145,8 +145,8 @@ def test_stop_tokens_end_the_answer_and_are_not_in_its_text(llm):
     stop = whole.token_ids[7]
     first = whole.token_ids.index(stop)
 
-    def stopping(**knobs):
-        return asyncio.run(answer(llm, PROMPT, greedy(12, stop_token_ids=[stop], **knobs))).outputs[0]
+    def stopping(**fields):
+        return asyncio.run(answer(llm, PROMPT, greedy(12, stop_token_ids=[stop], **fields))).outputs[0]
 
     without, included = stopping(), stopping(include_stop_str_in_output=True)
     assert without.token_ids == included.token_ids == whole.token_ids[: first + 1]
@@ -184,15 +184,15 @@ def test_engine_serves_several_event_loops_in_succession(llm):
 
 
 def test_request_of_an_ended_event_loop_is_aborted_in_the_next(llm):
-    async def leave():
+    async def start_and_leave():
         stream = llm.generate(PROMPT, params(RequestOutputKind.DELTA, 900))
         await anext(stream)
 
-    async def look():
+    async def wait_until_empty():
         await eventually(lambda: is_empty(llm))
 
-    asyncio.run(leave())
-    asyncio.run(look())
+    asyncio.run(start_and_leave())
+    asyncio.run(wait_until_empty())
 
 
 def test_second_event_loop_at_the_same_time_is_refused(llm):

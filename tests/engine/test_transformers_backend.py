@@ -172,7 +172,7 @@ THROUGH_A_CORE = [
 
 
 def save_reference(config, folder) -> Any:
-    """Save a random model in `folder`; return it with eager attention, which serves what any of these models needs."""
+    """Save a random model in `folder`; return it with eager attention, which runs all of these models."""
     theirs: Any = save_random_model(config, folder)
     theirs.set_attn_implementation("eager")
     return theirs
@@ -262,8 +262,8 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         "'GptOssForCausalLM'.*s_aux",
     ),
     "own mask": (DogeConfig(**SIZES, **TOKENS), "'DogeForCausalLM'.*makes its own mask"),
-    "sees the future": (BertConfig(**SIZES, **TOKENS), "'BertLMHeadModel'.*not causal"),
-    "attends twice": (DiffLlamaConfig(**SIZES, **TOKENS), "'DiffLlamaForCausalLM'.*used 6 times in 3 layers"),
+    "not causal": (BertConfig(**SIZES, **TOKENS), "'BertLMHeadModel'.*not causal"),
+    "attention called twice": (DiffLlamaConfig(**SIZES, **TOKENS), "'DiffLlamaForCausalLM'.*used 6 times in 3 layers"),
     "own positions": (RobertaConfig(**SIZES, **TOKENS, is_decoder=True), "'RobertaForCausalLM'.*positions from 0"),
     "chunks": (
         Llama4TextConfig(**SIZES, **TOKENS, num_local_experts=4, intermediate_size_mlp=80, attention_chunk_size=32),
@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_model_that_would_answer_otherwise_than_in_transformers_is_refused_by_name(kind, tmp_path):
+def test_model_that_cannot_give_the_answers_of_transformers_is_refused_by_name(kind, tmp_path):
     config, message = REFUSED[kind]
     with pytest.raises(ValueError, match=message):
         load_ours(save_named_config(config, tmp_path), load_format="dummy")
@@ -290,7 +290,7 @@ def test_longrope_is_served_up_to_the_length_that_keeps_its_frequencies(tmp_path
 
 
 class Shifted(nn.Module):
-    """A part that sees the previous token."""
+    """A module whose output depends on the previous token."""
 
     def __init__(self, part):
         super().__init__()
@@ -301,13 +301,13 @@ class Shifted(nn.Module):
 
 
 class Pooled(Shifted):
-    """A part that sees the mean of all tokens, whatever their order."""
+    """A module whose output depends on the mean of all tokens, in any order."""
 
     def forward(self, hidden):
         return self.part(hidden + 0.1 * hidden.mean(1, keepdim=True))
 
 
-@pytest.mark.parametrize("kind", [Shifted, Pooled])
+@pytest.mark.parametrize("kind", [Shifted, Pooled], ids=["previous token", "mean of all tokens"])
 def test_model_whose_tokens_interact_outside_attention_is_refused(kind):
     causal = random_model(CONFIGS["phi3"])
     causal.model.layers[1].mlp = kind(causal.model.layers[1].mlp)
@@ -353,16 +353,17 @@ def change_weights(folder, change):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-NORM = "model.layers.1.mlp.down_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(NORM), f"missing {NORM}"),
+        (lambda tensors: tensors.pop(DOWN), f"missing {DOWN}"),
         (lambda tensors: tensors.update(stray=torch.ones(2)), "unexpected stray"),
-        (lambda tensors: tensors.update({NORM: torch.ones(3, 5)}), rf"{NORM} has shape \[3, 5\], not \[48, 80\]"),
+        (lambda tensors: tensors.update({DOWN: torch.ones(3, 5)}), rf"{DOWN} has shape \[3, 5\], not \[48, 80\]"),
     ],
+    ids=["missing", "unexpected", "wrong shape"],
 )
 def test_weights_of_another_model_are_refused_by_name(change, message, tmp_path):
     save_random_model(CONFIGS["phi3"], tmp_path)

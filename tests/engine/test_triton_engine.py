@@ -52,9 +52,9 @@ def test_answers_equal_those_of_the_torch_definitions(tmp_path, monkeypatch):
     assert got == answers(tmp_path)
 
 
-@pytest.fixture(params=[TRITON, "none"])
+@pytest.fixture(params=[TRITON, "none"], ids=["triton", "torch"])
 def kernels(request, monkeypatch):
-    """The kernels that serve in this process: those of Triton, or the torch definitions."""
+    """The kernels that this process uses: Triton kernels or the torch definitions."""
     monkeypatch.setenv(VARIABLE, request.param)
     for choice in (available.operations, library):
         choice.cache_clear()

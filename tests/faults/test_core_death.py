@@ -25,7 +25,9 @@ async def drain(stream):
         pass
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT], ids=lambda signum: signum.name
+)
 def test_every_stream_and_call_fails_with_the_cause(make_engine, signum):
     engine = make_engine(recovery=False)
 
@@ -51,7 +53,7 @@ def test_every_stream_and_call_fails_with_the_cause(make_engine, signum):
     assert not psutil.pid_exists(asyncio.run(run()))
 
 
-def test_death_is_noticed_on_a_system_without_process_descriptors(make_engine, monkeypatch):
+def test_death_is_noticed_on_a_system_without_pidfd_open(make_engine, monkeypatch):
     def refuse(pid):
         raise OSError(errno.ENOSYS, "not implemented")
 
@@ -85,7 +87,7 @@ def test_error_contains_the_end_of_the_log_and_its_path(make_engine):
     assert not engine._supervisor.core.process.log_path.parent.exists()
 
 
-def test_death_between_two_event_loops_is_noticed_at_the_next_use(make_engine):
+def test_death_between_two_event_loops_fails_the_next_request(make_engine):
     engine = make_engine(recovery=False)
     assert asyncio.run(answer(engine, "Hello", greedy(2))).finished
     os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)

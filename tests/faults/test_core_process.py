@@ -1,4 +1,4 @@
-"""A core process by itself: what it survives, and how it ends if it cannot go on."""
+"""A core process by itself: the failures that it survives, and its end after the others."""
 
 import contextlib
 import os
@@ -152,6 +152,7 @@ def start(folder, tmp_path):
         ("raise torch.OutOfMemoryError('boom')", "OutOfMemoryError: boom"),
         ("torch.empty(2**60)", "allocate"),
     ],
+    ids=["RuntimeError", "ValueError", "MemoryError", "OutOfMemoryError", "failed allocation"],
 )
 def test_exception_in_a_step_ends_the_core_and_its_requests_stay_on_the_status_page(start, tmp_path, failure, words):
     core = start(FAIL.format(failure=failure))
@@ -186,11 +187,11 @@ def test_core_serves_requests_while_its_log_cannot_be_written(start, kind):
     assert core.end() == 0
 
 
-@pytest.mark.parametrize("what", ["core.sock", "core.sock.lock", ""])
-def test_core_whose_socket_is_removed_serves_connected_clients(start, tmp_path, what):
+@pytest.mark.parametrize("name", ["core.sock", "core.sock.lock", ""], ids=["socket", "lock", "folder"])
+def test_core_whose_socket_is_removed_serves_connected_clients(start, tmp_path, name):
     core = start()
-    if what:
-        (tmp_path / "run" / what).unlink()
+    if name:
+        (tmp_path / "run" / name).unlink()
     else:
         shutil.rmtree(tmp_path / "run")
     core.add(0)
@@ -200,7 +201,7 @@ def test_core_whose_socket_is_removed_serves_connected_clients(start, tmp_path, 
     assert core.page.read().state == CoreState.STOPPED
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda signum: signum.name)
 def test_core_ends_by_the_signal_that_stops_it(start, signum):
     core = start()
     core.add(0, max_tokens=1000)

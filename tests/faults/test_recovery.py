@@ -1,4 +1,4 @@
-"""No output is lost, doubled or changed when the core dies, whatever a request is doing at that moment."""
+"""No output is lost, repeated or changed when the core dies, in any state of a request."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def sampled(max_tokens, seed=7, **params):
 
 
 class Consumer:
-    """Consumes one request, and compares every output with those before it."""
+    """Consumes the outputs of a request and compares each with the earlier outputs."""
 
     def __init__(self, engine, prompt, params):
         self.stream = engine.generate(prompt, params)
@@ -61,7 +61,7 @@ class Consumer:
                     now = text + piece.text, ids + piece.token_ids, logprobs + (piece.logprobs or [])
                 else:
                     now = piece.text, piece.token_ids, piece.logprobs or []
-                    assert now[0].startswith(text), "text that was delivered has changed"
+                    assert now[0].startswith(text), "delivered text has changed"
                     assert now[1][: len(ids)] == ids
                     assert now[2][: len(logprobs)] == logprobs
                 self.seen[piece.index] = now
@@ -96,12 +96,12 @@ async def disturbed(engine, requests, moment, strike=kill):
     consumers = [Consumer(engine, *request) for request in requests]
     tasks = [asyncio.create_task(consumer.run()) for consumer in consumers]
 
-    async def has_come():
+    async def moment_has_come():
         assert not all(task.done() for task in tasks), "all requests finished before the moment came"
         return moment(consumers)
 
     restarts = engine._supervisor.num_restarts
-    await eventually(has_come)
+    await eventually(moment_has_come)
     strike(engine)
     await asyncio.gather(*tasks)
     assert engine._supervisor.num_restarts == restarts + 1
@@ -118,7 +118,7 @@ def check(engine, requests, moment, strike=kill):
     asyncio.run(run())
 
 
-def of_every_kind(max_tokens):
+def requests_of_every_kind(max_tokens):
     kinds = RequestOutputKind
     return [
         (PROMPT, greedy(max_tokens, ignore_eos=True)),
@@ -129,11 +129,11 @@ def of_every_kind(max_tokens):
     ]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV], ids=lambda signum: signum.name)
 def test_requests_of_every_kind_continue_after_a_death(engine, signum):
     check(
         engine,
-        of_every_kind(14),
+        requests_of_every_kind(14),
         lambda consumers: all(consumer.num_tokens() >= 4 for consumer in consumers[1:]),
         lambda engine: kill(engine, signum),
     )
@@ -152,28 +152,28 @@ def test_waiting_requests_keep_their_turn(engine):
 def test_partially_computed_prompt_is_computed_again(engine):
     requests = [(LONG_PROMPT, greedy(4, ignore_eos=True, prompt_logprobs=1)), (PROMPT, sampled(30))]
 
-    def in_the_middle(consumers):
+    def prompt_is_half_computed(consumers):
         streams = [stream for stream, _ in engine._requests.live() if len(stream.prompt_token_ids) == len(LONG_PROMPT)]
         known = streams[0]._prompt_logprobs if streams else None
         return known is not None and 80 < len(known) < 260
 
-    check(engine, requests, in_the_middle)
+    check(engine, requests, prompt_is_half_computed)
 
 
 def test_half_matched_stop_string_is_completed_by_the_next_core(engine):
     text = asyncio.run(answer(engine, PROMPT, greedy(24, ignore_eos=True))).outputs[0].text
     stop = text[20:70]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop])
-    half = []
+    shown_text = []
 
-    def half_matched(consumers):
+    def is_half_matched(consumers):
         shown = consumers[0].seen.get(0, ("",))[0]
-        tokens = [answer for _, answer in engine._requests.live()]
-        half[:] = [shown]
-        return len(shown) == 20 and tokens and len(tokens[0].token_ids) > 7
+        completions = [completion for _, completion in engine._requests.live()]
+        shown_text[:] = [shown]
+        return len(shown) == 20 and completions and len(completions[0].token_ids) > 7
 
-    check(engine, [(PROMPT, params)], half_matched)
-    assert half == [text[:20]]
+    check(engine, [(PROMPT, params)], is_half_matched)
+    assert shown_text == [text[:20]]
 
 
 def test_half_a_character_is_completed_by_the_next_core(engine):
@@ -181,14 +181,14 @@ def test_half_a_character_is_completed_by_the_next_core(engine):
     params = SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True, allowed_token_ids=pieces)
     tokenizer = engine.get_tokenizer()
 
-    def half_a_character(consumers):
+    def ends_with_half_a_character(consumers):
         live = engine._requests.live()
         return live and len(live[0][1].token_ids) > 5 and tokenizer.decode(live[0][1].token_ids).endswith("\ufffd")
 
-    check(engine, [(PROMPT, params)], half_a_character)
+    check(engine, [(PROMPT, params)], ends_with_half_a_character)
 
 
-def test_vector_is_computed_again(engine):
+def test_vector_is_computed_again_after_core_is_killed(engine):
     async def vector(prompt):
         (output,) = [output async for output in engine.encode(prompt, PoolingParams())]
         return output.outputs.data
@@ -215,10 +215,10 @@ def test_request_aborted_as_the_core_dies_stays_aborted_and_others_continue(engi
         task = asyncio.create_task(aborted.run())
         other = asyncio.create_task(answer(engine, PROMPT, greedy(16, ignore_eos=True)))
 
-        async def begun():
+        async def has_begun():
             return aborted.num_tokens() > 3
 
-        await eventually(begun)
+        await eventually(has_begun)
         (request_id,) = (s.request_id for s, _ in engine._requests.live() if s.params.max_tokens == 500)
         await engine.abort(request_id)
         kill(engine)
@@ -248,7 +248,7 @@ def test_blocked_event_loop_delays_no_restart_and_loses_nothing(engine):
             assert time.monotonic() < deadline
             time.sleep(0.01)  # blocks the event loop on purpose
 
-    check(engine, of_every_kind(16)[1:], lambda consumers: consumers[0].num_tokens() >= 4, block)
+    check(engine, requests_of_every_kind(16)[1:], lambda consumers: consumers[0].num_tokens() >= 4, block)
 
 
 def test_unanswered_calls_are_answered_by_the_next_core(engine):
@@ -260,10 +260,10 @@ def test_unanswered_calls_are_answered_by_the_next_core(engine):
             for call in (engine.core_status(), engine.reset_prefix_cache(), engine.check_health())
         ]
 
-        async def sent():
+        async def calls_are_sent():
             return len(engine._core_client._calls) == len(calls)
 
-        await eventually(sent)
+        await eventually(calls_are_sent)
         old = engine._supervisor.core.process.pid
         kill(engine)
         status, *_ = await asyncio.gather(*calls)
@@ -274,26 +274,26 @@ def test_unanswered_calls_are_answered_by_the_next_core(engine):
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_pause_outlives_the_core(engine, mode):
+def test_pause_stays_in_force_after_core_is_killed(engine, mode):
     async def run():
         expected = (await answer(engine, PROMPT, greedy(16, ignore_eos=True))).outputs[0].token_ids
         early = Consumer(engine, PROMPT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
         tasks = [asyncio.create_task(early.run())]
 
-        async def begun():
+        async def has_begun():
             return early.num_tokens() > 3
 
-        await eventually(begun)
+        await eventually(has_begun)
         pause = asyncio.create_task(engine.pause_generation(mode))
         if mode != "wait":
             await pause
         late = Consumer(engine, PROMPT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
         tasks.append(asyncio.create_task(late.run()))
 
-        async def both_sent():
+        async def both_are_sent():
             return await engine.get_num_unfinished_requests() == (2 if mode != "abort" else 1)
 
-        await eventually(both_sent)
+        await eventually(both_are_sent)
         kill(engine)
         await pause
         assert await engine.is_paused()
@@ -313,40 +313,40 @@ def test_pause_outlives_the_core(engine, mode):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("level", "back"), [(2, ()), (1, ("weights",))])
-def test_sleep_outlives_the_core(engine, level, back):
+@pytest.mark.parametrize(("level", "tags"), [(2, ()), (1, ("weights",))], ids=["level 2", "level 1, weights awake"])
+def test_sleep_stays_in_force_after_core_is_killed(engine, level, tags):
     async def run():
-        requests = of_every_kind(14)[:3]
+        requests = requests_of_every_kind(14)[:3]
         expected = await undisturbed(engine, requests)
         consumers = [Consumer(engine, *request) for request in requests]
         tasks = [asyncio.create_task(consumer.run()) for consumer in consumers[:2]]
 
-        async def begun():
+        async def has_begun():
             return consumers[1].num_tokens() > 3
 
-        await eventually(begun)
+        await eventually(has_begun)
         await engine.sleep(level)
-        if back:
-            await engine.wake_up(back)
-        given = consumers[1].num_tokens()
+        if tags:
+            await engine.wake_up(tags)
+        num_tokens = consumers[1].num_tokens()
         tasks.append(asyncio.create_task(consumers[2].run()))
         kill(engine)
         status = await engine.core_status()
         assert (status["is_sleeping"], status["sleep_level"]) == (True, level)
         assert (status["num_running"], status["num_waiting"]) == (0, 3)
-        assert consumers[1].num_tokens() == given
+        assert consumers[1].num_tokens() == num_tokens
         assert consumers[2].num_tokens() == 0
-        if back:
-            await engine.wake_up([tag for tag in ("weights", "kv_cache") if tag not in back])
+        if tags:
+            await engine.wake_up([tag for tag in ("weights", "kv_cache") if tag not in tags])
         else:
             await engine.wake_up()
         assert not await engine.is_sleeping()
         await asyncio.gather(*tasks)
         for consumer, other in zip(consumers, expected, strict=True):
             assert_same(consumer, other)
-        if back:
+        if tags:
             kill(engine)
-            assert not await engine.is_sleeping(), "the next core has the state of the last core"
+            assert not await engine.is_sleeping(), "the next core sleeps although the engine was awake"
         await eventually(lambda: is_empty(engine))
 
     asyncio.run(run())
@@ -361,10 +361,10 @@ def test_unanswered_sleep_or_wake_up_is_carried_out_by_the_next_core(engine, cal
         kill(engine, signal.SIGSTOP)
         unanswered = asyncio.create_task(getattr(engine, call)())
 
-        async def sent():
+        async def calls_are_sent():
             return len(engine._core_client._calls) == 1
 
-        await eventually(sent)
+        await eventually(calls_are_sent)
         kill(engine)
         await unanswered
         assert await engine.is_sleeping() == (call == "sleep")
@@ -406,16 +406,16 @@ def test_core_that_dies_while_loading_is_replaced(engine):
         task = asyncio.create_task(answer(engine, PROMPT, greedy(20, ignore_eos=True)))
         restarts, source = engine._supervisor.num_restarts, engine._supervisor._source
 
-        async def in_the_step():
+        async def is_in_a_step():
             return bool(engine._supervisor.status().step_requests)
 
-        await eventually(in_the_step)
+        await eventually(is_in_a_step)
         kill(engine)
 
-        async def loading():
+        async def next_core_loads():
             return source._process is not None
 
-        await eventually(loading)
+        await eventually(next_core_loads)
         os.kill(source._process.pid, signal.SIGKILL)
         assert len((await task).outputs[0].token_ids) == 20
         assert engine._supervisor.num_restarts == restarts + 1
@@ -431,17 +431,17 @@ def test_stopped_core_is_replaced_while_it_serves_and_while_it_loads(make_engine
         expected = (await answer(engine, PROMPT, greedy(24, ignore_eos=True))).outputs[0].token_ids
         task = asyncio.create_task(answer(engine, PROMPT, greedy(24, ignore_eos=True)))
 
-        async def in_the_step():
+        async def is_in_a_step():
             return bool(engine._supervisor.status().step_requests)
 
-        await eventually(in_the_step)
+        await eventually(is_in_a_step)
         kill(engine, signal.SIGSTOP)
         source = engine._supervisor._source
 
-        async def loading():
+        async def next_core_loads():
             return source._process is not None
 
-        await eventually(loading)
+        await eventually(next_core_loads)
         os.kill(source._process.pid, signal.SIGSTOP)
         assert (await task).outputs[0].token_ids == expected
         assert (await engine.core_status())["incarnation"] >= 3
@@ -485,10 +485,10 @@ def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(mak
         await anext(stream)
         kill(engine, signal.SIGSEGV)
 
-        async def back():
+        async def next_core_serves():
             return (await engine.core_status())["restarts"] == 1
 
-        await eventually(back)
+        await eventually(next_core_serves)
         kill(engine, signal.SIGABRT)
         with pytest.raises(EngineDeadError, match="max_core_restarts=1") as caught:
             async for _ in stream:
@@ -508,23 +508,23 @@ def test_standby_takes_over_and_a_new_standby_is_prepared(make_engine):
     engine = make_engine(warm_standby=True)
     source = engine._supervisor._source
 
-    async def ready():
+    async def standby_is_ready():
         return source._standby is not None
 
     async def run():
         for _ in range(2):
-            await eventually(ready)
+            await eventually(standby_is_ready)
             standby = source._standby.pid
             task = asyncio.create_task(answer(engine, PROMPT, greedy(16, ignore_eos=True)))
 
-            async def in_the_step():
+            async def is_in_a_step():
                 return bool(engine._supervisor.status().step_requests)
 
-            await eventually(in_the_step)
+            await eventually(is_in_a_step)
             kill(engine)
             assert len((await task).outputs[0].token_ids) == 16
             assert (await engine.core_status())["pid"] == standby
-        await eventually(ready)
+        await eventually(standby_is_ready)
         os.kill(source._standby.pid, signal.SIGKILL)
         kill(engine)
         assert len((await answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5

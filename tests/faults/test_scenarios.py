@@ -14,7 +14,7 @@ _TESTED_ELSEWHERE = {
     *("kill", "segv", "abort", "term", "stop", "spin", "slow-core", "exit-in-step", "exit-while-loading"),
     *("culprit-raises", "client-blocked-while-core-dies", "core-restarted-by-hand", "too-many-deaths", "no-recovery"),
 }
-"""Scenarios that other tests of faults cover, or a scenario that differs little."""
+"""Scenarios that other tests of faults or similar scenarios cover."""
 _TESTED_HERE = [scenario for name, scenario in SCENARIOS.items() if name not in _TESTED_ELSEWHERE]
 _INJECTED = [scenario.injects for scenario in SCENARIOS.values()]
 _WITH_A_PENDING_STEP = [
@@ -24,9 +24,9 @@ _WITH_A_PENDING_STEP = [
 _WITH_SHARED_ENGINE = [scenario for scenario in _TESTED_HERE if not scenario.options and not scenario.stands_alone]
 _WITH_OWN_ENGINE = [scenario for scenario in _TESTED_HERE if scenario not in _WITH_SHARED_ENGINE]
 _SLOW = {"hang", "culprit", "exit-before-last-message", "exit-after-last-message", "socket-file-removed"}
-"""Slow scenarios that differ little from scenarios, or in the case of `hang` from a test of recovery, that are not."""
+"""Slow scenarios that are similar to fast scenarios, or, for `hang`, to a fast test of recovery."""
 _SLOW_WITH_A_PENDING_STEP = {"exit-before-message", "exit-before-last-message", "nan"}
-"""Slow scenarios that are not slow without a pending step, or that differ little from one that is not."""
+"""Slow scenarios that are fast without a pending step, or similar to a fast scenario."""
 
 
 def _marked(scenarios, slow):
@@ -41,7 +41,7 @@ def _marked(scenarios, slow):
 @pytest.fixture(scope="module")
 def baseline(default_model):
     """Requests on a small model, whose steps are slowed down so that faults strike during the streams."""
-    # In a private folder for temporary files, everything that is left was left by an engine.
+    # With a private folder for temporary files, every file that is left in it comes from an engine.
     before, tempfile.tempdir = tempfile.tempdir, tempfile.mkdtemp(prefix="faults-", dir="/tmp")
     model = Path(tempfile.tempdir) / "model"
     save_small_model(model, default_model)
@@ -83,7 +83,7 @@ def test_nothing_is_lost_or_leaked_while_requests_come_and_go_and_cores_die_in_e
 
 @pytest.fixture(scope="module")
 def overlapping(baseline):
-    """The same requests, with the next step launched while one is pending; the outputs must be the same."""
+    """The same requests and expected outputs, on an engine that launches the next step while a step is pending."""
     other = copy.copy(baseline)
     other.options = {**baseline.options, "async_scheduling": True}
     with other.share_engine(_INJECTED) as engine:

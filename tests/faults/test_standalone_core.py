@@ -44,7 +44,7 @@ def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
     assert not list(Path(tmp_path).iterdir())
 
 
-def test_killed_client_costs_the_core_only_its_own_requests(default_model, tmp_path):
+def test_core_drops_the_requests_of_a_killed_client_and_serves_the_others(default_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(default_model, address):
         survivor = AsyncLLM.connect(address)
@@ -106,8 +106,8 @@ def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(defau
             task = asyncio.create_task(outputs_of(clients))
 
             async def all_under_way():
-                live = [answer for one in clients for _, answer in one._requests.live()]
-                return len(live) == 6 and all(len(answer.token_ids) > 3 for answer in live)
+                live = [completion for client in clients for _, completion in client._requests.live()]
+                return len(live) == 6 and all(len(completion.token_ids) > 3 for completion in live)
 
             await eventually(all_under_way)
             process.kill()
@@ -214,7 +214,7 @@ def test_tcp_client_needs_the_key(default_model, tmp_path):
     assert os.stat(key).st_mode & 0o777 == 0o600
 
 
-def test_connecting_to_an_unserved_address_fails_in_time_and_names_it(tmp_path):
+def test_connect_to_an_unserved_address_fails_at_the_timeout_and_names_it(tmp_path):
     with pytest.raises(EngineStartError, match=r"unserved\.sock"):
         AsyncLLM.connect(f"ipc://{tmp_path}/unserved.sock", timeout=0.3)
     with pytest.raises(ValueError, match="ipc://"):

@@ -12,8 +12,8 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"```.*?```|`([^`\n]+)`", re.DOTALL)
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, _FOLDERS))})/[\w./-]*[\w/]")
 _SUFFIXES = (".py", ".h", ".cpp", ".md", ".svg", ".toml", ".sh")
-_NOT_OURS = {"llama.cpp", "utils.py"}
-"""An engine, and the example of a name that no file has."""
+_OTHER_NAMES = {"llama.cpp", "utils.py"}
+"""Words that look like file names: an engine, and an example of a bad name."""
 _MAX_GLOSSARY_ROWS = 30
 
 
@@ -36,7 +36,7 @@ def _paths(text: str) -> set[str]:
 def _files_in_code(text: str) -> set[str]:
     """Return the words in backticks that look like the name of a file of the repository."""
     words = {word for code in _CODE.findall(text) for word in code.split()}
-    return {word for word in words - _NOT_OURS if word.endswith(_SUFFIXES) and re.fullmatch(r"[\w./-]+", word)}
+    return {word for word in words - _OTHER_NAMES if word.endswith(_SUFFIXES) and re.fullmatch(r"[\w./-]+", word)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -45,7 +45,7 @@ NOT_SERVED = {
     "max_lora_rank",
     "otlp_traces_endpoint",
 }
-"""The options of which only the default is accepted."""
+"""The options that accept only their default."""
 SERVED = [name for name in FIELDS if name not in NOT_SERVED]
 ALIASES = {"half", "float", "fp8_e4m3", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"}
 """Choices that are replaced by another name."""
@@ -68,7 +68,7 @@ _SPECIAL_VALUES: dict[str, typing.Any] = {
     "max_logprobs": -1,
     "override_generation_config": {"top_k": 5},
 }
-"""Values of options with rules of their own, and values that a flag could garble."""
+"""Values of options that have special rules, and values that need quoting as a flag."""
 BOUNDED = [
     (name, bound, side)
     for name, field in FIELDS.items()
@@ -81,14 +81,14 @@ WRONG_TYPE |= {"bool": ("yes", 1, [True]), "dict": ("{}", 3, [1])}
 
 
 def types_of(name):
-    """The names of the types that an option accepts, without None."""
+    """Return the names of the types that an option accepts, without None."""
     hint = HINTS[name]
     alternatives = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
     return [(typing.get_origin(kind) or kind).__name__ for kind in alternatives if kind is not type(None)]
 
 
 def other_value(name):
-    """A value of the option that is allowed and is not the default."""
+    """Return a valid value of the option that is not the default."""
     field, (kind,) = FIELDS[name], types_of(name)
     if name in _SPECIAL_VALUES:
         return _SPECIAL_VALUES[name]
@@ -103,7 +103,7 @@ def other_value(name):
 
 
 def flags_for(name, value):
-    """The flags of a command line that give the option this value."""
+    """Return the flags of a command line that give the option this value."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
@@ -111,7 +111,7 @@ def flags_for(name, value):
 
 
 def parse(*flags):
-    """The options from a command line. Raises ValueError with the text of stderr for a command line that is refused."""
+    """Return the options from a command line. Raise ValueError with the text of stderr if it is refused."""
     parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
     stderr = io.StringIO()
     try:
@@ -123,7 +123,7 @@ def parse(*flags):
 
 
 def section_type(hint):
-    """The class of a section of the configuration: `LoRAConfig` for `LoRAConfig | None`."""
+    """Return the class of a section of the configuration: `LoRAConfig` for `LoRAConfig | None`."""
     return next(kind for kind in (*typing.get_args(hint), hint) if kind is not type(None))
 
 
@@ -226,14 +226,14 @@ def test_every_field_of_the_configuration_is_read_by_the_product():
     assert {name for name in fields if name.partition(".")[2] not in read} == NOT_READ
 
 
-def test_attributes_that_are_no_options_are_ignored():
+def test_attributes_that_are_not_options_are_ignored():
     namespace = argparse.Namespace(prompt="hello", model="m", seed=3)
     assert AsyncEngineArgs.from_cli_args(namespace) == AsyncEngineArgs(model="m", seed=3)
     assert EngineArgs.from_cli_args(namespace) == EngineArgs(model="m", seed=3)
 
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if HINTS[name] is bool])
-def test_no_flag_switches_a_switch_off(name):
+def test_flag_that_begins_with_no_switches_an_option_off(name):
     flag = name.replace("_", "-")
     assert getattr(parse(f"--{flag}", f"--no-{flag}") if name in SERVED else parse(f"--no-{flag}"), name) is False
 
@@ -249,7 +249,7 @@ def test_value_of_the_wrong_type_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if type(None) not in typing.get_args(HINTS[name])])
-def test_none_is_refused_if_it_has_no_meaning(name):
+def test_none_is_refused_for_an_option_that_does_not_accept_it(name):
     assert f"{name} must be" in refusal(TypeError, **{name: None})
 
 
@@ -261,7 +261,7 @@ def test_bounds_are_allowed_and_values_beyond_them_are_refused_by_name(name, bou
         value = bound + side * distance
         message = refusal(ValueError, **{name: value})
         assert message.startswith(f"{name} must be")
-        assert bound in numbers_in(message), "the bound, exactly"
+        assert bound in numbers_in(message), "the error does not state the exact bound"
         assert str(value) in message
 
 

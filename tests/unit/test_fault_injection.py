@@ -1,4 +1,4 @@
-"""The language of the option `fault_injection`, and when injected faults strike."""
+"""The syntax of the option `fault_injection`, and the steps at which injected faults strike."""
 
 from types import SimpleNamespace
 
@@ -112,8 +112,9 @@ class Core:
         self.publish(self.number, None, None)
         return torch.isfinite(hidden).all(-1).tolist()
 
-    def num_steps_until_strike(self, most=10):
-        for count in range(most):
+    def num_steps_until_strike(self, max_steps=10):
+        """Return the number of steps up to the first injected fault, or None if there is none."""
+        for count in range(max_steps):
             try:
                 self.run()
             except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, a peer reads a message, or refuses it with an error that it has promised."""
+"""A peer reads any bytes as a message, or refuses them with an error that its docstring names."""
 
 import itertools
 import random
@@ -19,11 +19,12 @@ from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
 
 VOCAB_SIZE = 97
 SEEDS = st.integers(0, 2**32)
+UNTYPED_FIELDS = ["guided_decoding", "structured_outputs", "extra_args"]
 
 
 @settings(deadline=None)
 @given(SEEDS)
-def test_a_core_reads_a_message_or_refuses_it_with_a_documented_error(seed):
+def test_core_reads_a_frame_or_refuses_it_with_a_documented_error(seed):
     for hostile in itertools.islice(ClientFrames(seed, 1, VOCAB_SIZE), 50):
         for frame in hostile.frames:
             try:
@@ -33,26 +34,27 @@ def test_a_core_reads_a_message_or_refuses_it_with_a_documented_error(seed):
             assert isinstance(message, wire.ClientMessage)
 
 
-def stream_of(book, request_id, **params):
+def stream_in(processor, request_id, **params):
+    """Return the stream of a new request in the output processor."""
     request = GenerationRequest(request_id, None, [1, 2, 3], wire.pack_ids([1, 2, 3]), SamplingParams(**params), 0.0)
     stream = GenerationStream(request, [Completion(0, request.params, token_text=chr)])
-    book.reserve(request_id)
-    book.enter(stream)
+    processor.reserve(request_id)
+    processor.enter(stream)
     return stream
 
 
 @settings(deadline=None)
 @given(SEEDS)
-def test_no_message_about_some_requests_touches_the_others(seed):
-    book, frames = OutputProcessor(), CoreFrames(seed, 1, VOCAB_SIZE)
-    wanting = ({}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0})
-    calm = [stream_of(book, f"calm {i}", **wanting[i]) for i in range(4)]
+def test_message_about_some_requests_does_not_change_others(seed):
+    processor, frames = OutputProcessor(), CoreFrames(seed, 1, VOCAB_SIZE)
+    kinds = ({}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0})
+    calm = [stream_in(processor, f"calm {i}", **kinds[i]) for i in range(4)]
     spared = {stream.completions[0].slot for stream in calm}
     victims = {}
     names = itertools.count()
     for _ in range(60):
         while len(victims) < 6:
-            stream = stream_of(book, f"victim {next(names)}", **random.Random(seed).choice(wanting))
+            stream = stream_in(processor, f"victim {next(names)}", **random.Random(seed).choice(kinds))
             victims[stream.completions[0].slot] = 0
         for frame in frames.draw(victims, spared).frames:
             try:
@@ -61,18 +63,18 @@ def test_no_message_about_some_requests_touches_the_others(seed):
                 continue
             if isinstance(message, wire.StepOutput) and not slots_named(message) & spared:
                 try:
-                    unwanted = book.process(message)
+                    unwanted = processor.process(message)
                 except ValueError as error:
                     assert "disagree" in str(error)  # noqa: PT017
                     unwanted = []
                 assert not {*unwanted} & spared
-        victims = {slot: count for slot, count in victims.items() if slot in book._completions}
+        victims = {slot: count for slot, count in victims.items() if slot in processor._completions}
     assert all(not stream.is_over and stream.completions[0].token_ids == [] for stream in calm)
-    assert spared <= book._completions.keys()
+    assert spared <= processor._completions.keys()
 
 
-@pytest.mark.parametrize("field", ["guided_decoding", "structured_outputs", "extra_args"])
-def test_what_may_have_any_shape_is_refused_before_it_is_decoded_where_it_is_large(field):
+@pytest.mark.parametrize("field", UNTYPED_FIELDS)
+def test_untyped_field_of_a_large_message_is_refused_before_it_is_decoded(field):
     empty_lists = b"\xdd" + (2**20).to_bytes(4, "big") + b"\x90" * 2**20
     shape = empty_lists if field != "extra_args" else b"\x81\xa1x" + empty_lists
     frame = b"\x96\x02\x01\x00\xa1x\xc4\x04\x01\x00\x00\x00\x81" + msgspec.msgpack.encode(field) + shape
@@ -80,12 +82,12 @@ def test_what_may_have_any_shape_is_refused_before_it_is_decoded_where_it_is_lar
         wire.decode_client_message(frame)
 
 
-def test_every_field_of_any_shape_is_among_those():
-    of_any_shape = {field.name for field in msgspec.structs.fields(SamplingParams) if "Any" in str(field.type)}
-    assert of_any_shape == {"guided_decoding", "structured_outputs", "extra_args"}
+def test_untyped_fields_are_exactly_the_refused_fields():
+    untyped = {field.name for field in msgspec.structs.fields(SamplingParams) if "Any" in str(field.type)}
+    assert untyped == {*UNTYPED_FIELDS}
 
 
-def test_a_large_request_arrives_as_it_was():
+def test_large_request_arrives_unchanged():
     params = SamplingParams(seed=1, logit_bias=dict.fromkeys(range(2**16), 0.5), stop=["x"])
     sent = wire.AddRequest(1, 2, "id", wire.pack_ids([5] * 2**16), params, isolate_until_num_tokens=1)
     arrived = wire.decode_client_message(wire.encode(sent))
@@ -105,7 +107,16 @@ def test_a_large_request_arrives_as_it_was():
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[]] * 2049]),
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[0] * 1025]]),
     ],
-    ids=["slots", "args", "stop", "stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words", "a bad word"],
+    ids=[
+        "slots",
+        "args",
+        "stop",
+        "stop_token_ids",
+        "allowed_token_ids",
+        "logit_bias",
+        "bad_words",
+        "tokens of a bad word",
+    ],
 )
 def test_lists_are_bounded_before_they_are_decoded(frame):
     with pytest.raises(msgspec.ValidationError, match=r"of length <= \d+"):
@@ -121,7 +132,7 @@ def fits(memory, client, num_bytes):
 
 
 def fill(memory, client, num_bytes=2**20):
-    """How often `client` gets so many bytes, when it takes all it may."""
+    """Take `num_bytes` for `client` until it may take no more; return how often it could."""
     count = 0
     while fits(memory, client, num_bytes):
         memory.take(client, num_bytes)
@@ -129,7 +140,7 @@ def fill(memory, client, num_bytes=2**20):
     return count
 
 
-def test_however_much_clients_take_there_is_room_for_the_next():
+def test_memory_quota_leaves_room_for_another_client():
     memory = MemoryQuota()
     shares = [fill(memory, client) for client in range(6)]
     assert shares == [MAX_BYTES // 2**21 // 2**i for i in range(6)]

@@ -1,4 +1,4 @@
-"""What a pooling request may ask for; whoever breaks a rule is told field, value and range."""
+"""Pooling parameters that are invalid are refused with field, value and range."""
 
 import numpy as np
 import pytest
@@ -26,13 +26,13 @@ from vllm_mp.pooling_params import PoolingParams
     ],
     ids=str,
 )
-def test_parameters_out_of_range_are_refused_by_name(fields, error, words):
+def test_invalid_parameter_is_refused_with_field_value_and_range(fields, error, words):
     with pytest.raises(error) as caught:
         PoolingParams(**fields)
     assert str(caught.value) == words
 
 
-def test_parameters_take_any_case_and_numbers_of_other_libraries():
+def test_pooling_type_in_any_case_and_numpy_integers_are_accepted():
     params = PoolingParams(pooling_type="CLS", dimensions=np.int64(8), truncate_prompt_tokens=-1, task="embed")
     assert params == PoolingParams(pooling_type="cls", dimensions=8, truncate_prompt_tokens=-1, task="embed")
     assert (params.pooling_type, type(params.dimensions)) == ("cls", int)

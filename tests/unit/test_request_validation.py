@@ -102,18 +102,18 @@ def refusal(**request):
         (1, 1, 2),
     ],
 )
-def test_an_answer_ends_at_max_tokens_or_with_the_context(num_prompt_tokens, max_tokens, total):
+def test_answer_ends_at_max_tokens_or_at_the_end_of_the_context(num_prompt_tokens, max_tokens, total):
     assert admit(SamplingParams(max_tokens=max_tokens), num_prompt_tokens) == total
 
 
-def test_an_answer_that_another_core_began_has_the_same_limit():
+def test_answer_that_an_earlier_core_began_has_the_same_limit():
     params = SamplingParams(max_tokens=3)
     assert admit(params, output=[1, 2]) == admit(params) == 8
     message = refusal(params=params, output=[1, 2, 3])
     assert message == "the answer is complete: it has 3 tokens, the limit of the request"
 
 
-def test_a_prompt_must_leave_room_for_a_token():
+def test_empty_prompt_and_prompt_without_room_for_a_token_are_refused():
     assert "empty" in refusal(num_prompt_tokens=0)
     for length in (CONTEXT, CONTEXT + 1):
         message = refusal(num_prompt_tokens=length)
@@ -123,21 +123,21 @@ def test_a_prompt_must_leave_room_for_a_token():
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1])
-def test_token_ids_out_of_the_vocabulary_are_refused_in_every_field(token):
-    range_of = f"must be in [0, {VOCAB}), the model's vocabulary, got {token}"
-    assert refusal(prompt=[1, token, 2]) == f"prompt_token_ids {range_of}"
-    assert refusal(output=[token]) == f"the answer so far {range_of}"
-    assert refusal(params=SamplingParams(bad_words=["x"]), bad_words=[[1], [2, token]]) == f"bad_words {range_of}"
+def test_token_id_outside_the_vocabulary_is_refused_in_every_field(token):
+    expected = f"must be in [0, {VOCAB}), the model's vocabulary, got {token}"
+    assert refusal(prompt=[1, token, 2]) == f"prompt_token_ids {expected}"
+    assert refusal(output=[token]) == f"the answer so far {expected}"
+    assert refusal(params=SamplingParams(bad_words=["x"]), bad_words=[[1], [2, token]]) == f"bad_words {expected}"
     if token >= 0:
         for name in ("stop_token_ids", "allowed_token_ids"):
-            assert refusal(params=SamplingParams(**{name: [5, token]})) == f"{name} {range_of}"
-        assert refusal(params=SamplingParams(logit_bias={5: 1, token: 1})) == f"logit_bias {range_of}"
+            assert refusal(params=SamplingParams(**{name: [5, token]})) == f"{name} {expected}"
+        assert refusal(params=SamplingParams(logit_bias={5: 1, token: 1})) == f"logit_bias {expected}"
 
 
 def test_every_token_of_the_vocabulary_is_accepted():
-    every = list(range(VOCAB))
+    all_ids = list(range(VOCAB))
     params = SamplingParams(
-        stop_token_ids=every, allowed_token_ids=every, logit_bias=dict.fromkeys(every, 1), bad_words=["x"]
+        stop_token_ids=all_ids, allowed_token_ids=all_ids, logit_bias=dict.fromkeys(all_ids, 1), bad_words=["x"]
     )
     assert admit(params, prompt=[0, VOCAB - 1], bad_words=[[0, VOCAB - 1]]) == 18
 
@@ -159,7 +159,7 @@ def test_malformed_bad_words_are_refused_by_name(words, bad_words, message):
     assert refusal(params=SamplingParams(bad_words=words), bad_words=bad_words) == message
 
 
-def test_bad_words_may_have_two_spellings_of_many_tokens():
+def test_bad_words_may_have_two_spellings_and_1024_tokens():
     admit(SamplingParams(bad_words=["a", "b"]), bad_words=[[1], [2], [3], [4] * 1024])
 
 
@@ -174,14 +174,14 @@ def test_bad_words_may_have_two_spellings_of_many_tokens():
         (VOCAB + 50, [VOCAB + 50, -1], [VOCAB + 51]),
     ],
 )
-def test_logprobs_have_the_limit_of_the_engine(name, limit, accepted, refused):
+def test_logprobs_above_the_limit_of_the_engine_are_refused(name, limit, accepted, refused):
     engine = config(max_logprobs=limit)
     for wanted in accepted:
         admit(SamplingParams(**{name: wanted}), engine=engine)
     for wanted in refused:
         message = refusal(params=SamplingParams(**{name: wanted}), engine=engine)
-        most = VOCAB if limit == -1 else limit
-        assert message.startswith(f"{name} must be at most {most}, got {wanted}; ask for fewer")
+        max_logprobs = VOCAB if limit == -1 else limit
+        assert message.startswith(f"{name} must be at most {max_logprobs}, got {wanted}; ask for fewer")
         assert "max_logprobs" in message
 
 
@@ -198,18 +198,18 @@ def test_min_tokens_must_fit_after_the_prompt():
     assert message.endswith(f"the prompt of 5 tokens, got {room + 1}")
 
 
-def test_request_ids_have_bounds():
+def test_request_id_that_is_too_long_or_not_unicode_is_refused():
     admit(request_id="é" * 512)
     assert refusal(request_id="é" * 513).startswith("request_id must be of at most 1024 bytes")
     assert refusal(request_id="\ud800").startswith("request_id must be valid Unicode")
 
 
-def test_fields_that_are_not_served_are_refused_by_the_core_too():
+def test_core_refuses_a_field_that_is_not_served():
     with pytest.raises(NotImplementedError, match="structured_outputs"):
         admit(SamplingParams(structured_outputs={"regex": "a"}))
 
 
-def test_an_encoder_generates_nothing():
+def test_generation_with_an_encoder_is_refused():
     encoder = config()
     encoder.model_config.architecture = msgspec.structs.replace(encoder.model_config.architecture, is_encoder=True)
     assert refusal(engine=encoder) == "m is an encoder and generates no text; call encode() for its embeddings"
@@ -219,7 +219,7 @@ def pool(params=None, num_prompt_tokens=5, request_id="id"):
     validate_pooling(request_id, np.arange(num_prompt_tokens, dtype=np.int32), params or PoolingParams(), config())
 
 
-def test_pooling_accepts_prompts_of_the_whole_context_and_vectors_of_the_hidden_size():
+def test_pooling_accepts_a_prompt_of_the_whole_context_and_refuses_values_beyond_the_limits():
     pool(PoolingParams(dimensions=HIDDEN), CONTEXT)
     with pytest.raises(ValueError, match=f"too long: {CONTEXT + 1} tokens, the limit is max_model_len={CONTEXT}"):
         pool(num_prompt_tokens=CONTEXT + 1)

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 BOOLEANS = [name for name, parameter in PARAMETERS.items() if isinstance(parameter, Switch)]
 RANGES = [(name, *case.range) for name, case in CASES.items() if case.range is not None]
-"""(field, low, high, the range as a refusal writes it); both ends belong to the range."""
+"""(field, low, high, the range in the text of the error); low and high are valid values."""
 INTEGERS = [name for name, parameter in PARAMETERS.items() if isinstance(parameter, Integer)]
 NUMBERS = [name for name, parameter in PARAMETERS.items() if isinstance(parameter, Number)]
 
@@ -29,27 +29,27 @@ def refusal(error, **fields):
     return str(caught.value)
 
 
-def test_every_field_is_shown_to_be_served_or_refused():
+def test_every_field_has_a_case_or_is_refused():
     """A new field needs a case that shows what it changes, or a declaration that refuses it."""
     fields = set(SamplingParams.__struct_fields__)
     assert CASES.keys() | SHOWN_ELSEWHERE.keys() | refused_fields() == fields
-    assert len(CASES) + len(SHOWN_ELSEWHERE) + len(refused_fields()) == len(fields), "each field in one place"
+    assert len(CASES) + len(SHOWN_ELSEWHERE) + len(refused_fields()) == len(fields), "a field is in two places"
     for name, path in SHOWN_ELSEWHERE.items():
         assert name in (REPOSITORY / path).read_text()
 
 
-def test_every_number_has_a_range_in_the_cases():
+def test_every_number_has_a_range_in_its_case():
     assert {name for name, *_ in RANGES} == {*NUMBERS, *INTEGERS} - {"best_of"}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_values_of_the_cases_are_valid_and_the_first_is_not_the_default(name):
+def test_values_of_every_case_are_valid_and_the_first_is_not_the_default(name):
     given = [getattr(SamplingParams(**{name: value}), name) for value in CASES[name].values]
     assert given[0] != getattr(SamplingParams(), name)
     SamplingParams(**every_field())
 
 
-def test_random_parameters_are_valid_and_reach_every_field():
+def test_random_parameters_are_valid_and_cover_every_field():
     seen = set()
     for seed in range(300):
         params = random_params(random.Random(seed), 0.3)
@@ -58,14 +58,14 @@ def test_random_parameters_are_valid_and_reach_every_field():
     assert seen == CASES.keys()
 
 
-def test_a_field_without_a_declaration_is_an_error():
+def test_field_without_a_declaration_is_an_error():
     undeclared = msgspec.defstruct("SamplingParams", [("fake", float, 0.0)])
     with pytest.raises(TypeError, match=r"SamplingParams\.fake has no declaration"):
         _declared(msgspec.structs.fields(undeclared)[0])
 
 
 @pytest.mark.parametrize(("name", "low", "high", "limits"), RANGES)
-def test_both_ends_of_a_range_are_accepted_and_values_beyond_are_refused(name, low, high, limits):
+def test_both_ends_of_a_range_are_accepted_and_values_beyond_them_are_refused(name, low, high, limits):
     for value in (low, high):
         assert getattr(SamplingParams(**{name: value}), name) == value
     least = 0 if limits.startswith("(") else low
@@ -76,8 +76,6 @@ def test_both_ends_of_a_range_are_accepted_and_values_beyond_are_refused(name, l
 @pytest.mark.parametrize(
     ("name", "value", "limits"),
     [
-        ("n", 0, "[1, 1024]"),
-        ("n", 1_025, "[1, 1024]"),
         ("best_of", 0, "[1, 1024]"),
         ("presence_penalty", 2.1, "[-2, 2]"),
         ("presence_penalty", -2.1, "[-2, 2]"),
@@ -89,23 +87,14 @@ def test_both_ends_of_a_range_are_accepted_and_values_beyond_are_refused(name, l
         ("temperature", 1e7, "[0, 1e+06]"),
         ("top_p", 0.0, "(0, 1]"),
         ("top_p", 1.01, "(0, 1]"),
-        ("top_k", -2, "[-1, 2147483647]"),
-        ("top_k", 2**31, "[-1, 2147483647]"),
         ("min_p", -0.1, "[0, 1]"),
         ("min_p", 1.5, "[0, 1]"),
-        ("seed", 2**63, f"[{-(2**63)}, {2**63 - 1}]"),
-        ("seed", -(2**63) - 1, f"[{-(2**63)}, {2**63 - 1}]"),
-        ("max_tokens", 0, "[1, 2147483647]"),
         ("max_tokens", -1, "[1, 2147483647]"),
-        ("min_tokens", -1, "[0, 2147483647]"),
         ("min_tokens", 17, "at most max_tokens=16"),
-        ("logprobs", -2, "[-1, 2147483647]"),
-        ("prompt_logprobs", -2, "[-1, 2147483647]"),
-        ("truncate_prompt_tokens", -2, "[-1, 2147483647]"),
         ("truncate_prompt_tokens", 0, "-1 or at least 1"),
     ],
 )
-def test_a_number_out_of_range_is_refused_with_field_value_and_range(name, value, limits):
+def test_number_out_of_range_is_refused_with_field_value_and_range(name, value, limits):
     message = refusal(ValueError, **{name: value})
     assert message.startswith(f"{name} must be")
     assert limits in message
@@ -114,14 +103,14 @@ def test_a_number_out_of_range_is_refused_with_field_value_and_range(name, value
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, -(10**400), np.float32("nan")], ids=repr)
-def test_numbers_that_are_not_finite_are_refused_by_name(name, value):
+def test_number_that_is_not_finite_is_refused_by_name(name, value):
     message = refusal(ValueError, **{name: value})
     assert message.startswith(f"{name} must be in")
     assert f"got {value}" in message
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in RANGES])
-def test_a_number_of_the_wrong_type_is_refused_by_name(name):
+def test_number_of_the_wrong_type_is_refused_by_name(name):
     for value in (True, np.bool_(True), "1", [1], 1j, *([1.5] if name in INTEGERS else [])):
         message = refusal(TypeError, **{name: value})
         assert message.startswith(f"{name} must be a")
@@ -130,11 +119,11 @@ def test_a_number_of_the_wrong_type_is_refused_by_name(name):
 
 @pytest.mark.parametrize("name", BOOLEANS)
 @pytest.mark.parametrize("value", [1, 0, None, "yes", np.bool_(True)], ids=repr)
-def test_a_switch_is_true_or_false(name, value):
+def test_switch_accepts_only_true_and_false(name, value):
     assert refusal(TypeError, **{name: value}) == f"{name} must be True or False, got {value!r}"
 
 
-def test_numbers_of_other_libraries_become_plain_ones_that_the_wire_can_carry():
+def test_numbers_of_other_libraries_become_int_and_float():
     params = SamplingParams(
         n=np.int64(3),
         temperature=np.float32(0.5),
@@ -158,20 +147,20 @@ def test_numbers_of_other_libraries_become_plain_ones_that_the_wire_can_carry():
     msgspec.msgpack.encode(params)
 
 
-@pytest.mark.parametrize(("name", "most"), [("stop", 64), ("bad_words", 1024)])
-def test_texts_have_bounds_in_number_and_length(name, most):
-    texts = ["x" * 256] + [str(i) for i in range(most - 1)]
+@pytest.mark.parametrize(("name", "max_count"), [("stop", 64), ("bad_words", 1024)])
+def test_lists_of_strings_have_limits_of_count_and_length(name, max_count):
+    texts = ["x" * 256] + [str(i) for i in range(max_count - 1)]
     assert getattr(SamplingParams(**{name: texts}), name) == texts
-    assert f"at most {most} strings, got {most + 1}" in refusal(ValueError, **{name: [*texts, "y"]})
+    assert f"at most {max_count} strings, got {max_count + 1}" in refusal(ValueError, **{name: [*texts, "y"]})
     for text, size in (("", 0), ("y" * 257, 257)):
         message = refusal(ValueError, **{name: ["fine", text]})
         assert message.startswith(f"{name} must hold strings of 1 to 256 characters, got {size}")
-        assert len(message) < 200, "the text itself is not repeated in full"
+        assert len(message) < 200, "the error does not repeat the whole text"
     assert refusal(ValueError, **{name: ["\ud800"]}).startswith(f"{name} must hold valid Unicode")
     assert refusal(TypeError, **{name: ["a", 3]}) == f"{name} must hold strings, got 3"
 
 
-def test_one_stop_string_stands_for_a_list_and_none_for_an_empty_list():
+def test_single_stop_string_becomes_a_list_and_lists_are_empty_by_default():
     assert SamplingParams(stop="END").stop == ["END"]
     assert refusal(ValueError, stop="").startswith("stop must hold strings of 1 to")
     params = SamplingParams()
@@ -180,14 +169,14 @@ def test_one_stop_string_stands_for_a_list_and_none_for_an_empty_list():
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
 @pytest.mark.parametrize("value", [5, 0, {1: 2}, np.array([1, 2]), 1.5], ids=repr)
-def test_values_that_are_not_lists_are_refused_by_name(name, value):
+def test_value_that_is_not_a_list_is_refused_by_name(name, value):
     message = refusal(TypeError, **{name: value})
     assert message.startswith(f"{name} must be a list")
     assert repr(value) in message
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
-def test_token_ids_are_integers_in_range(name):
+def test_token_id_out_of_range_or_of_the_wrong_type_is_refused_by_name(name):
     assert getattr(SamplingParams(**{name: [0, 2**31 - 1]}), name) == [0, 2**31 - 1]
     for value in (-1, 2**31, 10**400):
         message = refusal(ValueError, **{name: [3, value]})
@@ -196,12 +185,12 @@ def test_token_ids_are_integers_in_range(name):
         assert refusal(TypeError, **{name: [3, value]}) == f"{name} must hold token ids, got {value!r}"
 
 
-def test_an_empty_list_of_allowed_tokens_is_refused():
+def test_empty_list_of_allowed_tokens_is_refused():
     assert refusal(ValueError, allowed_token_ids=[]).startswith("allowed_token_ids must not be empty")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.1e6, -1.1e6, 10**400], ids=lambda v: repr(v)[:15])
-def test_a_bias_out_of_range_is_refused_by_name(value):
+def test_bias_out_of_range_is_refused_by_name(value):
     message = refusal(ValueError, logit_bias={1: 0.5, 7: value})
     assert message == f"logit_bias[7] must be in [-1e+06, 1e+06], got {value!r}"
 
@@ -224,7 +213,7 @@ def test_a_bias_out_of_range_is_refused_by_name(value):
     ],
     ids=repr,
 )
-def test_a_bias_of_the_wrong_form_is_refused_by_name(value, error, words):
+def test_bias_of_the_wrong_type_is_refused_by_name(value, error, words):
     assert refusal(error, logit_bias=value) == words
 
 
@@ -240,7 +229,7 @@ def test_several_greedy_answers_are_refused():
     assert message.startswith("n must be 1 with temperature=0, got 2: all answers would be the same")
 
 
-def test_stop_strings_need_text():
+def test_stop_strings_without_detokenization_are_refused():
     message = refusal(ValueError, stop="x", detokenize=False)
     assert message.startswith("stop needs detokenize=True")
     assert SamplingParams(stop_token_ids=[1], detokenize=False).stop_token_ids == [1]
@@ -259,23 +248,23 @@ def test_extra_args_are_refused(value):
     assert SamplingParams(extra_args={}) is not None
 
 
-def test_a_seed_of_minus_one_is_none():
+def test_seed_of_minus_one_means_no_seed():
     assert SamplingParams(seed=-1).seed is None
 
 
 @pytest.mark.parametrize("value", [3, "DELTA", None])
-def test_an_unknown_output_kind_is_refused(value):
+def test_unknown_output_kind_is_refused(value):
     assert refusal(ValueError, output_kind=value) == f"output_kind must be a RequestOutputKind, got {value!r}"
 
 
 @pytest.mark.parametrize("name", ["guided_decoding", "structured_outputs"])
-def test_fields_that_are_not_served_are_refused_by_name(name):
+def test_field_that_is_not_served_is_refused_by_name(name):
     check_served(SamplingParams())
     with pytest.raises(NotImplementedError, match=rf"{name}=.*'regex'.*not served"):
         check_served(SamplingParams(**{name: {"regex": "a+"}}))
 
 
-def test_parameters_keep_copies_of_lists():
+def test_parameters_copy_the_lists_that_they_are_given():
     ids, bias, stop = [1], {1: 1.0}, ["x"]
     params = SamplingParams(stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias, stop=stop)
     copy = params.clone()
@@ -313,12 +302,12 @@ def test_parameters_cross_the_wire_unchanged():
     assert FULL.keys() | {"detokenize"} | refused_fields() == set(SamplingParams.__struct_fields__)
 
 
-def test_json_bias_of_string_keys_means_the_same():
+def test_bias_in_json_has_string_keys_that_become_token_ids():
     text = '{"logit_bias": {"17": -100, "3": 2.5}}'
     assert msgspec.json.decode(text, type=SamplingParams).logit_bias == {17: -100.0, 3: 2.5}
 
 
-def test_lists_of_ids_have_bounds_and_hold_each_once():
+def test_lists_of_token_ids_have_a_limit_and_stop_token_ids_have_no_duplicates():
     assert SamplingParams(stop_token_ids=[5, 3, 5, 3]).stop_token_ids == [5, 3]
     assert "at most 1024 token ids, got 1025" in refusal(ValueError, stop_token_ids=[1] * 1025)
     assert "at most 262144 token ids, got 262145" in refusal(ValueError, allowed_token_ids=[1] * (2**18 + 1))

@@ -16,7 +16,7 @@ from vllm_mp.status_page import AWAKE, MAX_STEP_REQUESTS, CoreState, SleepState,
 
 @contextlib.contextmanager
 def python(code, *arguments):
-    """A process that runs `code` and is killed at the end of the block."""
+    """Run `code` in a process. Kill it at the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -35,7 +35,7 @@ def ids(*values):
 
 
 def same(values):
-    """Step requests whose client, slot and number of output tokens are all equal."""
+    """Return step requests whose client, slot and number of output tokens are all `values`."""
     return StepRequests(values, values, values)
 
 

@@ -1,4 +1,4 @@
-"""Messages arrive as they were sent, tokens are cheap, and no bytes do harm."""
+"""Messages arrive unchanged, a token takes at most ten bytes, and arbitrary bytes do no harm."""
 
 import datetime
 import hashlib
@@ -72,26 +72,27 @@ def assert_decodes_or_is_refused(decode, frame, kinds):
 
 
 def assert_no_harm(frame):
+    """Check that both sides decode the frame or refuse it with a documented error."""
     assert_decodes_or_is_refused(wire.decode_client_message, frame, wire.ClientMessage)
     assert_decodes_or_is_refused(wire.decode_core_message, frame, wire.CoreMessage)
 
 
 @pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_of_a_client_arrive_unchanged(message):
+def test_message_of_a_client_arrives_unchanged(message):
     assert wire.decode_client_message(wire.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", CORE_MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_of_a_core_arrive_unchanged(message):
+def test_message_of_a_core_arrives_unchanged(message):
     assert wire.decode_core_message(wire.encode(message)) == message
 
 
-def test_the_examples_cover_every_message():
+def test_examples_cover_every_message():
     assert {type(message) for message in CLIENT_MESSAGES} == set(wire.ClientMessage.__args__)
     assert {type(message) for message in CORE_MESSAGES} == set(wire.CoreMessage.__args__)
 
 
-def test_each_side_refuses_messages_of_its_own_direction():
+def test_each_side_refuses_messages_of_its_own_kind():
     for message in CLIENT_MESSAGES:
         with pytest.raises(msgspec.ValidationError):
             wire.decode_core_message(wire.encode(message))
@@ -138,7 +139,7 @@ LIMITED_BY_OTHER_FIELDS = {
         **{name: values_of(parameter) for name, parameter in PARAMETERS.items()} | LIMITED_BY_OTHER_FIELDS,
     )
 )
-def test_parameters_arrive_unchanged(params):
+def test_valid_parameters_arrive_unchanged(params):
     message = wire.AddRequest(1, 0, "id", b"", params)
     assert wire.decode_client_message(wire.encode(message)) == message
 
@@ -146,7 +147,7 @@ def test_parameters_arrive_unchanged(params):
 @pytest.mark.parametrize(
     ("field", "value"), [(name, value) for name in PARAMETERS for value in invalid_values(name)], ids=str
 )
-def test_invalid_parameters_are_refused_by_name_on_arrival_too(field, value):
+def test_invalid_parameter_is_refused_by_name_on_arrival(field, value):
     frame = msgspec.msgpack.encode([2, 1, 0, "id", b"", {field: value}])
     with pytest.raises(msgspec.ValidationError, match=field):
         wire.decode_client_message(frame)
@@ -195,7 +196,7 @@ def test_schema_is_a_digest_of_the_names_types_and_order_of_all_fields():
     assert wire._fingerprint(wire.CoreMessage.__args__) != seen
 
 
-def test_the_schema_is_the_same_in_every_process():
+def test_schema_is_the_same_in_every_process():
     found = {
         subprocess.run(
             [sys.executable, "-c", "from vllm_mp import wire; print(wire.SCHEMA)"],
@@ -220,7 +221,7 @@ def test_field_of_the_configuration_belongs_to_the_schema():
     assert wire._fingerprint([later]) != wire._fingerprint([VllmConfig])
 
 
-def test_a_new_sampling_parameter_changes_the_schema():
+def test_new_sampling_parameter_changes_the_schema():
     names = {field.encode_name for field in msgspec.structs.fields(SamplingParams)}
     later = msgspec.defstruct("SamplingParams", [*((name, int, 0) for name in names), ("fake", int, 0)])
     message = msgspec.defstruct("AddRequest", [("params", later)], array_like=True, tag=2)
@@ -228,7 +229,7 @@ def test_a_new_sampling_parameter_changes_the_schema():
     assert wire._fingerprint([message]) != wire._fingerprint([same])
 
 
-def test_every_client_message_is_read_from_a_large_frame_too():
+def test_decoder_of_large_frames_reads_every_client_message():
     for message in CLIENT_MESSAGES:
         assert msgspec.to_builtins(wire._large_client_decoder.decode(wire.encode(message))) == msgspec.to_builtins(
             message
@@ -256,13 +257,13 @@ def test_tokens_arrive_with_slots_and_lower_bits_of_positions(rows):
 
 
 @pytest.mark.parametrize(("highest", "width"), [(0, 2), (65_535, 2), (65_536, 4), (wire.MAX_LIVE_REQUESTS - 1, 4)])
-def test_slots_take_four_bytes_only_if_one_is_above_65535(highest, width):
+def test_slots_take_four_bytes_only_if_any_slot_is_above_65535(highest, width):
     output = step_output([(3, 1, 0), (highest, 2, 65_535), (4, 2**32 - 1, 65_536 + 7)])
     assert len(output.slots) == 3 * width
     assert wire.unpack_tokens(output) == ([3, highest, 4], [1, 2, 2**32 - 1], [0, 65_535, 7])
 
 
-def test_a_token_takes_at_most_ten_bytes_at_1024_streams():
+def test_token_takes_at_most_ten_bytes_with_1024_streams():
     rng = np.random.default_rng(1)
     rows = [(slot, int(rng.integers(0, 2**18)), int(rng.integers(0, 2**17))) for slot in range(1024)]
     output = step_output(rows)
@@ -283,7 +284,7 @@ def test_columns_that_disagree_raise_value_error(slots, tokens, positions):
 
 
 @pytest.mark.parametrize("column", ["slots", "tokens", "positions"])
-def test_a_column_that_is_one_byte_short_raises_value_error(column):
+def test_column_that_lacks_a_byte_raises_value_error(column):
     output = step_output([(1, 2, 3), (4, 5, 6)])
     setattr(output, column, getattr(output, column)[:-1])
     with pytest.raises(ValueError, match="columns disagree"):

@@ -23,7 +23,7 @@ def read(base: dict[str, Any] = BERT, /, **changes: Any) -> Architecture:
     return read_architecture({**base, **changes})
 
 
-def test_fields_left_out_take_the_class_default() -> None:
+def test_missing_fields_take_the_defaults_of_the_encoder() -> None:
     arch = read()
     assert arch.is_encoder
     assert (arch.norm_eps, arch.activation, arch.num_token_types, arch.position_offset) == (1e-12, "gelu", 2, 0)

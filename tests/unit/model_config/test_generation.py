@@ -58,16 +58,19 @@ def configure(tmp_path):
 
 @pytest.fixture
 def defaults(configure):
+    """Return a function like `configure` that returns the default sampling parameters."""
     return lambda *args, **options: configure(*args, **options).default_sampling_params
 
 
-def test_the_folder_proposes_values_under_the_names_of_sampling_params(defaults):
+def test_values_of_the_folder_get_the_names_of_sampling_params(defaults):
     assert defaults(SAMPLED) == PROPOSED
     SamplingParams(**defaults(SAMPLED))
 
 
-def test_every_field_that_declares_a_name_is_read_and_checked(defaults):
-    names = {field: one.generation_config for field, one in PARAMETERS.items() if one.generation_config is not None}
+def test_every_field_with_a_name_in_generation_config_is_read_and_checked(defaults):
+    names = {
+        field: name for field, parameter in PARAMETERS.items() if (name := parameter.generation_config) is not None
+    }
     assert PROPOSED.keys() <= names.keys()
     for field, name in names.items():
         for value in CASES[field].values:
@@ -78,29 +81,29 @@ def test_every_field_that_declares_a_name_is_read_and_checked(defaults):
 
 
 @pytest.mark.parametrize("generation", [None, {}, {"temperature": None, "eos_token_id": 5}], ids=str)
-def test_a_folder_without_values_proposes_nothing(defaults, generation):
+def test_folder_without_values_gives_no_defaults(defaults, generation):
     assert defaults(generation) == {}
 
 
-def test_a_folder_that_samples_without_a_temperature_samples_at_1(defaults):
+def test_folder_that_samples_without_a_temperature_gets_temperature_1(defaults):
     assert defaults({"do_sample": True, "top_k": 5}) == {"temperature": 1.0, "top_k": 5}
     assert defaults({"temperature": 0.5}, override_generation_config={"do_sample": True}) == {"temperature": 0.5}
 
 
-def test_the_folder_can_be_ignored(defaults):
+def test_defaults_of_the_folder_can_be_ignored(defaults):
     assert defaults(SAMPLED, generation_config="vllm") == {}
     override = {"top_k": 3}
     assert defaults(SAMPLED, generation_config="vllm", override_generation_config=override) == {"top_k": 3}
 
 
-def test_another_folder_may_propose_instead(defaults, tmp_path):
+def test_defaults_can_come_from_another_folder(defaults, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "generation_config.json").write_text('{"temperature": 0.25}')
     assert defaults(SAMPLED, generation_config=str(other)) == {"temperature": 0.25}
 
 
-def test_the_users_values_replace_the_folders_one_by_one(defaults):
+def test_values_of_the_user_replace_single_values_of_the_folder(defaults):
     override = {"temperature": 0.1, "max_new_tokens": 7, "top_p": None}
     expected = {**PROPOSED, "temperature": 0.1, "max_tokens": 7}
     del expected["top_p"]
@@ -109,18 +112,18 @@ def test_the_users_values_replace_the_folders_one_by_one(defaults):
     assert defaults(SAMPLED, override_generation_config={}) == PROPOSED
 
 
-def test_the_end_of_sequence_ids_may_be_replaced_too(configure):
+def test_user_can_replace_the_end_of_sequence_ids(configure):
     assert configure({"eos_token_id": 5}, override_generation_config={"eos_token_id": [6, 7]}).eos_token_ids == [6, 7]
 
 
-def test_a_folder_that_does_not_sample_proposes_greedy_sampling_and_the_fields_that_matter_to_it(defaults):
+def test_folder_that_does_not_sample_gives_greedy_defaults_without_filters(defaults):
     greedy = {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": 300}
     assert defaults({**SAMPLED, "do_sample": False}) == greedy
     assert defaults({"do_sample": False}) == {"temperature": 0.0}
     assert defaults(SAMPLED, override_generation_config={"do_sample": False}) == greedy
 
 
-def test_the_user_may_sample_with_a_folder_that_does_not(defaults):
+def test_user_can_switch_sampling_on_for_a_folder_that_does_not_sample(defaults):
     folder = {**SAMPLED, "do_sample": False}
     asked = {"temperature": 0.7, "top_k": 4}
     expected = {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.1, "max_tokens": 300}
@@ -142,7 +145,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), BAD)
-def test_an_invalid_value_is_refused_with_its_name_and_source(defaults, name, value, allowed):
+def test_invalid_value_is_refused_with_its_name_and_source(defaults, name, value, allowed):
     with pytest.raises(ValueError) as caught:
         defaults({**SAMPLED, name: value})
     assert str(caught.value).startswith(f"generation_config.json: {name}={value!r}: ")
@@ -156,7 +159,7 @@ def test_an_invalid_value_is_refused_with_its_name_and_source(defaults, name, va
     assert defaults({**SAMPLED, name: value}, override_generation_config={name: None}) is not None
 
 
-def test_an_unknown_name_is_ignored_with_a_warning_if_the_user_gave_it(defaults, caplog):
+def test_unknown_name_is_ignored_with_a_warning_if_it_comes_from_the_user(defaults, caplog):
     assert defaults({**SAMPLED, "num_beams": 4}) == PROPOSED
     assert not caplog.messages
     assert defaults(SAMPLED, override_generation_config={"temprature": 0.1}) == PROPOSED

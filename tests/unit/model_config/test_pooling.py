@@ -44,7 +44,9 @@ def config_of(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("is_encoder", "pooling_type"), [(True, "mean"), (False, "last")])
-def test_without_modules_json_the_kind_of_model_decides(tmp_path: Path, is_encoder: bool, pooling_type: str) -> None:
+def test_folder_without_modules_json_gets_the_pooling_of_its_kind_of_model(
+    tmp_path: Path, is_encoder: bool, pooling_type: str
+) -> None:
     assert read_pooling_config(tmp_path, is_encoder) == PoolingConfig(pooling_type=pooling_type, normalize=True)
 
 
@@ -64,7 +66,7 @@ def test_pooling_of_the_folder_is_read(tmp_path: Path, pooling: Any, pooling_typ
     assert read_pooling_config(folder, True) == PoolingConfig(pooling_type=pooling_type, normalize=False)
 
 
-def test_normalize_module_makes_vectors_of_length_one(tmp_path: Path) -> None:
+def test_normalize_module_switches_normalization_on(tmp_path: Path) -> None:
     assert read_pooling_config(folder_of(tmp_path, [TRANSFORMER, POOLING, NORMALIZE]), True).normalize
 
 

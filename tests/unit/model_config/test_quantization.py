@@ -50,6 +50,7 @@ def test_fp8_checkpoints_of_the_llama_family_are_read(quantization: Any, scales:
     ("quantization", "message"),
     [
         ({"quant_method": "compressed-tensors"}, r"'compressed-tensors'.* only quant_method 'fp8'"),
+        ({"quant_method": "awq", "bits": 4}, r"'quantization_config'.*'awq'"),
         ({"bits": 4}, r"quant_method None.* only quant_method 'fp8'"),
         ("fp8", r"quant_method 'fp8'"),
         ({**FP8, "fmt": "e5m2"}, r"'fmt' is 'e5m2'; supported are e4m3"),
@@ -68,10 +69,20 @@ def test_unsupported_quantization_is_refused_by_name(quantization: Any, message:
         read(quantization)
 
 
-@pytest.mark.parametrize(("base", "name"), [(GPT2, "GPT2LMHeadModel"), (OTHER, "OtherForCausalLM")])
-def test_fp8_checkpoints_of_other_models_are_refused_by_name(base: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"'fp8'.* not for {name}"):
-        read(FP8, base)
+@pytest.mark.parametrize(
+    ("base", "quantization", "message"),
+    [
+        (GPT2, FP8, "'fp8'.* not for GPT2LMHeadModel"),
+        (OTHER, FP8, "'fp8'.* not for OtherForCausalLM"),
+        (OTHER, {"quant_method": "mxfp4"}, "quantization_config.*'mxfp4'"),
+    ],
+    ids=["GPT-2, FP8", "other, FP8", "other, MXFP4"],
+)
+def test_quantized_checkpoint_of_another_model_is_refused_by_name(
+    base: dict[str, Any], quantization: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(quantization, base)
 
 
 def make_config(tmp_path: Any, **options: Any) -> VllmConfig:

@@ -10,7 +10,6 @@ import pytest
 from vllm_mp.model_store.cache import build_once
 from vllm_mp.model_store.progress import Progress
 
-# Makes the entry argv[1] in two steps, and waits for a line on stdin between the steps.
 BUILDER = """
 import sys
 from pathlib import Path
@@ -32,6 +31,7 @@ def build(workspace, lock):
 build_once(Path(sys.argv[1]), build, Progress(say))
 say("done")
 """
+"""A program that makes the entry argv[1] in two steps and waits for a line on stdin between the steps."""
 
 
 def start_builder(folder: Path) -> "subprocess.Popen[str]":

@@ -87,7 +87,7 @@ def test_file_changed_during_its_conversion_is_not_kept(tmp_path: Path, monkeypa
         resolve_model(str(tmp_path / "a.gguf"))
 
 
-def test_killed_conversion_leaves_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_conversion_leaves_no_files(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class KilledHalfway(subprocess.Popen):  # type: ignore[type-arg]
         def __init__(self, *args, **options) -> None:
             super().__init__(*args, **options)

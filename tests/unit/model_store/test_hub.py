@@ -104,7 +104,7 @@ def names(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_only_needed_files_are_downloaded_and_then_the_hub_is_not_needed(hub: str, tmp_path: Path) -> None:
+def test_only_needed_files_are_downloaded_and_later_loads_do_not_ask_the_hub(hub: str, tmp_path: Path) -> None:
     folder = resolve("org/model", hub, tmp_path)
     assert names(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert resolve("org/model", "http://127.0.0.1:1", tmp_path) == folder
@@ -148,7 +148,7 @@ def test_unreachable_hub_is_reported_within_fifteen_seconds_with_remedies(tmp_pa
         assert part in answer
 
 
-def test_silent_hub_is_given_up_within_fifteen_seconds(tmp_path: Path) -> None:
+def test_hub_that_does_not_answer_is_reported_within_fifteen_seconds(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         start = time.monotonic()
         answer = resolve("org/model", f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)

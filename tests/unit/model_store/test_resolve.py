@@ -85,7 +85,7 @@ def test_malformed_name_is_refused(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
@@ -102,10 +102,11 @@ def test_malformed_name_is_refused(model: str) -> None:
             "lacks 1 of the 2 files .* gone.safetensors",
         ),
     ],
+    ids=["no config", "broken config", "config is a list", "no weights", "git-lfs pointer", "missing shard"],
 )
-def test_incomplete_folder_is_refused_with_what_is_missing(tmp_path: Path, break_it, message: str) -> None:
+def test_incomplete_folder_is_refused_with_what_is_missing(tmp_path: Path, damage, message: str) -> None:
     folder = model_folder(tmp_path / "model")
-    break_it(folder)
+    damage(folder)
     with pytest.raises(ValueError, match=message) as error:
         resolve_model(str(folder))
     assert str(folder) in str(error.value)
