@@ -226,7 +226,10 @@ class AsyncLLM(EngineControl):
         )
         try:
             try:
-                stream = await self._inputs.process(given)
+                if isinstance(params, PoolingParams):
+                    stream: RequestStream = await self._inputs.pooling(given, params)
+                else:
+                    stream = await self._inputs.generation(given)
             except Exception:
                 self._attach()  # if the engine was shut down meanwhile, that is the error to report
                 raise

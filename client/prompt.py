@@ -61,7 +61,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
     if not isinstance(salt, str) or len(salt) > _MAX_SALT:
         raise ValueError(f"cache_salt must be a str of at most {_MAX_SALT} characters, got {salt!r:.100}")
     return ParsedPrompt(
-        None if text is None else _check_text(text), None if ids is None else _check_ids(ids), _check_text(salt)
+        None if text is None else _check_text(text), None if ids is None else check_token_ids(ids), _check_text(salt)
     )
 
 
@@ -78,7 +78,8 @@ def _check_text(text: Any) -> str:
     return text
 
 
-def _check_ids(ids: Any) -> list[int]:
+def check_token_ids(ids: Any) -> list[int]:
+    """Return `ids` as a list; raises TypeError or ValueError unless they are token ids."""
     try:
         array = np.asarray(ids)
     except ValueError:

@@ -80,6 +80,11 @@ class EngineCoreClient:
     def incarnation(self) -> int:
         return self._core.connection.incarnation
 
+    @property
+    def _has_core(self) -> bool:
+        """There is a core that messages can be sent to."""
+        return self._recovers_from is None and self._closed_with is None and self.supervisor.end is None
+
     def attach(self) -> None:
         """Receive from the core on the running loop; raises EngineDeadError if the core is gone for good."""
         if self._closed_with is not None:
@@ -172,15 +177,15 @@ class EngineCoreClient:
 
     def _send(self, message: wire.ClientMessage) -> None:
         """Send, unless there is no core: then the message is dropped, and its content is replayed to the next one."""
-        if self._recovers_from is None and self._closed_with is None and self.supervisor.end is None:
+        if self._has_core:
             self._core.connection.send(message)
 
     def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
-        """Ask the core for the rest of `awaited`; raises ValueError if the message would be too large."""
+        """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
         isolate_until = self._suspects.isolate_until(awaited)
         message = stream.add_message(awaited.index, self.incarnation, isolate_until)
-        if self._recovers_from is None:
-            self._send(message)
+        if self._has_core:
+            self._core.connection.send(message)
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
 
