@@ -83,7 +83,11 @@ class Scheduler:
         return (priority if self.config.policy == "priority" else 0, self._num_arrivals)
 
     def add(self, request: Request) -> None:
-        """Let `request` wait; its (client, slot) must not be live, and its tokens must fit the context."""
+        """Let `request` wait; its (client, slot) must not be live, and its tokens must fit the context.
+
+        Raises ValueError if the client has no memory left for it.
+        """
+        self.memory.check(request.client, request.num_bytes)
         self._requests[request.key] = request
         self.memory.take(request.client, request.num_bytes)
         self.waiting.add(request)
