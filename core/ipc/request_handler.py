@@ -158,15 +158,17 @@ class RequestHandler:
     def _answer_failure(self, client: int | None, message: wire.ClientMessage, error: Exception) -> None:
         """Tell the client why its request or call failed."""
         is_add = isinstance(message, wire.AddRequest | wire.AddPooling)
-        is_refusal = is_add and isinstance(error, ValueError | NotImplementedError)
-        if not is_refusal:
-            self._drop(f"it could not be handled: {error!r}", error)
+        if is_add and isinstance(error, ValueError | NotImplementedError):
+            why = str(error)
+        else:
+            why = repr(error)
+            self._drop(f"it could not be handled: {why}", error)
         if client is None:
             return
         if isinstance(message, wire.AddRequest | wire.AddPooling):
-            self._turn_away(client, message, str(error) if is_refusal else repr(error))
+            self._turn_away(client, message, why)
         elif isinstance(message, wire.Call):
-            self._reply(client, message.call_id, error=repr(error))
+            self._reply(client, message.call_id, error=why)
 
     def _greet(self, identity: bytes, hello: wire.Hello) -> None:
         if reason := wire.mismatch(hello):

@@ -26,7 +26,6 @@ from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.sampling_params import SamplingParams
 
@@ -114,8 +113,14 @@ class ModelRunner:
         If the step awaits tokens (`step.awaits`), the step that samples them must be the one launched last.
         """
         copies = HostCopies(self._device)
-        input_ids, positions, metadata = self._inputs(step, batch)
-        hidden = self._forward(step, input_ids, positions, metadata)
+        input_ids, positions, metadata = step_inputs(
+            step, batch, self._config.cache_config.block_size, self._to_device, self._latest
+        )
+        hidden = None
+        if self._graphs is not None and self._graphs.fits(step):
+            hidden = self._graphs.run(input_ids, positions, metadata)
+        if hidden is None:
+            hidden = self._model(input_ids, positions, self._kv_caches, metadata)
         has_prefill = step.num_decodes < len(step.rows)
         if self._nan_check_required and has_prefill and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows would corrupt the tokens before it in its prompt, and blocks that others share.
@@ -177,17 +182,6 @@ class ModelRunner:
         for layer in _layers(module):
             layer.register_forward_pre_hook(lambda *_: self._beat())
         return self._wrap(model)
-
-    def _forward(
-        self, step: ScheduledStep, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Return hidden states [num_tokens, hidden] of the step, computed by a graph if one fits."""
-        if self._graphs is not None and self._graphs.fits(step):
-            hidden = self._graphs.run(input_ids, positions, metadata)
-            if hidden is not None:
-                return hidden
-        computed: Tensor = self._model(input_ids, positions, self._kv_caches, metadata)
-        return computed
 
     def _usual_capture(self) -> Callable[[torch.device], Capture] | None:
         """Return the capture in CUDA graphs for native models; None if steps are launched one operation at a time."""
@@ -258,14 +252,6 @@ class ModelRunner:
         self._beat()
         logits: Tensor = self._model.compute_logits(hidden)  # an encoder has none, and is never asked
         return logits
-
-    def _inputs(self, step: ScheduledStep, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
-        """Return the step token by token: ids and positions int64 [num_tokens], and where attention reads."""
-        input_ids, positions, metadata = step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
-        if self._latest is not None and len(step.awaits):
-            sampled = self._latest.index_select(0, self._to_device(step.rows[step.awaits]))
-            input_ids.index_copy_(0, self._to_device(step.awaits), sampled)
-        return input_ids, positions, metadata
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
         return to_device(array, self._device)
