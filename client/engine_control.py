@@ -70,8 +70,8 @@ class EngineControl:
 
         The pause holds for every client of a shared core, even after this client has left. Pausing a paused engine
         applies the new mode to the requests that do not already wait for the end of the pause; "abort" ends these too.
-        Cancelling the call does not undo the pause. Raises ValueError for an unknown mode, and EngineError if the
-        engine is resumed, or paused with "keep", while this call waits.
+        Cancelling the call does not undo the pause. Raises ValueError for an unknown mode, TypeError unless
+        `clear_cache` is a bool, and EngineError if the engine is resumed, or paused with "keep", while this call waits.
         """
         check_pause(mode, clear_cache)
         if mode == "wait":

@@ -65,9 +65,9 @@ class RequestHandler:
     def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
         """Begin to admit requests; `calls` are the operations that clients may name.
 
-        An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError.
-        It returns its result, plain data, or a future of it. The client is answered when the future is done; if it is
-        not done yet, later messages are left for the next `receive`.
+        An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError
+        or TypeError. It returns its result, plain data, or a future of it. The client is answered when the future is
+        done; if it is not done yet, later messages are left for the next `receive`.
         """
         self._scheduler = scheduler
         self._calls = calls
@@ -284,7 +284,7 @@ class RequestHandler:
             except TypeError as error:
                 raise ValueError(f"operation {message.name}: {error}") from error
             result = call(*message.args)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             self._reply(client, message.call_id, error=str(error))
             return
         if isinstance(result, Future):
