@@ -1,4 +1,4 @@
-"""The way in: a caller's request is tokenized, completed with defaults, and validated."""
+"""The input of a client: a caller's request is tokenized, completed with defaults, and validated."""
 
 import asyncio
 import secrets

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
 _HANDOVER_TIMEOUT_S = 5.0
-"""For the event loop, in another thread, to end its streams."""
+"""Seconds that an event loop in another thread gets to end its streams."""
 
 
 class _PendingCall(NamedTuple):
@@ -43,7 +43,7 @@ class EngineCoreClient:
 
     A successor is told everything that is pending: what live streams still await, with the tokens received so far,
     the calls without a reply, and the pause in force. The status page of the dead core says whether to sleep.
-    So what happens while there is no core is recorded now and sent later.
+    Requests and calls that are made while there is no core are recorded, and sent to the next core.
 
     All methods but `close` and the properties must be called in the event loop's thread.
     """
@@ -116,9 +116,9 @@ class EngineCoreClient:
         self._abort_slots(self.requests.abort(request_id))
 
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
-        """Run an operation in the core, or in its successor if it dies before it has answered.
+        """Run an operation in the core, or in its successor if the core dies before it answers.
 
-        Raises TimeoutError without an answer after `timeout` seconds, and EngineError if the answer is an error.
+        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = _PendingCall(next(self._call_ids), name, args, reply)
