@@ -66,7 +66,7 @@ class AsyncLLM(EngineControl):
         usage_context: Any = None,
         stat_loggers: Any = None,
     ) -> Self:
-        """As `from_engine_args`, from a resolved configuration."""
+        """Start a core from a resolved configuration, as `from_engine_args` does."""
         check_unserved(stat_loggers=stat_loggers or None)
         limits = vllm_config.liveness_config
         restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
@@ -95,7 +95,7 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
-        `key_file` is needed for TCP. `tokenizer` is the folder of the tokenizer, if it is not where the core has it.
+        `key_file` is needed for TCP. `tokenizer` is the folder of the tokenizer, if it differs from the core's.
         Several clients may share a core; `shutdown` leaves it running. After its death, streams wait up to
         `reconnect_timeout` seconds for another core that serves the same model at the address, and continue there.
         """
@@ -130,7 +130,7 @@ class AsyncLLM(EngineControl):
         """Stream the completions of `prompt`; leaving the loop early or cancelling the task aborts them in the core.
 
         Without `sampling_params`, the model's generation_config.json applies. Each output has all `n` completions, or
-        with DELTA those with news.
+        with DELTA the completions that have new tokens or an end.
         Raises ValueError or TypeError for a request that cannot run, NotImplementedError for a feature that is not
         served, EngineGenerateError if this request fails, and EngineDeadError if the core is gone for good.
         """
@@ -167,7 +167,7 @@ class AsyncLLM(EngineControl):
         tokenization_kwargs: dict[str, Any] | None = None,
         arrival_time: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Yield one output, the vector of `prompt`; leaving early or cancelling the task aborts it in the core.
+        """Yield one output, the vector of `prompt`; leaving early or cancelling the task aborts the request.
 
         `truncate_prompt_tokens` overrides the field of `pooling_params`. Raises what `generate` raises, and
         EngineGenerateError also if the request is aborted by its id, because then there is no vector to yield.
@@ -226,9 +226,12 @@ class AsyncLLM(EngineControl):
         )
         try:
             try:
-                stream = await self._inputs.process(given)
+                if isinstance(params, PoolingParams):
+                    stream: RequestStream = await self._inputs.pooling(given, params)
+                else:
+                    stream = await self._inputs.generation(given)
             except Exception:
-                self._attach()  # if the engine was shut down meanwhile, that is the error to report
+                self._attach()  # raises the error to report if the engine was shut down meanwhile
                 raise
             self._attach()
             self._core_client.add(stream)
@@ -276,7 +279,7 @@ class AsyncLLM(EngineControl):
         self._core_client.close(EngineDeadError("the engine was shut down"), timeout)
 
     def shutdown_background_loop(self) -> None:
-        """`shutdown` under its older name."""
+        """Call `shutdown`, of which this is the older name."""
         self.shutdown()
 
     async def __aenter__(self) -> Self:

@@ -40,7 +40,7 @@ class EngineControl:
         await self._core_client.check_health(self.vllm_config.liveness_config.engine_iteration_timeout_s)
 
     async def core_status(self) -> dict[str, Any]:
-        """The core's incarnation, pid, restarts, running and waiting requests, KV blocks, heartbeat age, standby."""
+        """Return the core's incarnation, pid, restarts, requests, KV blocks, heartbeat age and standby."""
         status: dict[str, Any] = await self._ask("status")
         page = self._supervisor.status()
         status["incarnation"] = self._core_client.incarnation
@@ -64,14 +64,14 @@ class EngineControl:
         """Stop generation until `resume_generation`; requests that arrive meanwhile are accepted and wait.
 
         `mode` decides about live requests: "abort" ends them with finish_reason "abort", "wait" lets them finish and
-        returns when the last has, "keep" freezes them until generation is resumed. `clear_cache` ensures that no key or
+        returns after the last, "keep" freezes them until generation is resumed. `clear_cache` ensures that no key or
         value from before the pause is used after it, as a change of weights requires: the prefix cache is emptied, and
         frozen requests are recomputed.
 
         The pause holds for every client of a shared core, even after this client has left. Pausing a paused engine
         applies the new mode to the requests that do not already wait for the end of the pause; "abort" ends these too.
-        Cancelling the call does not undo the pause. Raises ValueError for an unknown mode, and EngineError if the
-        engine is resumed, or paused with "keep", while this call waits.
+        Cancelling the call does not undo the pause. Raises ValueError for an unknown mode, TypeError unless
+        `clear_cache` is a bool, and EngineError if the engine is resumed, or paused with "keep", while this call waits.
         """
         check_pause(mode, clear_cache)
         if mode == "wait":
@@ -84,7 +84,7 @@ class EngineControl:
         await self._ask("resume")
 
     async def is_paused(self) -> bool:
-        """Whether any client has called `pause_generation` and none has called `resume_generation` since."""
+        """Return whether any client has called `pause_generation` and none has called `resume_generation` since."""
         return bool((await self.core_status())["is_paused"])
 
     async def start_profile(self) -> None:
@@ -123,19 +123,19 @@ class EngineControl:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """End a sleep, whichever client began it; no-op if the engine is awake.
 
-        `tags` names what comes back, of "weights" and "kv_cache"; generation continues when both are back. Returns when
-        that is done, which after level 2 takes as long as loading the model; the core answers nothing else meanwhile.
-        Raises ValueError for other tags, and EngineError if there is no memory or the weights cannot be read: then the
-        engine stays asleep, without what this call has taken, and may be woken again.
+        `tags` names what comes back: "weights", "kv_cache" or both; generation continues when both are back. Returns
+        when that is done, which after level 2 takes as long as loading the model; the core answers nothing else
+        meanwhile. Raises ValueError for other tags, and EngineError if there is no memory or the weights cannot be
+        read: then the engine stays asleep, the memory that this call took is released, and the call may be repeated.
         """
         await self._call("wake_up", *check_wake_up(tags))
 
     async def is_sleeping(self) -> bool:
-        """Whether any client has called `sleep`, and not everything has been woken up since."""
+        """Return whether any client has called `sleep`, and not everything has been woken up since."""
         return bool((await self.core_status())["is_sleeping"])
 
     async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:
-        """Return when this client has no unfinished request and the core has released all their slots.
+        """Return when this client has no unfinished request and the core has released all its slots.
 
         Raises TimeoutError, which says how many are left, after `timeout` seconds.
         """
@@ -156,7 +156,7 @@ class EngineControl:
         self._stats.write()
 
     async def get_num_unfinished_requests(self) -> int:
-        """Requests whose streams have not ended."""
+        """Return the number of requests whose streams have not ended."""
         return len(self._requests)
 
     @property
@@ -221,6 +221,6 @@ class EngineControl:
 
 
 def _device_type(device: Any) -> str:
-    """The type of a device given as a string ("cuda:0"), an enum (vLLM's `Device.GPU`) or a `torch.device`."""
+    """Return the type of a device given as a string ("cuda:0"), an enum (vLLM's `Device.GPU`) or a `torch.device`."""
     name = str(getattr(device, "name", getattr(device, "type", device))).lower().partition(":")[0]
     return "cuda" if name == "gpu" else name

@@ -1,4 +1,4 @@
-"""The way in: a caller's request is tokenized, completed with defaults, and validated."""
+"""The input of a client: a caller's request is tokenized, completed with defaults, and validated."""
 
 import asyncio
 import secrets
@@ -11,8 +11,8 @@ from vllm_mp import wire
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.outputs.completion import Completion, TokenText
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_texts
-from vllm_mp.client.outputs.stream import GenerationStream, PoolingStream, RequestStream
-from vllm_mp.client.prompt import parse_prompt
+from vllm_mp.client.outputs.stream import GenerationStream, PoolingStream
+from vllm_mp.client.prompt import check_token_ids, parse_prompt
 from vllm_mp.client.request import CallerRequest, GenerationRequest, PoolingRequest
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
@@ -37,36 +37,18 @@ class InputProcessor:
         self._microbatch = microbatch
         self._token_texts: TokenText | None = None
 
-    async def process(self, given: CallerRequest) -> RequestStream:
-        """Return the stream of a request; raises what `AsyncLLM.add_request` raises for a request that cannot run."""
-        priority, params = given.priority, given.params
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-            raise ValueError(f"priority must be a 32-bit integer, got {priority!r}")
-        if priority and self._config.scheduler_config.policy != "priority":
-            raise ValueError(
-                f"priority={priority} needs an engine with scheduling_policy='priority'; leave it 0, or start the "
-                "engine so"
-            )
-        if isinstance(params, PoolingParams):
-            return await self._pooling(given, params)
-        if params is None:
-            return await self._generation(given, SamplingParams(**self._config.model_config.default_sampling_params))
-        if isinstance(params, SamplingParams):
-            return await self._generation(given, params.clone())
-        raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
+    async def generation(self, given: CallerRequest) -> GenerationStream:
+        """Return the stream of a request for text.
 
-    async def _generation(self, given: CallerRequest, params: SamplingParams) -> GenerationStream:
-        """`params` may be changed."""
+        Raises what `AsyncLLM.generate` raises for a request that cannot run.
+        """
+        self._check_priority(given.priority)
+        params = self._sampling_params(given.params)
         text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
         if token_ids is None:
             token_ids = await self._tokenize(text, given.tokenization_kwargs)
-        keep = params.truncate_prompt_tokens
-        if keep is not None:
-            if keep == -1:
-                # If max_tokens alone fills the context, leave room for one token only.
-                max_model_len, room = self._config.model_config.max_model_len, params.max_tokens or 1
-                keep = max_model_len - (room if room < max_model_len else 1)
-            token_ids = token_ids[-keep:]
+        if (limit := self._truncation_limit(params)) is not None:
+            token_ids = token_ids[-limit:]
         bad_words = await self._spell_bad_words(params.bad_words or [])
         if params.stop and self._tokenizer is None:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
@@ -93,7 +75,12 @@ class InputProcessor:
         interval = self._config.scheduler_config.stream_interval
         return GenerationStream(request, completions, interval, self._token_text(params))
 
-    async def _pooling(self, given: CallerRequest, params: PoolingParams) -> PoolingStream:
+    async def pooling(self, given: CallerRequest, params: PoolingParams) -> PoolingStream:
+        """Return the stream of a request for the vector that `params` describe.
+
+        Raises what `AsyncLLM.encode` raises for a request that cannot run.
+        """
+        self._check_priority(given.priority)
         params = msgspec.structs.replace(params)
         text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
         limit = params.truncate_prompt_tokens
@@ -125,6 +112,32 @@ class InputProcessor:
             )
         )
 
+    def _check_priority(self, priority: Any) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+            raise ValueError(f"priority must be a 32-bit integer, got {priority!r}")
+        if priority and self._config.scheduler_config.policy != "priority":
+            raise ValueError(
+                f"priority={priority} needs an engine with scheduling_policy='priority'; leave it 0, or start the "
+                "engine with that policy"
+            )
+
+    def _sampling_params(self, params: Any) -> SamplingParams:
+        """Return a copy of `params`, which may be changed; None means the defaults of the model."""
+        if params is None:
+            return SamplingParams(**self._config.model_config.default_sampling_params)
+        if isinstance(params, SamplingParams):
+            return params.clone()
+        raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
+
+    def _truncation_limit(self, params: SamplingParams) -> int | None:
+        """Return how many of the prompt's last tokens to keep; None means all."""
+        limit = params.truncate_prompt_tokens
+        if limit != -1:
+            return limit
+        # If max_tokens alone fills the context, leave room for one token only.
+        max_model_len, room = self._config.model_config.max_model_len, params.max_tokens or 1
+        return max_model_len - (room if room < max_model_len else 1)
+
     def _completion(self, index: int, seed: int, request: GenerationRequest) -> Completion:
         params = request.params.clone()
         params.n, params.best_of = 1, None
@@ -142,7 +155,7 @@ class InputProcessor:
         return Completion(index, params, detokenizer, self._token_text(params))
 
     def _token_text(self, params: SamplingParams) -> TokenText | None:
-        """The function that gives log-probabilities their text; None if the request has no such or no text."""
+        """Return the function that gives log-probabilities their text; None if the request has no use for it."""
         wanted = params.logprobs is not None or params.prompt_logprobs is not None
         if not wanted or not params.detokenize or self._tokenizer is None:
             return None
@@ -155,12 +168,10 @@ class InputProcessor:
             raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
         assert text is not None
         encoding = await self._microbatch(text, **options)
-        token_ids = parse_prompt(encoding.input_ids).token_ids
-        assert token_ids is not None
-        return token_ids
+        return check_token_ids(encoding.input_ids)
 
     async def _spell_bad_words(self, words: list[str]) -> list[list[int]]:
-        """The token ids of each word as spelled at the beginning of a text, and after a space; without duplicates."""
+        """Return the token ids of each word at the beginning of a text and after a space, without duplicates."""
         if not words:
             return []
         if self._microbatch is None:

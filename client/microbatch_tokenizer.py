@@ -57,14 +57,14 @@ class AsyncMicrobatchTokenizer:
 
         Raises RuntimeError if the tokenizer was closed, and what the tokenizer itself raises.
         """
-        return await self._submit(_encode_kind(self.tokenizer, prompt, kwargs), True, prompt, kwargs)
+        return await self._batcher().add(_encode_kind(self.tokenizer, prompt, kwargs), True, prompt, kwargs)
 
     async def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
         """Decode `token_ids` as `tokenizer.decode(token_ids, **kwargs)` does.
 
         Raises RuntimeError if the tokenizer was closed, and what the tokenizer itself raises.
         """
-        text: str = await self._submit(_decode_kind(token_ids, kwargs), False, token_ids, kwargs)
+        text: str = await self._batcher().add(_decode_kind(token_ids, kwargs), False, token_ids, kwargs)
         return text
 
     def close(self) -> None:
@@ -76,7 +76,8 @@ class AsyncMicrobatchTokenizer:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(batcher.fail_all)
 
-    async def _submit(self, kind: Hashable, encodes: bool, payload: Any, kwargs: dict[str, Any]) -> Any:
+    def _batcher(self) -> _Batcher:
+        """Return the batcher of the running loop; raises RuntimeError if the tokenizer was closed."""
         if self._closed:
             raise _closed_error()
         loop = asyncio.get_running_loop()
@@ -86,9 +87,7 @@ class AsyncMicrobatchTokenizer:
                 del self._batchers[closed]
             batcher = _Batcher(self.tokenizer, self._executor, self.max_batch_size, self.batch_wait_timeout_s)
             self._batchers[loop] = batcher
-        future: asyncio.Future[Any] = loop.create_future()
-        batcher.add(loop, kind, _Request(encodes, payload, kwargs, future, loop.time()))
-        return await future
+        return batcher
 
 
 @dataclass(slots=True, eq=False)
@@ -131,13 +130,16 @@ class _Batcher:
         self._dispatch_soon = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, loop: asyncio.AbstractEventLoop, kind: Hashable, request: _Request) -> None:
-        """Put `request` into the queue `kind`."""
-        self._queues.setdefault(kind, deque()).append(request)
+    def add(self, kind: Hashable, encodes: bool, payload: Any, kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+        """Queue a request; return the future of its result."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._queues.setdefault(kind, deque()).append(_Request(encodes, payload, kwargs, future, loop.time()))
         if not self._running and not self._dispatch_soon:
             # Dispatch at the end of the loop's tick, because more requests may arrive in it.
             self._dispatch_soon = True
             loop.call_soon(self._dispatch, loop)
+        return future
 
     def fail_all(self) -> None:
         """Fail every waiting caller, because the tokenizer was closed."""
@@ -184,9 +186,17 @@ class _Batcher:
         return queue[0].arrived + (self._batch_wait_timeout_s if gathers else 0.0)
 
     def _work(self, loop: asyncio.AbstractEventLoop, batch: list[_Request]) -> None:
-        """Run `batch` on the worker thread, and give its outcomes to the loop."""
-        outcomes = _run(self._tokenizer, [request for request in batch if not request.future.cancelled()])
-        # A loop that was closed in the meantime has no callers left.
+        """Tokenize a batch, with one call if possible. Runs on the worker thread."""
+        tokenizer, requests = self._tokenizer, [request for request in batch if not request.future.cancelled()]
+        outcomes: list[_Outcome] | None = None
+        if len(requests) > 1:
+            # Any failure, even a panic in the tokenizer, occurs again below for the request that caused it.
+            with contextlib.suppress(BaseException):
+                results = _batch(tokenizer, requests)
+                outcomes = [(request, result, None) for request, result in zip(requests, results, strict=True)]
+        if outcomes is None:
+            outcomes = [_alone(tokenizer, request) for request in requests]
+        # The loop may be closed by now, and then it has no callers left.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._finish, loop, outcomes)
 
@@ -228,16 +238,6 @@ def _decode_kind(token_ids: Any, kwargs: dict[str, Any]) -> Hashable:
         return "decode", frozenset(kwargs.items())
     except TypeError:
         return _ALONE
-
-
-def _run(tokenizer: PreTrainedTokenizerBase, requests: list[_Request]) -> list[_Outcome]:
-    """Return the outcome of each request, with one call if possible. Runs on the worker thread."""
-    if len(requests) > 1:
-        # Any failure, even a panic in the tokenizer, occurs again below for the request that caused it.
-        with contextlib.suppress(BaseException):
-            results = _batch(tokenizer, requests)
-            return [(request, result, None) for request, result in zip(requests, results, strict=True)]
-    return [_alone(tokenizer, request) for request in requests]
 
 
 def _batch(tokenizer: PreTrainedTokenizerBase, requests: list[_Request]) -> list[Any]:

@@ -72,7 +72,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
         raise ValueError(f"cache_salt must be a str of at most {_MAX_SALT} characters, got {salt!r:.100}")
     return ParsedPrompt(
         None if text is None else _check_text("the prompt", text),
-        None if ids is None else _check_ids(ids),
+        None if ids is None else check_token_ids(ids),
         _check_text("cache_salt", salt),
     )
 
@@ -91,8 +91,8 @@ def _check_text(name: str, text: Any) -> str:
     return text
 
 
-def _check_ids(ids: Any) -> list[int]:
-    """Return token ids of any integer type as a list. Raises TypeError or ValueError if they are no token ids."""
+def check_token_ids(ids: Any) -> list[int]:
+    """Return `ids` as a list; raises TypeError or ValueError unless they are token ids."""
     try:
         array = np.asarray(ids)
     except ValueError:  # lists of different lengths; the next check refuses the text

@@ -1,4 +1,4 @@
-"""The record of a request: what the caller asked for, and what a core is told of it. Records are never changed."""
+"""The records of a request: as the caller gave it, and as a core is told of it. Records are never changed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ class CallerRequest(NamedTuple):
     request_id: str
     prompt: PromptType | None
     prompt_token_ids: list[int] | None
-    """In place of a tokenized `prompt`."""
+    """Token ids in place of a `prompt` to tokenize."""
     params: SamplingParams | PoolingParams | None
     """None means the sampling parameters of the model's generation_config.json."""
     priority: int

@@ -140,15 +140,11 @@ class EngineCore:
         """Launch the next step, if one may be scheduled, and process the pending steps that are due."""
         step = self._scheduler.schedule()
         if step is not None:
-            self._launch(step)
+            self._num_launched += 1
+            self._page.begin_step(self._num_launched, self._requests_with(step))
+            output = self._runner.launch(step, self._batch, self._sampler)
+            self._scheduler.launched(step, output, self._num_launched)
         self._process_all_but(self._num_ahead if step is not None else 0)
-
-    def _launch(self, step: ScheduledStep) -> None:
-        """Launch `step`, with its requests on the status page before the device can fail."""
-        self._num_launched += 1
-        self._page.begin_step(self._num_launched, self._requests_with(step))
-        output = self._runner.launch(step, self._batch, self._sampler)
-        self._scheduler.launched(step, output, self._num_launched)
 
     def _process_all_but(self, count: int) -> None:
         """Wait for the pending steps except the last `count`, process their outputs and publish the updates."""

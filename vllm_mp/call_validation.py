@@ -7,11 +7,11 @@ from vllm_mp.wire import PAUSE_MODES, SLEEP_LEVELS, SLEEP_MODES, SLEEP_TAGS
 
 
 def check_pause(mode: Any, clear_cache: Any) -> None:
-    """Raise ValueError, naming the argument and its value, unless both arguments of a pause are valid."""
+    """Raise ValueError for an unknown mode, and TypeError unless `clear_cache` is a bool; both name the value."""
     if mode not in PAUSE_MODES:
         raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {reprlib.repr(mode)}")
     if not isinstance(clear_cache, bool):
-        raise ValueError(f"clear_cache must be true or false, got {reprlib.repr(clear_cache)}")
+        raise TypeError(f"clear_cache must be true or false, got {reprlib.repr(clear_cache)}")
 
 
 def check_sleep(level: Any, mode: Any) -> None:

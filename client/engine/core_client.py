@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
 _HANDOVER_TIMEOUT_S = 5.0
-"""For the event loop, in another thread, to end its streams."""
+"""Seconds that an event loop in another thread gets to end its streams."""
 
 
 class _PendingCall(NamedTuple):
@@ -43,7 +43,7 @@ class EngineCoreClient:
 
     A successor is told everything that is pending: what live streams still await, with the tokens received so far,
     the calls without a reply, and the pause in force. The status page of the dead core says whether to sleep.
-    So what happens while there is no core is recorded now and sent later.
+    Requests and calls that are made while there is no core are recorded, and sent to the next core.
 
     All methods but `close` and the properties must be called in the event loop's thread.
     """
@@ -80,6 +80,11 @@ class EngineCoreClient:
     def incarnation(self) -> int:
         return self._core.connection.incarnation
 
+    @property
+    def _has_core(self) -> bool:
+        """There is a core that messages can be sent to."""
+        return self._recovers_from is None and self._closed_with is None and self.supervisor.end is None
+
     def attach(self) -> None:
         """Receive from the core on the running loop; raises EngineDeadError if the core is gone for good."""
         if self._closed_with is not None:
@@ -111,9 +116,9 @@ class EngineCoreClient:
         self._abort_slots(self.requests.abort(request_id))
 
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
-        """Run an operation in the core, or in its successor if it dies before it has answered.
+        """Run an operation in the core, or in its successor if the core dies before it answers.
 
-        Raises TimeoutError without an answer after `timeout` seconds, and EngineError if the answer is an error.
+        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = _PendingCall(next(self._call_ids), name, args, reply)
@@ -172,15 +177,15 @@ class EngineCoreClient:
 
     def _send(self, message: wire.ClientMessage) -> None:
         """Send, unless there is no core: then the message is dropped, and its content is replayed to the next one."""
-        if self._recovers_from is None and self._closed_with is None and self.supervisor.end is None:
+        if self._has_core:
             self._core.connection.send(message)
 
     def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
-        """Ask the core for the rest of `awaited`; raises ValueError if the message would be too large."""
+        """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
         isolate_until = self._suspects.isolate_until(awaited)
         message = stream.add_message(awaited.index, self.incarnation, isolate_until)
-        if self._recovers_from is None:
-            self._send(message)
+        if self._has_core:
+            self._core.connection.send(message)
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
 

@@ -1,5 +1,6 @@
 """Serves what clients send: adds their requests to the scheduler, runs their calls, and sends results back."""
 
+import contextlib
 import inspect
 import logging
 import os
@@ -29,6 +30,12 @@ logger = logging.getLogger(__name__)
 _RECEIVE_S = 0.01
 """Seconds that messages may take between two steps, so that a flood of messages does not hold up the streams."""
 _MAX_ERROR_CHARACTERS = 2000
+_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
+"""What `wire.decode_client_message` raises for a frame that is not of the protocol."""
+
+
+class _SlotInUse(Exception):
+    """A client names a slot that is not free. No answer can be sent: the slot belongs to another request."""
 
 
 class RequestHandler:
@@ -63,9 +70,9 @@ class RequestHandler:
     def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
         """Begin to admit requests; `calls` are the operations that clients may name.
 
-        An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError.
-        It returns its result, plain data, or a future of it. The client is answered when the future is done; if it is
-        not done yet, later messages are left for the next `receive`.
+        An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError
+        or TypeError. It returns its result, plain data, or a future of it. The client is answered when the future is
+        done; if it is not done yet, later messages are left for the next `receive`.
         """
         self._scheduler = scheduler
         self._calls = calls
@@ -74,9 +81,9 @@ class RequestHandler:
         """Tell every client that has said hello, or whose hello has arrived, why the core will not serve."""
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
-            message = self._decode(frames)
-            if isinstance(message, wire.Hello):
-                self._clients.reply(identity, wire.Refused(reason))
+            with contextlib.suppress(*_DECODE_ERRORS):
+                if isinstance(wire.decode_client_message(b"".join(frames)), wire.Hello):
+                    self._clients.reply(identity, wire.Refused(reason))
 
     def receive(self, admit: bool = True) -> None:
         """Handle the messages that have arrived, without waiting; refuse new requests unless `admit`."""
@@ -89,21 +96,14 @@ class RequestHandler:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = self._decode(frames)
-            if message is None:
-                continue
             try:
+                if len(frames) != 1:
+                    raise ValueError(f"{len(frames)} frames where 1 was expected")
+                message = wire.decode_client_message(frames[0])
+            except _DECODE_ERRORS as error:
+                self._dropped.warn(str(error))
+            else:
                 self._handle(identity, message, len(frames[0]))
-            except zmq.ZMQError:
-                raise
-            except Exception as error:
-                # Whatever a message asks for, the other clients are served.
-                self._dropped.warn(f"it could not be handled: {error!r}", error)
-                client = self._clients.find(identity)
-                if client is not None and isinstance(message, wire.AddRequest | wire.AddPooling):
-                    self._turn_away(client, message, repr(error))
-                elif client is not None and isinstance(message, wire.Call):
-                    self._reply(client, message.call_id, error=repr(error))
 
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
         """Send (client, end) of requests that have ended outside of a step to their clients."""
@@ -121,33 +121,48 @@ class RequestHandler:
         """Yield (client, message) for step `number`."""
         return step_outputs(self._incarnation, number, update, output)
 
-    def _decode(self, frames: list[bytes]) -> wire.ClientMessage | None:
-        if len(frames) != 1:
-            self._dropped.warn(f"{len(frames)} frames where 1 was expected")
-            return None
-        try:
-            return wire.decode_client_message(frames[0])
-        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as error:
-            self._dropped.warn(str(error))
-            return None
-
     def _handle(self, identity: bytes, message: wire.ClientMessage, num_bytes: int) -> None:
-        if isinstance(message, wire.Hello):
-            self._greet(identity, message)
-            return
+        """Do what a message of `num_bytes` asks for; raises no error but `zmq.ZMQError`."""
         client = self._clients.find(identity)
-        if client is None:
-            self._dropped.warn("a message from a client that has not said hello")
-        elif message.incarnation != self._incarnation:
-            self._dropped.warn(f"a message for incarnation {message.incarnation}, this is {self._incarnation}")
-        elif isinstance(message, wire.AddRequest | wire.AddPooling):
-            self._add(client, message, num_bytes)
-        elif isinstance(message, wire.AbortRequests):
-            self._abort(client, message.slots)
-        elif isinstance(message, wire.Call):
-            self._call(client, message)
+        try:
+            if isinstance(message, wire.Hello):
+                self._greet(identity, message)
+            elif client is None:
+                self._dropped.warn("a message from a client that has not said hello")
+            elif message.incarnation != self._incarnation:
+                self._dropped.warn(f"a message for incarnation {message.incarnation}, this is {self._incarnation}")
+            elif isinstance(message, wire.AddRequest):
+                self._add_generation(client, message, num_bytes)
+            elif isinstance(message, wire.AddPooling):
+                self._add_pooling(client, message, num_bytes)
+            elif isinstance(message, wire.AbortRequests):
+                self._abort(client, message.slots)
+            elif isinstance(message, wire.Call):
+                self._call(client, message)
+            else:
+                self._forget(client)
+        except zmq.ZMQError:
+            raise
+        except _SlotInUse as error:
+            self._dropped.warn(str(error))
+        except Exception as error:
+            # Whatever a message asks for, the other clients are served.
+            self._answer_failure(client, message, error)
+
+    def _answer_failure(self, client: int | None, message: wire.ClientMessage, error: Exception) -> None:
+        """Tell the client why its request or call failed."""
+        is_add = isinstance(message, wire.AddRequest | wire.AddPooling)
+        if is_add and isinstance(error, ValueError | NotImplementedError):
+            why = str(error)
         else:
-            self._forget(client)
+            why = repr(error)
+            self._dropped.warn(f"it could not be handled: {why}", error)
+        if client is None:
+            return
+        if isinstance(message, wire.AddRequest | wire.AddPooling):
+            self._turn_away(client, message, why)
+        elif isinstance(message, wire.Call):
+            self._reply(client, message.call_id, error=why)
 
     def _greet(self, identity: bytes, hello: wire.Hello) -> None:
         if reason := wire.mismatch(hello):
@@ -166,31 +181,14 @@ class RequestHandler:
         for client in self._clients.take_probes():
             self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b""))
 
-    def _add(self, client: int, message: wire.AddRequest | wire.AddPooling, num_bytes: int) -> None:
-        scheduler = self._running_scheduler()
-        if not 0 <= message.slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, message.slot):
-            self._dropped.warn(f"slot {message.slot} of client {client} is not free")
-            return
-        try:
-            if not self._admits:
-                raise ValueError("the core is shutting down; send the request to another core")
-            if isinstance(message, wire.AddPooling):
-                request = self._make_pooling_request(client, message)
-            else:
-                request = self._make_request(client, message)
-            request.num_bytes = num_bytes + REQUEST_BYTES
-            scheduler.memory.check(client, request.num_bytes)
-        except (ValueError, NotImplementedError) as error:
-            self._turn_away(client, message, str(error))
-            return
-        scheduler.add(request)
-
     def _turn_away(self, client: int, message: wire.AddRequest | wire.AddPooling, error: str) -> None:
         """Answer a request that was never added to the scheduler."""
         num_output_tokens = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
         self._send_ends(client, [wire.Finished(message.slot, num_output_tokens, "error", error=_shortened(error))])
 
-    def _make_pooling_request(self, client: int, message: wire.AddPooling) -> Request:
+    def _add_pooling(self, client: int, message: wire.AddPooling, num_bytes: int) -> None:
+        """Validate a request for a vector and give it to the scheduler; raises as `_add_generation` does."""
+        scheduler = self._scheduler_for_new(client, message.slot)
         prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, self._config.model_config.pooling
         validate_pooling(message.request_id, prompt, params, self._config)
         pooling = msgspec.structs.replace(
@@ -198,7 +196,7 @@ class RequestHandler:
             pooling_type=params.pooling_type or defaults.pooling_type,
             normalize=defaults.normalize if params.normalize is None else params.normalize,
         )
-        return Request(
+        request = Request(
             client=client,
             slot=message.slot,
             request_id=message.request_id,
@@ -209,11 +207,18 @@ class RequestHandler:
             hashes=[root_hash(message.cache_salt)] if self._config.cache_config.enable_prefix_caching else [],
             # The other types need the hidden states of tokens before the last.
             reads_cache=pooling.pooling_type == "last",
-            order=self._running_scheduler().order_of(message.priority),
+            order=scheduler.order_of(message.priority),
             isolate_until_num_tokens=message.isolate_until_num_tokens,
+            num_bytes=num_bytes + REQUEST_BYTES,
         )
+        scheduler.add(request)
 
-    def _make_request(self, client: int, message: wire.AddRequest) -> Request:
+    def _add_generation(self, client: int, message: wire.AddRequest, num_bytes: int) -> None:
+        """Validate a request for text and give it to the scheduler.
+
+        Raises _SlotInUse, and ValueError or NotImplementedError for a request that cannot run.
+        """
+        scheduler = self._scheduler_for_new(client, message.slot)
         prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
         max_total_tokens = validate_generation(
             message.request_id, prompt, output, message.params, message.bad_words, self._config
@@ -223,7 +228,7 @@ class RequestHandler:
         logits_processors = LogitsProcessors.from_params(message.params, message.bad_words)
         # The processors hold these as arrays; the dict takes ten times as much memory.
         message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
-        return Request(
+        request = Request(
             client=client,
             slot=message.slot,
             request_id=message.request_id,
@@ -237,9 +242,11 @@ class RequestHandler:
             hashes=self._root_hashes(client, message),
             # Cached tokens are not computed, so they have no log-probabilities.
             reads_cache=prompt_logprobs is None,
-            order=self._running_scheduler().order_of(message.priority),
+            order=scheduler.order_of(message.priority),
             isolate_until_num_tokens=message.isolate_until_num_tokens,
+            num_bytes=num_bytes + REQUEST_BYTES,
         )
+        scheduler.add(request)
 
     def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:
         """Return the root hash that a request's block hashes build on, or nothing if it may share no blocks."""
@@ -271,7 +278,7 @@ class RequestHandler:
             except TypeError as error:
                 raise ValueError(f"operation {message.name}: {error}") from error
             result = call(*message.args)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             self._reply(client, message.call_id, error=str(error))
             return
         if isinstance(result, Future):
@@ -306,6 +313,15 @@ class RequestHandler:
         scheduler = self._running_scheduler()
         for slot in scheduler.slots_of(client):
             scheduler.abort(client, slot)
+
+    def _scheduler_for_new(self, client: int, slot: int) -> Scheduler:
+        """Return the scheduler, for a request that gets `slot`; raises ValueError while the core shuts down."""
+        scheduler = self._running_scheduler()
+        if not 0 <= slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, slot):
+            raise _SlotInUse(f"slot {slot} of client {client} is not free")
+        if not self._admits:
+            raise ValueError("the core is shutting down; send the request to another core")
+        return scheduler
 
     def _running_scheduler(self) -> Scheduler:
         if self._scheduler is None:

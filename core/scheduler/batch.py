@@ -15,6 +15,8 @@ Rows = npt.NDArray[np.int64]
 NO_ROWS: Rows = np.zeros(0, np.int64)
 Mask = npt.NDArray[np.bool_]
 Vector = npt.NDArray[np.float32]
+NEVER_REGISTERS = np.iinfo(np.int64).max
+"""Number of registered blocks of a request that shares nothing: no number of full blocks exceeds it."""
 _SAMPLING_COLUMNS = np.dtype(
     [(name, parameter.column) for name, parameter in PARAMETERS.items() if parameter.column is not None], align=True
 )
@@ -30,7 +32,8 @@ class Batch:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: list[int]) -> None:
         """`block_size` is in tokens."""
         max_blocks = -(-max_model_len // block_size)
-        # Memory pages of these two arrays that no request has reached are never allocated.
+        self.block_size = block_size
+        # Pages of these two arrays that no request has reached take no memory.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
@@ -39,7 +42,7 @@ class Batch:
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
         """Tokens whose keys and values are in the KV cache, or will be after the pending steps."""
         self.num_registered = np.zeros(max_num_seqs, np.int64)
-        """Full blocks that are registered with the pool; above any possible number if the request registers none."""
+        """Full blocks that are registered with the pool; `NEVER_REGISTERS` if the request registers none."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.max_total_tokens = np.zeros(max_num_seqs, np.int64)
         self.min_total_tokens = np.zeros(max_num_seqs, np.int64)
@@ -73,7 +76,7 @@ class Batch:
     def add(self, request: Request, blocks: npt.NDArray[np.int32], num_computed_tokens: int = 0) -> int:
         """Give `request` a row, with the `blocks` [n] that hold or will hold its keys and values; return the row.
 
-        `blocks` already hold the first `num_computed_tokens` tokens. There must be a free row.
+        `blocks` already hold the first `num_computed_tokens` tokens, which fill whole blocks. There must be a free row.
         """
         row = self._free_rows.pop()
         count = len(request.tokens)
@@ -82,7 +85,7 @@ class Batch:
         self.num_blocks[row] = len(blocks)
         self.num_tokens[row] = count
         self.num_computed_tokens[row] = num_computed_tokens
-        self.num_registered[row] = 0
+        self.num_registered[row] = num_computed_tokens // self.block_size if request.hashes else NEVER_REGISTERS
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.max_total_tokens[row] = request.max_total_tokens
         self.has_logits_processors[row] = request.logits_processors is not None

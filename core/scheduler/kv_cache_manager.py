@@ -11,12 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core.scheduler.batch import Batch, Mask, Rows
+from vllm_mp.core.scheduler.batch import NEVER_REGISTERS, Batch, Mask, Rows
 from vllm_mp.core.scheduler.block_pool import BlockPool, chain_hash
 from vllm_mp.core.scheduler.request import Request
-
-_NEVER_REGISTERS = np.iinfo(np.int64).max
-"""Number of registered blocks of a request that shares nothing: no number of full blocks exceeds it."""
 
 
 class KVCacheManager:
@@ -41,18 +38,17 @@ class KVCacheManager:
         needed = self._blocks_for(len(request.tokens)) - len(found)
         return needed + spare <= self.pool.num_free - self.pool.num_free_among(found)
 
-    def add_row(self, request: Request, found: list[int]) -> int:
-        """Give `request` a row of the batch and blocks for all its tokens; return the row.
+    def allocate(self, request: Request, found: list[int]) -> npt.NDArray[np.int32]:
+        """Return blocks [n] for all tokens of `request`, which must get them with its row.
 
-        `found` are the blocks that `find_prefix` has just returned for it. The batch must have a free row and the pool
-        must have room.
+        `found`, the first of them, are the blocks that `find_prefix` has just returned. The pool must have room.
         """
+        if request.num_cached_tokens is None:
+            is_new = len(request.tokens) == request.num_prompt_tokens
+            request.num_cached_tokens = len(found) * self.block_size if is_new else 0
         self.pool.share(found)
         new = self.pool.allocate(self._blocks_for(len(request.tokens)) - len(found))
-        blocks = np.concatenate([np.array(found, np.int32), new])
-        row = self._batch.add(request, blocks, len(found) * self.block_size)
-        self._batch.num_registered[row] = len(found) if request.hashes else _NEVER_REGISTERS
-        return row
+        return np.concatenate([np.array(found, np.int32), new])
 
     def remove_row(self, row: int) -> None:
         """Take `row` and its blocks from its request."""
@@ -101,7 +97,7 @@ class KVCacheManager:
     def forget_prefixes(self) -> None:
         """Stop filled blocks from being found, and later blocks of the running requests, which build on them."""
         self.pool.forget_all()
-        self._batch.num_registered[self._batch.order] = _NEVER_REGISTERS
+        self._batch.num_registered[self._batch.order] = NEVER_REGISTERS
 
     def _block_hashes(self, request: Request, tokens: npt.NDArray[np.int32], first: int, last: int) -> Iterator[bytes]:
         """Yield the hashes of the blocks [first, last) of `request`, whose tokens begin with `tokens`.

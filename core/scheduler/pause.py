@@ -43,7 +43,8 @@ class Pause:
         when the last of the requests has ended, and it fails with RuntimeError if `resume` or a pause with "keep" comes
         first.
 
-        Raises ValueError for another mode, and if `_MAX_DRAINS` calls wait already.
+        Raises ValueError for another mode and if too many calls wait already, and TypeError unless `clear_cache` is a
+        bool.
         """
         check_pause(mode, clear_cache)
         if mode == "wait" and len(self._drains) >= _MAX_DRAINS:

@@ -22,7 +22,15 @@ from vllm_mp.core.scheduler.endings import Ending, find_endings
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.memory_quota import MemoryQuota
 from vllm_mp.core.scheduler.request import NO_ROW, Request, RequestKey
-from vllm_mp.core.scheduler.step import ModelOutput, OutputHandle, PendingStep, PendingSteps, ScheduledStep, StepUpdate
+from vllm_mp.core.scheduler.step import (
+    ModelOutput,
+    OutputHandle,
+    PendingStep,
+    PendingSteps,
+    Prefills,
+    ScheduledStep,
+    StepUpdate,
+)
 from vllm_mp.core.scheduler.waiting_queue import WaitingQueue
 from vllm_mp.wire import Finished
 
@@ -83,7 +91,11 @@ class Scheduler:
         return (priority if self.config.policy == "priority" else 0, self._num_arrivals)
 
     def add(self, request: Request) -> None:
-        """Let `request` wait; its (client, slot) must not be live, and its tokens must fit the context."""
+        """Let `request` wait; its (client, slot) must not be live, and its tokens must fit the context.
+
+        Raises ValueError if the client has no memory left for it.
+        """
+        self.memory.check(request.client, request.num_bytes)
         self._requests[request.key] = request
         self.memory.take(request.client, request.num_bytes)
         self.waiting.add(request)
@@ -160,10 +172,11 @@ class Scheduler:
             decodes = decodes[~is_complete[decodes]]
             awaits = np.flatnonzero(is_awaited[decodes])
         self.cache.register_decodes(decodes, awaits)
-        chunks = self._chunk_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
-        if chunks:
-            rows = np.concatenate([decodes, np.array([row for row, _ in chunks], np.int64)])
-            counts = np.array([1] * len(decodes) + [count for _, count in chunks], np.int64)
+        prefills = self._continue_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
+        self._admit(prefills)
+        if prefills.rows:
+            rows = np.concatenate([decodes, np.array(prefills.rows, np.int64)])
+            counts = np.array([1] * len(decodes) + prefills.counts, np.int64)
         else:
             rows, counts = decodes, np.ones(len(decodes), np.int64)
         return ScheduledStep.of(batch, rows, counts, len(decodes), awaits) if len(rows) else None
@@ -247,7 +260,8 @@ class Scheduler:
             found = self.cache.find_prefix(request)
             while batch.is_full or not self.cache.has_room(request, found):
                 self._preempt(batch.request(int(batch.order[-1])))
-            self._admit(request, found)
+            self.waiting.pop()
+            batch.add(request, self.cache.allocate(request, found), len(found) * self.cache.block_size)
             self._suspect = request
         row = self._suspect.row
         computed, known = int(batch.num_computed_tokens[row]), int(batch.num_tokens[row])
@@ -270,70 +284,48 @@ class Scheduler:
         if is_pooled or num_output_tokens >= suspect.isolate_until_num_tokens:
             suspect.isolate_until_num_tokens, self._suspect = 0, None
 
-    def _chunk_prefills(self, prefilling: Rows, budget: int) -> list[tuple[int, int]]:
-        """Return (row, number of tokens) of each chunk that `budget`, in tokens, allows.
-
-        The rows `prefilling` [n], which compute their prompts, come first; then waiting requests are admitted.
-        """
+    def _continue_prefills(self, rows: Rows, budget: int) -> Prefills:
+        """Return chunks of the prompts in progress, in `rows` [n], of at most `budget` tokens in all."""
         config, batch = self.config, self.batch
-        chunks: list[tuple[int, int]] = []
         # If several prompts may be in progress they share the budget, so that a short prompt does not wait for a long
         # prompt before it.
         shares = 1
         if config.enable_chunked_prefill:
-            shares = min(config.max_num_partial_prefills, len(prefilling) + len(self.waiting))
-        num_partial = 0
-
-        def chunk(wanted: int) -> int:
-            """Return the tokens of a prompt's chunk: its share of the rest of the budget, at most `wanted`."""
-            return min(wanted, -(-budget // max(1, shares - num_partial)))
-
-        for row in prefilling.tolist():
-            wanted = int(batch.num_tokens[row] - batch.num_computed_tokens[row])
-            count = chunk(wanted)
+            shares = min(config.max_num_partial_prefills, len(rows) + len(self.waiting))
+        prefills = Prefills(budget, shares)
+        for row in rows.tolist():
+            computed = int(batch.num_computed_tokens[row])
+            wanted = int(batch.num_tokens[row]) - computed
+            count = prefills.chunk(wanted)
             if count > 0:
-                self.cache.register(row, int(batch.num_computed_tokens[row]) + count)
-                chunks.append((row, count))
-                budget -= count
-            num_partial += count < wanted
-        while budget > 0 and num_partial < config.max_num_partial_prefills:
-            admissible = self._next_admissible()
-            if admissible is None:
-                break
-            request, found = admissible
-            wanted = len(request.tokens) - len(found) * self.cache.block_size
-            count = chunk(wanted)
+                self.cache.register(row, computed + count)
+            prefills.add(row, count, wanted)
+        return prefills
+
+    def _admit(self, prefills: Prefills) -> None:
+        """Give rows and blocks to the next waiting requests and add chunks of them, as the budget and room allow."""
+        config, batch, cache = self.config, self.batch, self.cache
+        while prefills.budget > 0 and prefills.num_partial < config.max_num_partial_prefills:
+            request = self.waiting.first()
+            if request is None or batch.is_full:
+                return
+            if self._refused == (request.order, cache.pool.num_returned):
+                return  # Looking up its prefix in every step would make steps as long as prompts.
+            # A block for each row that grows stays free, or the next few tokens would preempt the request admitted now.
+            num_growing = int((~batch.is_pooled[batch.order]).sum())
+            found = cache.find_prefix(request)
+            if len(batch) and not cache.has_room(request, found, num_growing):
+                self._refused = (request.order, cache.pool.num_returned)
+                return
+            num_cached = len(found) * cache.block_size
+            wanted = len(request.tokens) - num_cached
+            count = prefills.chunk(wanted)
             if count < wanted and not config.enable_chunked_prefill:
-                break
-            row = self._admit(request, found)
-            self.cache.register(row, int(batch.num_computed_tokens[row]) + count)
-            chunks.append((row, count))
-            budget -= count
-            num_partial += count < wanted
-        return chunks
-
-    def _next_admissible(self) -> tuple[Request, list[int]] | None:
-        """Return the next waiting request and the blocks found for its prefix, if there is a row and room for it."""
-        request, pool = self.waiting.first(), self.cache.pool
-        if request is None or self.batch.is_full:
-            return None
-        if self._refused == (request.order, pool.num_returned):
-            return None  # A look-up of its prefix in every step would take time in proportion to the prompt.
-        # A block for each row that grows must stay free, or the next few tokens would preempt the admitted request.
-        num_growing = int((~self.batch.is_pooled[self.batch.order]).sum())
-        found = self.cache.find_prefix(request)
-        if len(self.batch) and not self.cache.has_room(request, found, num_growing):
-            self._refused = (request.order, pool.num_returned)
-            return None
-        return request, found
-
-    def _admit(self, request: Request, found: list[int]) -> int:
-        """Give a row to `request`, the next in the waiting queue; return the row."""
-        self.waiting.pop()
-        if request.num_cached_tokens is None:
-            is_new = len(request.tokens) == request.num_prompt_tokens
-            request.num_cached_tokens = len(found) * self.cache.block_size if is_new else 0
-        return self.cache.add_row(request, found)
+                return
+            self.waiting.pop()
+            row = batch.add(request, cache.allocate(request, found), num_cached)
+            cache.register(row, num_cached + count)
+            prefills.add(row, count, wanted)
 
     def _give_blocks_to_growing_rows(self, is_complete: Mask | None = None) -> bool:
         """Give a block to every row whose last token needs it; preempt from the end of the order if blocks run out.
@@ -356,7 +348,7 @@ class Scheduler:
             raise RuntimeError("a request must not be preempted while a step is pending: its tokens would be lost")
         self._vacate(request)
         self.num_preemptions += 1
-        self.waiting.put_back(request)
+        self.waiting.add(request, is_new=False)
 
     def _vacate(self, request: Request) -> None:
         """Take the row and the blocks of a running request."""

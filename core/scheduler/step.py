@@ -42,6 +42,32 @@ class ScheduledStep(NamedTuple):
         return cls(rows, counts, num_decodes, reaches_end & ~is_pooled, reaches_end & is_pooled, awaits)
 
 
+class Prefills:
+    """The chunks of prompts in a step that is being scheduled, and the tokens that are left for more of them."""
+
+    def __init__(self, budget: int, shares: int) -> None:
+        """`budget` is in tokens; up to `shares` prompts in progress divide it among them."""
+        self.budget = budget
+        self.rows: list[int] = []
+        self.counts: list[int] = []
+        """Number of tokens to compute for each of `rows`."""
+        self.num_partial = 0
+        """Number of prompts that get less than they want."""
+        self._shares = shares
+
+    def chunk(self, wanted: int) -> int:
+        """Return the number of tokens that a prompt gets if it wants `wanted`; may be 0."""
+        return min(wanted, -(-self.budget // max(1, self._shares - self.num_partial)))
+
+    def add(self, row: int, count: int, wanted: int) -> None:
+        """Give `row` a chunk of `count` tokens, where it wants `wanted`."""
+        if count > 0:
+            self.rows.append(row)
+            self.counts.append(count)
+            self.budget -= count
+        self.num_partial += count < wanted
+
+
 class ModelOutput(NamedTuple):
     """The results of a step: tokens, log-probabilities, vectors."""
 

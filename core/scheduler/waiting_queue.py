@@ -28,15 +28,11 @@ class WaitingQueue:
     def num_held(self) -> int:
         return len(self._held)
 
-    def add(self, request: Request) -> None:
-        """Queue a request that has arrived, or hold it back during a pause."""
-        if self.is_holding:
+    def add(self, request: Request, is_new: bool = True) -> None:
+        """Queue a request, or hold it back if it is new and arrives during a pause."""
+        if is_new and self.is_holding:
             self._held[request.key] = request
-        else:
-            self.put_back(request)
-
-    def put_back(self, request: Request) -> None:
-        """Queue `request`, even during a pause: a pause does not hold back preempted requests."""
+            return
         heapq.heappush(self._heap, ((not request.isolate_until_num_tokens, *request.order), request))
         self._num_queued += 1
 
@@ -70,5 +66,5 @@ class WaitingQueue:
         """Queue all held requests, and from now on requests that arrive."""
         self.is_holding = False
         for request in self._held.values():
-            self.put_back(request)
+            self.add(request)
         self._held.clear()

@@ -26,7 +26,6 @@ from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.sampling_params import SamplingParams
 
@@ -118,8 +117,14 @@ class ModelRunner:
         not finite. If the step awaits tokens (`step.awaits`), the step that samples them must be the latest launched.
         """
         copies = HostCopies(self._device)
-        input_ids, positions, metadata = self._inputs(step, batch)
-        hidden = self._forward(step, input_ids, positions, metadata)
+        input_ids, positions, metadata = step_inputs(
+            step, batch, self._config.cache_config.block_size, self._to_device, self._latest
+        )
+        hidden = None
+        if self._graphs is not None and self._graphs.fits(step):
+            hidden = self._graphs.run(input_ids, positions, metadata)
+        if hidden is None:
+            hidden = self._model(input_ids, positions, self._kv_caches, metadata)
         has_prefill = step.num_decodes < len(step.rows)
         if self._nan_check_required and has_prefill and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows would corrupt earlier tokens of its prompt, and blocks that other requests share.
@@ -182,19 +187,8 @@ class ModelRunner:
             layer.register_forward_pre_hook(lambda *_: self._beat())
         return self._wrap(model)
 
-    def _forward(
-        self, step: ScheduledStep, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Return the hidden states [num_tokens, hidden_size] of the step, computed by a graph if a graph fits."""
-        if self._graphs is not None and self._graphs.fits(step):
-            hidden = self._graphs.run(input_ids, positions, metadata)
-            if hidden is not None:
-                return hidden
-        computed: Tensor = self._model(input_ids, positions, self._kv_caches, metadata)
-        return computed
-
     def _default_capture(self) -> Callable[[torch.device], Capture] | None:
-        """Return the function that makes a capture in CUDA graphs; None if steps of this model are not captured."""
+        """Return the capture in CUDA graphs for native models; None if steps are launched one operation at a time."""
         model = self._config.model_config
         if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
             return None
@@ -262,14 +256,6 @@ class ModelRunner:
         self._beat()
         logits: Tensor = self._model.compute_logits(hidden)  # no request asks an encoder for logits
         return logits
-
-    def _inputs(self, step: ScheduledStep, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
-        """Return token ids and positions, int64 [num_tokens] each, and what attention reads."""
-        input_ids, positions, metadata = step_inputs(step, batch, self._config.cache_config.block_size, self._to_device)
-        if self._latest is not None and len(step.awaits):
-            sampled = self._latest.index_select(0, self._to_device(step.rows[step.awaits]))
-            input_ids.index_copy_(0, self._to_device(step.awaits), sampled)
-        return input_ids, positions, metadata
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
         return to_device(array, self._device)

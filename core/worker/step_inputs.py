@@ -13,17 +13,24 @@ from vllm_mp.kernels.ops import AttentionMetadata
 
 
 def step_inputs(
-    step: ScheduledStep, batch: Batch, block_size: int, to_device: Callable[[npt.NDArray[Any]], Tensor]
+    step: ScheduledStep,
+    batch: Batch,
+    block_size: int,
+    to_device: Callable[[npt.NDArray[Any]], Tensor],
+    latest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Return token ids and positions, int64 [num_tokens] each, and what attention reads, on the device.
 
-    `to_device` moves an array to the device. The id of a token that the step awaits (`step.awaits`) is arbitrary.
+    `latest`, int64 [max_num_seqs] on the device, holds the latest sampled token of each row. Without it, the ids of the
+    tokens that the step awaits (`step.awaits`) are arbitrary.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
     row_of = np.repeat(rows, counts)  # [num_tokens], as are `positions`, `input_ids` and `cells`
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed_tokens[rows], counts)
-    input_ids = batch.token_ids[row_of, positions].astype(np.int64)
+    input_ids = to_device(batch.token_ids[row_of, positions].astype(np.int64))
+    if latest is not None and len(step.awaits):
+        input_ids.index_copy_(0, to_device(step.awaits), latest.index_select(0, to_device(rows[step.awaits])))
     cells = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
     cells += positions % block_size
     seq_lens = batch.num_computed_tokens[rows] + counts
@@ -39,4 +46,4 @@ def step_inputs(
         num_decodes=step.num_decodes,
         max_seq_len=max_seq_len,
     )
-    return to_device(input_ids), to_device(positions), metadata
+    return input_ids, to_device(positions), metadata

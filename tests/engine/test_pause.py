@@ -145,10 +145,12 @@ def test_pause_outlives_its_cancelled_call_and_resume_ends_a_waiting_call(engine
     asyncio.run(run())
 
 
-def test_unknown_mode_is_refused_and_pauses_nothing(engine):
+def test_invalid_argument_is_refused_by_name_and_pauses_nothing(engine):
     async def run():
         with pytest.raises(ValueError, match=r"mode must be one of abort, wait, keep, got 'stop'"):
             await engine.pause_generation("stop")
+        with pytest.raises(TypeError, match="clear_cache must be true or false, got 'yes'"):
+            await engine.pause_generation("keep", clear_cache="yes")
         assert not await engine.is_paused()
 
     asyncio.run(run())

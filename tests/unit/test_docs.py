@@ -1,5 +1,6 @@
 """The pages name files, links and examples that exist."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -15,6 +16,9 @@ _SUFFIXES = (".py", ".h", ".cpp", ".md", ".svg", ".toml", ".sh")
 _OTHER_NAMES = {"llama.cpp", "utils.py"}
 """Words that look like file names: an engine, and an example of a bad name."""
 _MAX_GLOSSARY_ROWS = 30
+_FUNCTION = re.compile(r"`([\w/]+\.py)`: `([\w.]+)`")
+"""A file, and a function or class in it."""
+_MAX_HOPS = 25
 
 
 def _name(page: Path) -> str:
@@ -37,6 +41,15 @@ def _files_in_code(text: str) -> set[str]:
     """Return the words in backticks that look like the name of a file of the repository."""
     words = {word for code in _CODE.findall(text) for word in code.split()}
     return {word for word in words - _OTHER_NAMES if word.endswith(_SUFFIXES) and re.fullmatch(r"[\w./-]+", word)}
+
+
+def _definitions(source: Path) -> set[str]:
+    """Return the functions and classes of a file; each method as `name` and as `Class.name`."""
+    nodes = list(ast.walk(ast.parse(source.read_text())))
+    named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    methods = {f"{node.name}.{child.name}" for node in classes for child in node.body if isinstance(child, named)}
+    return methods | {node.name for node in nodes if isinstance(node, named)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -64,6 +77,21 @@ def test_every_file_name_in_backticks_is_a_file_of_the_repository(page: Path) ->
     }
     unknown = [word for word in sorted(_files_in_code(page.read_text())) if word.rpartition("/")[2] not in names]
     assert not unknown, f"{_name(page)} names files that are not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_function_that_a_page_names_with_its_file_is_defined_there(page: Path) -> None:
+    named = _FUNCTION.findall(page.read_text())
+    missing = [(path, name) for path, name in named if name not in _definitions(ROOT / path)]
+    assert not missing, f"{_name(page)} names functions that are not there"
+
+
+def test_way_of_a_prompt_has_at_most_25_hops() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    section = text.partition("## The way of a prompt")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and _FUNCTION.search(line)]
+    assert [row.split("|")[1].strip() for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
+    assert 0 < len(rows) <= _MAX_HOPS
 
 
 def test_glossary_has_at_most_30_words() -> None:

@@ -15,6 +15,7 @@ from support.local_engine import LocalEngine
 
 from vllm_mp.core.worker import cuda_graphs, model_runner
 from vllm_mp.core.worker.cuda_graphs import DecodeGraphs, batch_sizes
+from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.attention_backends import AttentionBackend
 from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model
@@ -248,7 +249,8 @@ def test_hidden_states_are_the_same_to_the_bit_at_every_padding(folders):
     step = engine.scheduler.schedule()
     graphs, found = engine.runner._graphs, []
     with torch.inference_mode():
-        inputs = engine.runner._inputs(step, engine.batch)
+        runner = engine.runner
+        inputs = step_inputs(step, engine.batch, engine.batch.block_size, runner._to_device, runner._latest)
         for size in (3, 4, 8, 12):
             graphs.capture([size], stand_in(None), lambda: None)
             found.append(graphs.run(*inputs).clone())

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from support.stand_in_engine import BLOCK, Engine
 
+from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import NO_ROW
 from vllm_mp.core.scheduler.scheduler import Scheduler
 
@@ -28,7 +29,7 @@ class Load:
         """Number of the step that computed the first token, by slot."""
         self.num_preempted = Counter()
         self.step = None
-        load, preempt, admit = self, Scheduler._preempt, Scheduler._admit
+        load, preempt, add = self, Scheduler._preempt, Batch.add
 
         def watch_preempt(scheduler, request):
             running = [scheduler.batch.request(row).order for row in scheduler.batch.order.tolist()]
@@ -36,13 +37,13 @@ class Load:
             load.num_preempted[request.slot] += 1
             preempt(scheduler, request)
 
-        def watch_admit(scheduler, request, found):
+        def watch_add(batch, request, *blocks):
             waiting = [other.order for other in load.requests if other.row == NO_ROW and not load.has_ended(other)]
             assert request.order == min(waiting), "the first in order is admitted"
-            return admit(scheduler, request, found)
+            return add(batch, request, *blocks)
 
         monkeypatch.setattr(Scheduler, "_preempt", watch_preempt)
-        monkeypatch.setattr(Scheduler, "_admit", watch_admit)
+        monkeypatch.setattr(Batch, "add", watch_add)
 
     def has_ended(self, request):
         return request.slot in self.engine.ends

@@ -148,11 +148,11 @@ def disorder_the_rows(engine):
 
 
 def let_a_request_wait_twice(engine):
-    engine.scheduler.waiting.put_back(engine.scheduler.waiting.first())
+    engine.scheduler.waiting.add(engine.scheduler.waiting.first())
 
 
 def let_a_running_request_wait(engine):
-    engine.scheduler.waiting.put_back(engine.batch.request(0))
+    engine.scheduler.waiting.add(engine.batch.request(0))
 
 
 def lose_a_waiting_request(engine):

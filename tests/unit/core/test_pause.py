@@ -180,7 +180,10 @@ def test_held_and_stopped_requests_can_be_aborted():
 
 def test_invalid_arguments_are_refused_by_name_and_change_nothing():
     engine = engine_with(1)
-    for mode, clears, words in (("stop", True, "abort, wait, keep, got 'stop'"), ("keep", 1, "clear_cache")):
-        with pytest.raises(ValueError, match=words):
+    for mode, clears, error, words in (
+        ("stop", True, ValueError, "abort, wait, keep, got 'stop'"),
+        ("keep", 1, TypeError, "clear_cache"),
+    ):
+        with pytest.raises(error, match=words):
             engine.pause.pause(mode, clears)
     assert not engine.scheduler.is_paused
