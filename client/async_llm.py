@@ -217,28 +217,28 @@ class AsyncLLM(EngineControl):
             data_parallel_rank=data_parallel_rank,
             prompt_adapter_request=prompt_adapter_request,
         )
+        self._inputs.check(params, priority)
         self._attach()
         request_id = uuid.uuid4().hex if request_id is None else request_id
         arrival_time = time.time() if arrival_time is None else arrival_time
         self._requests.reserve(request_id)
-        given = CallerRequest(
-            request_id, prompt, prompt_token_ids, params, priority, arrival_time, tokenization_kwargs or {}
-        )
+        given = CallerRequest(request_id, prompt, prompt_token_ids, priority, arrival_time, tokenization_kwargs or {})
         try:
             try:
                 if isinstance(params, PoolingParams):
                     stream: RequestStream = await self._inputs.pooling(given, params)
                 else:
-                    stream = await self._inputs.generation(given)
+                    stream = await self._inputs.generation(given, params)
             except Exception:
                 self._attach()  # raises the error to report if the engine was shut down meanwhile
                 raise
             self._attach()
-            self._core_client.add(stream)
+            is_sent = self._core_client.add(stream)
         except BaseException:
             self._requests.cancel(request_id)
             raise
-        self._stats.log_request(stream)
+        if is_sent:
+            self._stats.log_request(stream)
         outputs = self._consume(stream)
         # Start the generator now, so that it aborts the request even if no output is ever taken.
         await anext(outputs)

@@ -37,13 +37,13 @@ class InputProcessor:
         self._microbatch = microbatch
         self._token_texts: TokenText | None = None
 
-    async def generation(self, given: CallerRequest) -> GenerationStream:
+    async def generation(self, given: CallerRequest, params: SamplingParams | None) -> GenerationStream:
         """Return the stream of a request for text.
 
         Raises what `AsyncLLM.generate` raises for a request that cannot run.
         """
-        self._check_priority(given.priority)
-        params = self._sampling_params(given.params)
+        defaults = self._config.model_config.default_sampling_params
+        params = SamplingParams(**defaults) if params is None else params.clone()
         text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
         if token_ids is None:
             token_ids = await self._tokenize(text, given.tokenization_kwargs)
@@ -80,7 +80,6 @@ class InputProcessor:
 
         Raises what `AsyncLLM.encode` raises for a request that cannot run.
         """
-        self._check_priority(given.priority)
         params = msgspec.structs.replace(params)
         text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
         limit = params.truncate_prompt_tokens
@@ -112,7 +111,10 @@ class InputProcessor:
             )
         )
 
-    def _check_priority(self, priority: Any) -> None:
+    def check(self, params: Any, priority: Any) -> None:
+        """Raise TypeError or ValueError if a request with these arguments cannot run on any engine of this kind."""
+        if params is not None and not isinstance(params, SamplingParams | PoolingParams):
+            raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise ValueError(f"priority must be a 32-bit integer, got {priority!r}")
         if priority and self._config.scheduler_config.policy != "priority":
@@ -120,14 +122,6 @@ class InputProcessor:
                 f"priority={priority} needs an engine with scheduling_policy='priority'; leave it 0, or start the "
                 "engine with that policy"
             )
-
-    def _sampling_params(self, params: Any) -> SamplingParams:
-        """Return a copy of `params`, which may be changed; None means the defaults of the model."""
-        if params is None:
-            return SamplingParams(**self._config.model_config.default_sampling_params)
-        if isinstance(params, SamplingParams):
-            return params.clone()
-        raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
 
     def _truncation_limit(self, params: SamplingParams) -> int | None:
         """Return how many of the prompt's last tokens to keep; None means all."""

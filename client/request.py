@@ -15,8 +15,6 @@ class CallerRequest(NamedTuple):
     prompt: PromptType | None
     prompt_token_ids: list[int] | None
     """Token ids in place of a `prompt` to tokenize."""
-    params: SamplingParams | PoolingParams | None
-    """None means the sampling parameters of the model's generation_config.json."""
     priority: int
     arrival_time: float
     """In seconds of `time.time()`."""

@@ -1,6 +1,7 @@
 """The arguments of the operations pause, sleep and wake_up: the client checks them first, and the core again."""
 
 import reprlib
+from collections.abc import Collection
 from typing import Any
 
 from vllm_mp.wire import PAUSE_MODES, SLEEP_LEVELS, SLEEP_MODES, SLEEP_TAGS
@@ -31,12 +32,12 @@ def check_sleep(level: Any, mode: Any) -> None:
 def check_wake_up(tags: Any) -> tuple[str, ...]:
     """Return the tags to wake up, in the order in which their memory comes back; None stands for all tags.
 
-    Raises ValueError, naming the wrong value, unless `tags` is None or a list, tuple or set of at least one of
+    Raises ValueError, naming the wrong value, unless `tags` is None or a collection of at least one of
     `wire.SLEEP_TAGS`.
     """
     if tags is None:
         return SLEEP_TAGS
-    is_list = isinstance(tags, list | tuple | set | frozenset) and len(tags) > 0
+    is_list = isinstance(tags, Collection) and not isinstance(tags, str | bytes) and len(tags) > 0
     for tag in tags if is_list else [tags]:
         if not is_list or tag not in SLEEP_TAGS:
             raise ValueError(

@@ -94,14 +94,14 @@ class EngineCoreClient:
         if (error := self.dead_error) is not None:
             raise error
 
-    def add(self, stream: RequestStream) -> None:
-        """Ask the core for all that `stream` awaits, unless the request was aborted meanwhile.
+    def add(self, stream: RequestStream) -> bool:
+        """Ask the core for all that `stream` awaits; return False, and send nothing, if it was aborted meanwhile.
 
         Raises ValueError if there are too many live completions, or if the message would be too large.
         """
         stream.is_held = self._pause is not None
         if not self.requests.enter(stream):
-            return
+            return False
         num_sent = 0
         try:
             for awaited in stream.awaited:
@@ -110,6 +110,7 @@ class EngineCoreClient:
         except BaseException:
             self._abort_slots(self.requests.withdraw(stream, num_sent))
             raise
+        return True
 
     def abort(self, request_id: str) -> None:
         """End a live request: for its consumer now, in the core when the message arrives. No-op for other ids."""
@@ -266,6 +267,8 @@ class EngineCoreClient:
 
     def _replay(self, live: list[tuple[RequestStream, Awaited]]) -> None:
         for stream, awaited in live:
+            if stream.is_over:
+                continue  # another of its completions could not be sent, which failed all of them
             try:
                 self._send_request(stream, awaited)
             except ValueError as error:

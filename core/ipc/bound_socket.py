@@ -102,12 +102,24 @@ class BoundSocket:
                 raise ValueError(
                     f"cannot listen on {self._address}: the path is a file, not a socket; choose another path"
                 )
-            lock = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT, 0o600)
+            while (lock := self._try_lock(_lock_file(path))) is None:
+                pass  # the previous owner removed the file at that moment
         except OSError as error:
             raise ValueError(
                 f"cannot listen on {self._address}: {error.strerror}; give a path in a folder that exists and "
                 "is writable"
             ) from error
+        os.ftruncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
+        self._lock, self._path = lock, path
+
+    def _try_lock(self, file: Path) -> int | None:
+        """Return a descriptor of the locked `file`, or None if the file was removed before it was locked.
+
+        A lock on a removed file would exclude no other process. Raises ValueError if another process holds the lock,
+        and OSError if the file cannot be opened.
+        """
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -117,9 +129,11 @@ class BoundSocket:
                 f"{self._address} is already served by process {owner or 'unknown'}; choose another address, or stop "
                 "that process"
             ) from error
-        os.ftruncate(lock, 0)
-        os.write(lock, str(os.getpid()).encode())
-        self._lock, self._path = lock, path
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), file.stat()):
+                return lock
+        os.close(lock)
+        return None
 
     def _require_keys(self, key_file: str | None) -> None:
         """Admit only clients with the keys of `key_file`; raise ValueError without a file or with a bad file."""

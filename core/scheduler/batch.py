@@ -50,7 +50,7 @@ class Batch:
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.has_stop_ids = np.zeros(max_num_seqs, np.bool_)
         self.has_logits_processors = np.zeros(max_num_seqs, np.bool_)
-        self.reads_answer = np.zeros(max_num_seqs, np.bool_)
+        self.reads_output = np.zeros(max_num_seqs, np.bool_)
         """Rows with a logits processor that reads the output tokens so far."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
@@ -89,7 +89,7 @@ class Batch:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.max_total_tokens[row] = request.max_total_tokens
         self.has_logits_processors[row] = request.logits_processors is not None
-        self.reads_answer[row] = request.logits_processors is not None and request.logits_processors.reads_answer
+        self.reads_output[row] = request.logits_processors is not None and request.logits_processors.reads_output
         self.num_logprobs[row] = request.num_logprobs
         self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         if isinstance(request.params, SamplingParams):

@@ -1,13 +1,16 @@
 """A request as the scheduler holds it."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm_mp.core.worker.logits_processors import LogitsProcessors
 
 NO_ROW = -1
 
@@ -43,7 +46,7 @@ class Request:
     """False: its beginning is computed even if it is cached. Other requests may still build on its blocks."""
     num_cached_tokens: int | None = None
     """Number of tokens found in the prefix cache when the request was first admitted; None before."""
-    logits_processors: LogitsProcessors | None = None
+    logits_processors: "LogitsProcessors | None" = None
     num_logprobs: int = -1
     """Number of most likely tokens whose log-probabilities are sent at each output position; -1: send none at all."""
     num_prompt_logprobs: int = -1

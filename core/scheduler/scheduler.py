@@ -159,7 +159,7 @@ class Scheduler:
         is_awaited = is_complete = None
         if self.pending_steps:
             is_awaited = self.pending_steps.awaited_rows()
-            if (is_awaited & batch.reads_answer).any():
+            if (is_awaited & batch.reads_output).any():
                 return None  # The logits processors of these rows need the value of the awaited token.
             # The token that these rows await is their last.
             is_complete = is_awaited & (batch.num_tokens >= batch.max_total_tokens)

@@ -42,7 +42,7 @@ class LogitsProcessors:
         return cls(params, bad_words)
 
     @property
-    def reads_answer(self) -> bool:
+    def reads_output(self) -> bool:
         """Whether the change of the logits depends on the output tokens so far."""
         return self.counts is not None or bool(self._barred_after)
 

@@ -171,7 +171,7 @@ class Engine:
     def launch(self, step, token, failing):
         assert self.memory.is_whole, "nothing is computed without weights and cache"
         self.compute(step)
-        assert not self.batch.reads_answer[step.rows[step.awaits]].any(), "logits processors see the whole output"
+        assert not self.batch.reads_output[step.rows[step.awaits]].any(), "logits processors see the whole output"
         rows = step.rows[step.samples]
         positions = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
         tokens = [
