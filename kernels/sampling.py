@@ -86,13 +86,13 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def filter_logits(logits: Tensor, params: DrawParams, filters: Sequence[SamplingFilter]) -> Tensor:
-    """Return `logits` [n, vocab] as float32, with -inf for each token that `filters` bar; may overwrite `logits`.
+    """Return `logits` [n, vocab] as float32, with -inf for each token that `filters` bar.
 
     Rows with temperature 0, and rows that are not finite, stay as they are.
     """
     is_random = params.temperature > 0
     temperature = params.temperature.masked_fill(~is_random, 1.0)
-    logits = logits.float()
+    logits = logits.to(torch.float32, copy=True)
     num_rows = max(1, _MAX_FILTERED_ELEMENTS // logits.shape[-1])
     for start in range(0, len(logits), num_rows):
         rows = slice(start, start + num_rows)

@@ -267,12 +267,14 @@ class EngineCoreClient:
 
     def _replay(self, live: list[tuple[RequestStream, Awaited]]) -> None:
         for stream, awaited in live:
-            if stream.is_over:
-                continue  # another of its completions could not be sent, which failed all of them
+            if stream.is_over:  # another of its completions could not be sent, which failed all of them
+                self.requests.free_unsent(awaited)
+                continue
             try:
                 self._send_request(stream, awaited)
             except ValueError as error:
                 self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {error}"))
+                self.requests.free_unsent(awaited)
 
     def _restore_sleep(self) -> None:
         """Put a new core to sleep before it is told anything else, if its predecessor slept."""

@@ -91,6 +91,10 @@ class OutputProcessor:
         self.abort(stream.request_id)
         return [awaited.slot for awaited in stream.awaited[:num_sent]]
 
+    def free_unsent(self, awaited: Awaited) -> None:
+        """Free the slot of a completion or vector of an ended stream that the core was never asked for."""
+        self._free(awaited.slot)
+
     def process(self, message: wire.StepOutput) -> list[int]:
         """Give the results of a step to their streams; return the slots that the core must abort.
 

@@ -16,6 +16,7 @@ from vllm_mp.wire import MAX_MESSAGE_BYTES
 
 _MAX_UNREAD = 32
 """Number of unread messages of each client that the core holds."""
+_MAX_LOCK_TRIES = 100
 _MANY_DESCRIPTORS = 2**16
 """Limit of descriptors to ask for if the system sets none."""
 
@@ -102,8 +103,12 @@ class BoundSocket:
                 raise ValueError(
                     f"cannot listen on {self._address}: the path is a file, not a socket; choose another path"
                 )
-            while (lock := self._try_lock(_lock_file(path))) is None:
-                pass  # the previous owner removed the file at that moment
+            lock = None
+            for _ in range(_MAX_LOCK_TRIES):
+                if (lock := self._try_lock(_lock_file(path))) is not None:
+                    break  # else the previous owner removed the file at that moment
+            if lock is None:
+                raise ValueError(f"cannot lock {_lock_file(path)}: it keeps changing; choose another folder")
         except OSError as error:
             raise ValueError(
                 f"cannot listen on {self._address}: {error.strerror}; give a path in a folder that exists and "
@@ -129,7 +134,7 @@ class BoundSocket:
                 f"{self._address} is already served by process {owner or 'unknown'}; choose another address, or stop "
                 "that process"
             ) from error
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(lock), file.stat()):
                 return lock
         os.close(lock)

@@ -278,7 +278,7 @@ class RequestHandler:
             except TypeError as error:
                 raise ValueError(f"operation {message.name}: {error}") from error
             result = call(*message.args)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             self._reply(client, message.call_id, error=str(error))
             return
         if isinstance(result, Future):

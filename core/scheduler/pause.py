@@ -43,10 +43,12 @@ class Pause:
         when the last of the requests has ended, and it fails with RuntimeError if `resume` or a pause with "keep" comes
         first.
 
-        Raises ValueError for another mode and if too many calls wait already, and TypeError unless `clear_cache` is a
-        bool.
+        Raises ValueError for another mode, for a `clear_cache` that is no bool, and if too many calls wait already.
         """
-        check_pause(mode, clear_cache)
+        try:
+            check_pause(mode, clear_cache)
+        except TypeError as error:
+            raise ValueError(str(error)) from None  # what a client sends is never a defect of the core
         if mode == "wait" and len(self._drains) >= _MAX_DRAINS:
             raise ValueError(f"too many calls wait for a pause: the limit is {_MAX_DRAINS}; resume generation first")
         done: Future[None] = Future()

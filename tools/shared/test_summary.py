@@ -47,7 +47,10 @@ def summarize(runs: Iterable[tuple[int, Path]]) -> Summary:
         except (OSError, ElementTree.ParseError) as error:
             summary.lost.append(f"no report in {report.name}, so pytest crashed or was killed ({error})")
             continue
+        num_failed = len(summary.failed)
         summary = _with_cases(summary, cases)
+        if exit_code == 1 and len(summary.failed) == num_failed:
+            summary.lost.append(f"the run of {report.name} failed, but its report names no failed test")
     return summary
 
 

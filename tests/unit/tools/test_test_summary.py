@@ -69,9 +69,10 @@ def test_failed_tests_are_named_so_that_each_can_be_run_alone(tmp_path):
 
 def test_reports_are_added_up_and_a_missing_report_is_a_failure(tmp_path):
     good = report(tmp_path, unit_good="def test_good(): pass")
-    assert summarize(good, good) == (0, ["2 tests passed, 0 skipped, 0 tests failed in 11 min 23 s"])
-    code, (lost, counts) = summarize(good, tmp_path / "killed.xml")
+    assert summarize(good, good, exit_code=0) == (0, ["2 tests passed, 0 skipped, 0 tests failed in 11 min 23 s"])
+    code, (lost, counts) = summarize(good, tmp_path / "killed.xml", exit_code=0)
     assert code == 1
+    assert summarize(good, exit_code=1)[0] == 1, "pytest failed although no test did"
     assert lost.startswith("no report in killed.xml, so pytest crashed or was killed")
     assert counts.startswith("1 tests passed")
 
