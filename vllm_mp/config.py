@@ -36,7 +36,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     """"int8"; "fp8", stored in the checkpoint or made at load; or None for weights of `dtype`."""
     seed: int
     max_model_len: int
-    """Maximum number of tokens of a request, prompt and answer together."""
+    """Maximum number of tokens of a request, prompt and completion together."""
     enforce_eager: bool
     hf_config: dict[str, Any]
     """The unchanged content of config.json."""

@@ -66,7 +66,7 @@ class EngineArgs:
         "Implementation of the tokenizer; auto: the fast tokenizer if the model has one, slow: the Python tokenizer",
         choices=("auto", "slow"),
     )
-    skip_tokenizer_init: bool = _option(False, "Load no tokenizer, so that prompts and answers are token ids")
+    skip_tokenizer_init: bool = _option(False, "Load no tokenizer, so that prompts and completions are token ids")
     revision: str | None = _option(
         None, "Branch, tag or commit of the model on the hub; by default the main branch is used"
     )
@@ -93,7 +93,7 @@ class EngineArgs:
     seed: int = _option(0, "Seed of the random weights of load_format=dummy", low=0, high=_MAX_INTEGER)
     max_model_len: int | None = _option(
         None,
-        "Maximum number of tokens of a request, prompt and answer together; by default the context of the model",
+        "Maximum number of tokens of a request, prompt and completion together; by default the context of the model",
         low=2,
     )
     served_model_name: str | None = _option(

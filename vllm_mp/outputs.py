@@ -32,7 +32,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """A completion: one of the `n` answers to a prompt."""
+    """A completion: one of the `n` results of a prompt."""
 
     index: int
     """Number of the completion, 0 to `n - 1`."""
@@ -93,7 +93,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """The answer to `encode`."""
+    """The output of `encode`."""
 
     request_id: str
     prompt: str | None

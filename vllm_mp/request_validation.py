@@ -22,11 +22,11 @@ def validate_generation(
     bad_words: list[list[int]],
     config: VllmConfig,
 ) -> int:
-    """Return the number of tokens, prompt included, at which the answer ends with the reason "length".
+    """Return the number of tokens, prompt included, at which the completion ends with the reason "length".
 
-    `prompt` [n] and `output` [m], the answer so far, are token ids; `bad_words` are those of `params` as token ids.
-    Raises ValueError for a request that can never run, and NotImplementedError for a field that is not served; both
-    name the field.
+    `prompt` [n], `output` [m] (the completion so far) and `bad_words` (`params.bad_words`) are token ids. Raises
+    ValueError for a request that can never run, and NotImplementedError for a field that is not served; both name the
+    field.
     """
     model = config.model_config
     check_served(params)
@@ -36,12 +36,13 @@ def validate_generation(
     _check_not_empty(prompt)
     if len(prompt) >= model.max_model_len:
         raise ValueError(
-            f"the prompt is too long: {len(prompt)} tokens, and max_model_len={model.max_model_len} holds prompt and "
-            "answer; shorten it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
+            f"the prompt is too long: {len(prompt)} tokens, and max_model_len={model.max_model_len} holds prompt "
+            "and completion; shorten it, set truncate_prompt_tokens, or raise max_model_len if the model's context "
+            "allows it"
         )
     vocab_size = model.architecture.vocab_size
     _check_token_ids("prompt_token_ids", prompt, vocab_size)
-    _check_token_ids("the answer so far", output, vocab_size)
+    _check_token_ids("the completion so far", output, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         _check_token_ids(name, np.asarray(list(getattr(params, name) or ()), np.int64), vocab_size)
     _check_bad_words(params, bad_words, vocab_size)
@@ -54,7 +55,7 @@ def validate_generation(
         )
     max_total_tokens = len(prompt) + (room if params.max_tokens is None else min(room, params.max_tokens))
     if len(prompt) + len(output) >= max_total_tokens:
-        raise ValueError(f"the answer is complete: it has {len(output)} tokens, the limit of the request")
+        raise ValueError(f"the completion has ended: it has {len(output)} tokens, the limit of the request")
     return max_total_tokens
 
 

@@ -32,7 +32,7 @@ SEED_LIMIT = 2**63
 
 
 class RequestOutputKind(enum.IntEnum):
-    """How much of the answer each `RequestOutput` repeats."""
+    """How much of the completions each `RequestOutput` repeats."""
 
     CUMULATIVE = 0
     """Everything so far."""
@@ -233,18 +233,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling parameters of one request; names, defaults and meanings are vLLM's.
 
     `temperature` 0 takes the most likely token at each position. The logits change in this order: allowed tokens, stop
-    tokens barred below `min_tokens`, bad words, `logit_bias`, penalties (repetition, over prompt and answer; then
-    frequency and presence, over the answer), temperature, typical-p, min-p, top-k, top-p. Each of the last four, the
-    filters, works on the tokens that the filter before it left. `typical_p` 1, `min_p` 0, `top_k` 0 or -1 and `top_p` 1
-    switch them off. `typical_p` is no parameter of vLLM's: it is locally typical sampling (Meister et al. 2022), with
-    the meaning that it has in transformers.
+    tokens barred below `min_tokens`, bad words, `logit_bias`, penalties (repetition, over prompt and completion;
+    then frequency and presence, over the completion), temperature, typical-p, min-p, top-k, top-p. Each of the last
+    four, the filters, works on the tokens that the filter before it left. `typical_p` 1, `min_p` 0, `top_k` 0 or -1 and
+    `top_p` 1 switch them off. `typical_p` is no parameter of vLLM's: it is locally typical sampling (Meister et al.
+    2022), with the meaning that it has in transformers.
 
     `logprobs` and `prompt_logprobs` count the most likely tokens (-1: all) to report beside the chosen one. They come
     from the model's own distribution, before all of these changes. `max_tokens` None, or more than fits, means up to
-    the model's context. `min_tokens` also delays the search for `stop` strings. `seed` None draws
-    a seed for the request; with `n` answers, answer i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens
-    from the end of the prompt; -1 keeps as many as leave room for `max_tokens`, or for one token if `max_tokens` alone
-    fills the context. `best_of` is only accepted if it is equal to `n`, where it changes nothing.
+    the model's context. `min_tokens` also delays the search for `stop` strings. `seed` None draws a seed for the
+    request; with `n` completions, completion i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens from the
+    end of the prompt; -1 keeps as many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the
+    context. `best_of` is only accepted if it is equal to `n`, where it changes nothing.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError
     when it is of the wrong type.
@@ -252,16 +252,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     n: Annotated[int, Integer(1, _MAX_COMPLETIONS)] = 1
     best_of: Annotated[int | None, Integer(1, _MAX_COMPLETIONS, optional=True)] = None
-    presence_penalty: Annotated[float, Number(-2.0, 2.0, help="above 0: tokens of the answer become less likely")] = 0.0
+    presence_penalty: Annotated[
+        float, Number(-2.0, 2.0, help="above 0: tokens of the completion become less likely")
+    ] = 0.0
     frequency_penalty: Annotated[
-        float, Number(-2.0, 2.0, help="above 0: tokens that are frequent in the answer become less likely")
+        float, Number(-2.0, 2.0, help="above 0: tokens that are frequent in the completion become less likely")
     ] = 0.0
     repetition_penalty: Annotated[
         float,
         Number(
             1 / _PENALTY_LIMIT,
             _PENALTY_LIMIT,
-            help="above 1: tokens of prompt and answer become less likely",
+            help="above 1: tokens of prompt and completion become less likely",
             generation_config="repetition_penalty",
         ),
     ] = 1.0
@@ -319,7 +321,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     ] = None
     stop: Annotated[
         str | Annotated[list[str], _at_most(_MAX_STOP_STRINGS)] | None,
-        Strings(_MAX_STOP_STRINGS, allow_single=True, help="end the answer before TEXT; may be repeated"),
+        Strings(_MAX_STOP_STRINGS, allow_single=True, help="end the completion before TEXT; may be repeated"),
     ] = None
     stop_token_ids: Annotated[
         Annotated[list[int], _at_most(_MAX_STOP_IDS)] | None,
@@ -329,18 +331,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None,
         Strings(MAX_BAD_WORDS),
     ] = None
-    ignore_eos: Annotated[bool, Switch(help="go on past the end of the answer")] = False
+    ignore_eos: Annotated[bool, Switch(help="go on past the end-of-sequence token")] = False
     max_tokens: Annotated[
         int | None,
         Integer(
             1,
             _MAX_INT,
             optional=True,
-            help="maximum number of tokens of an answer",
+            help="maximum number of tokens of a completion",
             generation_config="max_new_tokens",
         ),
     ] = 16
-    min_tokens: Annotated[int, Integer(0, _MAX_INT, help="minimum number of tokens of an answer")] = 0
+    min_tokens: Annotated[int, Integer(0, _MAX_INT, help="minimum number of tokens of a completion")] = 0
     logprobs: Annotated[int | None, Integer(-1, _MAX_INT, optional=True)] = None
     prompt_logprobs: Annotated[int | None, Integer(-1, _MAX_INT, optional=True)] = None
     detokenize: Annotated[bool, Switch()] = True
@@ -388,12 +390,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError(
-                f"best_of must be None or equal to n={self.n}, got {self.best_of}: no answers are drawn that are not "
-                "returned; set n to that many, ask for logprobs, and choose by cumulative_logprob"
+                f"best_of must be None or equal to n={self.n}, got {self.best_of}: no completions are drawn that are "
+                "not returned; set n to that many, ask for logprobs, and choose by cumulative_logprob"
             )
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
-                f"n must be 1 with temperature=0, got {self.n}: all answers would be the same; set temperature above 0"
+                f"n must be 1 with temperature=0, got {self.n}: all completions would be the same; set "
+                "temperature above 0"
             )
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize=True; use stop_token_ids with detokenize=False")

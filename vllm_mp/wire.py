@@ -76,7 +76,7 @@ class AddRequest(_Message, tag=2):
     has no meaning, as each completion is a request of its own. Only requests with the same `cache_salt` share cached
     prefixes. Requests with the same `group`, unless it is empty, share the blocks of their prompts even without a
     prefix cache. `bad_words` are `params.bad_words` as token ids. `isolate_until_num_tokens` is 0 unless the request
-    was in the step during which an earlier core died: then the request runs alone in its steps until its answer has
+    was in the step during which an earlier core died: then the request runs alone in its steps until its completion has
     that many tokens, so that no other request dies with it.
     """
 
@@ -164,7 +164,7 @@ class Refused(_Message, tag=17):
 class Finished(msgspec.Struct, array_like=True, frozen=True):
     """The end of a request. The core sends exactly one for each slot added; the slot is free after it.
 
-    `num_output_tokens` counts the tokens of the whole answer. `reason` is "stop", "length", "abort" or "error".
+    `num_output_tokens` counts the tokens of the whole completion. `reason` is "stop", "length", "abort" or "error".
     `stop_reason` is a token id; the client finds stop strings itself.
     """
 
@@ -194,8 +194,8 @@ class StepOutput(_Message, tag=18):
     """Core to client: the results of one step for this client, by column.
 
     Entry i of the columns says that request `slots[i]` has the token `tokens[i]` at `positions[i]` of its
-    answer. Slots are uint16, or uint32 if any slot is above 65,535; tokens are uint32; positions are the lower 16 bits
-    of the position, which is enough for a client that knows the position it waits for. All are little-endian.
+    completion. Slots are uint16, or uint32 if any slot is above 65,535; tokens are uint32; positions are the lower 16
+    bits of the position, which is enough for a client that knows the position it waits for. All are little-endian.
     `finished` applies after the tokens.
     """
 
@@ -208,9 +208,9 @@ class StepOutput(_Message, tag=18):
     cached: list[tuple[int, int]] = []
     """(slot, prompt tokens found in the cache) of requests with their first token here, if that number is not 0."""
     logprobs: list[TokenLogprobs] = []
-    """Of tokens in the columns, at their positions in the answer."""
+    """Of tokens in the columns, at their positions in the completion."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Of tokens of prompts, at their positions there, in order; all arrive before the first token of the answer."""
+    """Of tokens of prompts, at their positions there, in order; all arrive before the first output token."""
     vectors: list[tuple[int, bytes]] = []
     """(slot, vector as little-endian float32); together with its `Finished`, the answer to an `AddPooling`."""
 

@@ -42,7 +42,7 @@ class TransformersForCausalLM(AttentionLayer):
     def __init__(self, causal: Any, arch: Architecture, max_model_len: int) -> None:
         """Take over `causal`, a model with its weights and our attention.
 
-        Raises ValueError, naming the architecture and the cause, if its results differ from those of transformers.
+        Raises ValueError, naming the architecture and the cause, if its results differ from transformers' results.
         """
         super().__init__()
         self._paging = Paging()

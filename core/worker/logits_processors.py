@@ -18,7 +18,7 @@ class LogitsProcessors:
     """The logits processors of a request, with their counts of its tokens."""
 
     def __init__(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
-        """`bad_words` are those of `params`, as token ids."""
+        """`bad_words` are `params.bad_words` as token ids."""
         self.allowed = None if params.allowed_token_ids is None else as_ids(params.allowed_token_ids)
         bias = params.logit_bias or {}
         self.bias_ids = as_ids(bias)
@@ -36,7 +36,7 @@ class LogitsProcessors:
 
     @classmethod
     def from_params(cls, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> "LogitsProcessors | None":
-        """Return the processors of `params`, None without any; `bad_words` are those of `params`, as token ids."""
+        """Return the processors of `params`, None without any; `bad_words` are `params.bad_words` as token ids."""
         if params.allowed_token_ids is None and not params.logit_bias and not bad_words and not _penalizes(params):
             return None
         return cls(params, bad_words)

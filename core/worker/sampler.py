@@ -78,7 +78,7 @@ class Sampler:
 def apply_logits_processors(logits: Tensor, batch: Batch, rows: Rows) -> None:
     """Change `logits` float32 [n, vocab], contiguous, of the batch's `rows` [n] in place.
 
-    The order is that of `SamplingParams`: allowed tokens, barred tokens, biases, penalties.
+    The order is as in `SamplingParams`: allowed tokens, barred tokens, biases, penalties.
     """
     flat, vocab_size = logits.view(-1), logits.shape[-1]
     allowed, barred, biased, penalized = _Entries(), _Entries(), _Entries(), _Entries()

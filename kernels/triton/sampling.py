@@ -17,7 +17,7 @@ FUSED_FILTERS = frozenset({"min_p", "top_k", "top_p"})
 
 _NO_PLACE = tl.constexpr(NO_PLACE)
 _INFINITY = tl.constexpr(0x7F800000)
-"""The bits of float32's infinity, above those of all numbers that are not negative."""
+"""The bits of float32's infinity, above the bits of every finite number that is not negative."""
 _PIVOTS = tl.constexpr(8)
 
 

@@ -110,7 +110,7 @@ def test_answer_that_an_earlier_core_began_has_the_same_limit():
     params = SamplingParams(max_tokens=3)
     assert admit(params, output=[1, 2]) == admit(params) == 8
     message = refusal(params=params, output=[1, 2, 3])
-    assert message == "the answer is complete: it has 3 tokens, the limit of the request"
+    assert message == "the completion has ended: it has 3 tokens, the limit of the request"
 
 
 def test_empty_prompt_and_prompt_without_room_for_a_token_are_refused():
@@ -126,7 +126,7 @@ def test_empty_prompt_and_prompt_without_room_for_a_token_are_refused():
 def test_token_id_outside_the_vocabulary_is_refused_in_every_field(token):
     expected = f"must be in [0, {VOCAB}), the model's vocabulary, got {token}"
     assert refusal(prompt=[1, token, 2]) == f"prompt_token_ids {expected}"
-    assert refusal(output=[token]) == f"the answer so far {expected}"
+    assert refusal(output=[token]) == f"the completion so far {expected}"
     assert refusal(params=SamplingParams(bad_words=["x"]), bad_words=[[1], [2, token]]) == f"bad_words {expected}"
     if token >= 0:
         for name in ("stop_token_ids", "allowed_token_ids"):

@@ -220,13 +220,15 @@ def test_bias_of_the_wrong_type_is_refused_by_name(value, error, words):
 def test_best_of_is_refused_with_a_reason_unless_it_equals_n():
     assert SamplingParams(n=3, best_of=3).best_of == 3
     message = refusal(ValueError, n=2, best_of=4)
-    assert message.startswith("best_of must be None or equal to n=2, got 4: no answers are drawn that are not returned")
+    assert message.startswith(
+        "best_of must be None or equal to n=2, got 4: no completions are drawn that are not returned"
+    )
 
 
 def test_several_greedy_answers_are_refused():
     assert SamplingParams(n=1, temperature=0).n == 1
     message = refusal(ValueError, n=2, temperature=0)
-    assert message.startswith("n must be 1 with temperature=0, got 2: all answers would be the same")
+    assert message.startswith("n must be 1 with temperature=0, got 2: all completions would be the same")
 
 
 def test_stop_strings_without_detokenization_are_refused():

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = positive_integer
     parser.add_argument("--batch-size", type=size, default=1, help="Requests per batch (default: %(default)s)")
     parser.add_argument("--input-len", type=size, default=128, help="Tokens per prompt (default: %(default)s)")
-    parser.add_argument("--output-len", type=size, default=128, help="Tokens per answer (default: %(default)s)")
+    parser.add_argument("--output-len", type=size, default=128, help="Tokens per completion (default: %(default)s)")
     parser.add_argument(
         "--rounds", type=size, default=5, help="Measured batches, after one batch of warm-up (default: %(default)s)"
     )

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-prompts", type=positive_integer, default=64, help="Number of requests (default: %(default)s)"
     )
-    for side, text in (("input", "a prompt"), ("output", "an answer")):
+    for side, text in (("input", "a prompt"), ("output", "a completion")):
         parser.add_argument(
             f"--{side}-len",
             type=_length_range,

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.generate import chat_prompt, show, stream_answer
+from vllm_mp.cli.generate import chat_prompt, show, stream_completion
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ def _check_connect(args: argparse.Namespace) -> None:
 
 
 def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams, system: str | None) -> None:
-    """Answer each line until the input ends. The text of a stopped answer stays in the conversation."""
+    """Answer each line until the input ends. The text of a stopped completion stays in the conversation."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while (line := _read_line()) is not None:
@@ -94,7 +94,7 @@ def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams,
 
         try:
             prompt = _fitting_prompt(llm, messages, len(start))
-            runner.run(stream_answer(llm, prompt, params, take))
+            runner.run(stream_completion(llm, prompt, params, take))
         except KeyboardInterrupt:
             show(" [stopped]")
         except ValueError as error:

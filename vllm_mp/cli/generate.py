@@ -1,4 +1,4 @@
-"""The command `generate`: an answer streamed to standard output."""
+"""The command `generate`: a completion streamed to standard output."""
 
 import argparse
 import sys
@@ -41,17 +41,17 @@ def run(args: argparse.Namespace) -> int:
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
             params = sampling_params(args, llm.model_config.default_sampling_params)
-            runner.run(stream_answer(llm, prompt, params, show))
+            runner.run(stream_completion(llm, prompt, params, show))
             print()
         finally:
             llm.shutdown()
     return 0
 
 
-async def stream_answer(
+async def stream_completion(
     llm: "AsyncLLM", prompt: str | list[int], params: SamplingParams, show: Callable[[str], None]
 ) -> str:
-    """Give each piece of the answer to `show` when it arrives, and return the whole text."""
+    """Give each piece of the completion to `show` when it arrives, and return the whole text."""
     pieces = []
     async for output in llm.generate(prompt, params):
         pieces.append(output.outputs[0].text)
@@ -81,6 +81,6 @@ def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
 
 
 def show(piece: str) -> None:
-    """Write a piece of an answer to standard output at once."""
+    """Write a piece of a completion to standard output at once."""
     sys.stdout.write(piece)
     sys.stdout.flush()

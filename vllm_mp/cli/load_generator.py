@@ -1,4 +1,4 @@
-"""The load generator of benchmarks and tools: requests of random tokens, and the times of their answers' tokens."""
+"""The load generator of benchmarks and tools: requests of random tokens, and the times of their output tokens."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ class LoadRequest(NamedTuple):
     prompt: list[int]
     """Token ids."""
     output_len: int
-    """Length of the answer in tokens."""
+    """Number of output tokens."""
     arrival: float = 0.0
     """Time at which it is sent, in seconds from the start of the load."""
 
@@ -30,7 +30,7 @@ class Timeline(NamedTuple):
     sent: float
     """The time at which the request was sent."""
     tokens: list[float]
-    """The time of each token of the answer; tokens of the same output have the same time."""
+    """The time of each output token; tokens of the same `RequestOutput` have the same time."""
 
     @property
     def first_token_s(self) -> float:
@@ -51,7 +51,7 @@ def random_prompt(chance: random.Random, vocab_size: int, length: int) -> list[i
 async def run_load(
     llm: Any, requests: Sequence[LoadRequest], temperature: float = 0.0, api: ModuleType = sampling_params
 ) -> list[Timeline]:
-    """Send each request at its time, wait for all, and return their timelines. Each answer has `output_len` tokens.
+    """Send each request at its time, wait for all, and return their timelines. Each completion has `output_len` tokens.
 
     `llm` is an `AsyncLLM`, and `api` is the module of its `SamplingParams`: this engine's, or vLLM's with equal names.
     """

@@ -1,4 +1,4 @@
-"""The flags that say how an answer is sampled: one for each field of `SamplingParams` that declares a help text."""
+"""The flags that say how a completion is sampled: one for each field of `SamplingParams` that declares a help text."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says: where answers end, and the defaults of sampling parameters."""
+"""What a model's generation_config.json says: where completions end, and the defaults of sampling parameters."""
 
 import logging
 from pathlib import Path

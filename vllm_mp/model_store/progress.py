@@ -14,7 +14,7 @@ Show = Callable[[float], None]
 class Progress:
     """Announces tasks on stderr, or to `say` if it is given.
 
-    Nothing is written to stdout, which belongs to the answer that the user asked for.
+    Nothing is written to stdout, which belongs to the completion that the user asked for.
     """
 
     def __init__(self, say: Say | None = None) -> None:

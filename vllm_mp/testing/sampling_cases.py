@@ -1,7 +1,7 @@
-"""Values of every sampling parameter for tests and fuzzers, and how the default model's answer shows each of them.
+"""Values of every sampling parameter for tests and fuzzers, and how the default model's outputs show each of them.
 
 A field of `SamplingParams` must be in `CASES`, `SHOWN_ELSEWHERE` or `refused_fields()`. A test of a real engine checks
-that every case in `CASES` changes an answer.
+that every case in `CASES` changes an output.
 """
 
 import math
@@ -37,7 +37,7 @@ class SamplingCase(NamedTuple):
     values: tuple[Any, ...]
     """The first differs from the default and goes together with the first values of all other fields."""
     base: dict[str, Any]
-    """Parameters whose answer differs from the answer with `shown` in addition."""
+    """Parameters whose output differs from the output with `shown` in addition."""
     shown: Any
     range: tuple[float, float, str] | None = None
     """Both ends of the range, and how a refusal writes the range."""
@@ -76,7 +76,7 @@ CASES = {
     "logit_bias": SamplingCase(({7: -1.5}, {0: 2.0, 60: -20.0}), _GREEDY, {260: -8.0, 253: -3.5, 29: 4.0}),
     "allowed_token_ids": SamplingCase(([1, 2, 3, 7], list(range(60))), _GREEDY, [*range(28, 60), *range(250, 400)]),
 }
-"""The fields that change an answer. All token ids in `values` are below 64."""
+"""The fields that change an output. All token ids in `values` are below 64."""
 
 FILTERS = {name: case.values for name, case in CASES.items() if case.warper is not None and name != "temperature"}
 """The values of the fields that filter the distribution."""
@@ -85,7 +85,7 @@ SHOWN_ELSEWHERE = {
     "best_of": "tests/unit/test_sampling_params.py",  # only accepted where it changes nothing
     "spaces_between_special_tokens": "tests/unit/client/test_detokenizer.py",  # no matter to byte-level tokenizers
 }
-"""Fields that the default model's answers do not show, with the tests of them."""
+"""Fields that the default model's outputs do not show, with the tests of them."""
 
 
 def refused_fields() -> set[str]:

@@ -220,7 +220,9 @@ async def _play(scenario: Scenario, baseline: Baseline) -> ScenarioResult:
                 task.cancel()
             await asyncio.gather(moment, streams, return_exceptions=True)
     broken = run.broken + comparison.settle(baseline.folder, baseline.eos_token_ids)
-    kept = [f"{restarts} restarts", f"{comparison.num_answers} answers unchanged"] if not scenario.ends_all else []
+    kept: list[str] = []
+    if not scenario.ends_all:
+        kept = [f"{restarts} restarts", f"{comparison.num_answers} completions and vectors unchanged"]
     return ScenarioResult(
         name=scenario.name,
         promise=scenario.promise,

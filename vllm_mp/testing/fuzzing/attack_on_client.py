@@ -169,7 +169,10 @@ async def attack_client(
             report.after = _holdings(engine)
             report.before = report.before or report.after
             if phase % 10 == 9:
-                say(f"{report.num_sent:,} sent, {report.calm_answers:,} calm answers, {len(report.breaches)} breaches")
+                say(
+                    f"{report.num_sent:,} sent, {report.calm_answers:,} calm completions, "
+                    f"{len(report.breaches)} breaches"
+                )
             if report.num_sent >= num_messages:
                 break
     except TimeoutError:
@@ -228,11 +231,12 @@ async def _read_calm(stream: Any, request_id: str, report: CampaignReport) -> No
     num_logprobs = 0
     try:
         async for output in stream:
-            answer = output.outputs[0]
-            delta = len(answer.logprobs) == len(answer.token_ids) and token_ids and answer.token_ids[0] != token_ids[0]
-            token_ids = token_ids + answer.token_ids if delta else answer.token_ids
-            num_logprobs = num_logprobs + len(answer.logprobs) if delta else len(answer.logprobs)
-            reason = answer.finish_reason
+            completion = output.outputs[0]
+            new_ids, num_new = completion.token_ids, len(completion.logprobs)
+            delta = num_new == len(new_ids) and token_ids and new_ids[0] != token_ids[0]
+            token_ids = token_ids + new_ids if delta else new_ids
+            num_logprobs = num_logprobs + num_new if delta else num_new
+            reason = completion.finish_reason
     except Exception as error:
         report.breaches.append(f"{request_id} failed: {error!r}")
         return

@@ -311,7 +311,7 @@ async def attack_core(
                 continue
             report.calm_answers += 1
             if output.outputs[0].token_ids != token_ids:
-                report.breaches.append(f"a calm answer changed: {output.outputs[0]}; expected {token_ids}")
+                report.breaches.append(f"a calm completion changed: {output.outputs[0]}; expected {token_ids}")
 
     async def attack(count: int) -> bool:
         try:
@@ -329,7 +329,7 @@ async def attack_core(
     while warm and report.num_sent < num_messages:
         if not await attack(min(100_000, num_messages - report.num_sent)):
             break
-        say(f"{report.num_sent:,} sent, {report.calm_answers:,} calm answers, {len(report.breaches)} breaches")
+        say(f"{report.num_sent:,} sent, {report.calm_answers:,} calm completions, {len(report.breaches)} breaches")
     report.seconds = (time.monotonic() - began) * report.num_sent / max(1, report.num_sent - sent)
     is_over.set()
     await asyncio.gather(*calm)

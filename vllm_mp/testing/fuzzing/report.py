@@ -34,7 +34,10 @@ class CampaignReport:
         for name, before in self.before.items():
             yield f"{'held':>9}  {name:<44} {before:>14,} -> {self.after.get(name, 0):,}"
         rate = self.num_sent / max(self.seconds, 1e-9)
-        yield f"{self.num_sent:,} messages in {self.seconds:.0f} s ({rate:,.0f}/s), {self.calm_answers:,} calm answers"
+        yield (
+            f"{self.num_sent:,} messages in {self.seconds:.0f} s ({rate:,.0f}/s), "
+            f"{self.calm_answers:,} calm completions"
+        )
         for breach in self.breaches[:20]:
             yield f"BREACH: {breach:.1000}"
         yield "passed" if not self.breaches else f"FAILED: {len(self.breaches)} breaches"
