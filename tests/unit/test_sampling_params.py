@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from vllm_mp import wire
-from vllm_mp.sampling_params import PARAMETERS, Integer, Number, SamplingParams, Switch, _declared, check_served
+from vllm_mp.parameters import Integer, Number, Switch
+from vllm_mp.sampling_params import PARAMETERS, SamplingParams, _declared, check_served
 from vllm_mp.testing.sampling_cases import CASES, SHOWN_ELSEWHERE, every_field, random_params, refused_fields
 
 REPOSITORY = Path(__file__).parents[2]

@@ -3,7 +3,8 @@
 import argparse
 from typing import Any
 
-from vllm_mp.sampling_params import PARAMETERS, Integer, Number, Parameter, RequestOutputKind, SamplingParams, Strings
+from vllm_mp.parameters import Integer, Number, Parameter, Strings
+from vllm_mp.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
 
 _BY_FLAG = {
     parameter.flag or name.replace("_", "-"): (name, parameter)

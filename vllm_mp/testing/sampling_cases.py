@@ -9,20 +9,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_mp.sampling_params import (
-    PARAMETERS,
-    AlwaysEmpty,
-    Integer,
-    NotServed,
-    Number,
-    OutputKind,
-    RequestOutputKind,
-    SamplingParams,
-    Strings,
-    Switch,
-    TokenBiases,
-    TokenIds,
-)
+from vllm_mp.parameters import AlwaysEmpty, Integer, NotServed, Number, Strings, Switch, TokenBiases, TokenIds
+from vllm_mp.sampling_params import PARAMETERS, OutputKind, RequestOutputKind, SamplingParams
 
 _GREEDY = {"temperature": 0.0}
 _RANDOM = {"temperature": 1.5, "seed": 5}
