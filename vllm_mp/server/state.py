@@ -1,0 +1,17 @@
+"""What all requests to a server share."""
+
+import time
+from dataclasses import dataclass, field
+
+from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.server.options import ServerOptions
+
+
+@dataclass
+class ServerState:
+    """The engine, the options, and the parts of the server that outlive a request."""
+
+    engine: AsyncLLM
+    options: ServerOptions
+    created: int = field(default_factory=lambda: int(time.time()))
+    """When the server started, in seconds since 1970: the `created` of its models."""
