@@ -20,7 +20,7 @@ EOS = 2
 def expected(prompt, params, max_tokens):
     """Return the token ids that the replay core answers `prompt` with."""
     chosen = ANSWERS.choose(np.asarray(prompt, np.int32), params, max_tokens, [EOS])
-    return ANSWERS.prefix(chosen.index, chosen.length).tolist()
+    return ANSWERS.prefix(chosen.number, chosen.length).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_answer_depends_on_the_seed_only_with_a_temperature():
     prompt = np.asarray([1, 2, 3], np.int32)
 
     def index(**params):
-        return ANSWERS.choose(prompt, SamplingParams(**params), 5, [EOS]).index
+        return ANSWERS.choose(prompt, SamplingParams(**params), 5, [EOS]).number
 
     assert len({index(temperature=0, seed=seed) for seed in range(5)}) == 1
     assert len({index(temperature=1, seed=seed) for seed in range(5)}) == 5
@@ -75,7 +75,7 @@ def test_stop_tokens_end_the_answer_after_min_tokens():
     prompt = next(
         prompt
         for number in range(10_000)
-        if ANSWERS.choose(prompt := np.asarray([number], np.int32), greedy(1), 1, []).index == index
+        if ANSWERS.choose(prompt := np.asarray([number], np.int32), greedy(1), 1, []).number == index
     )
     stopped = ANSWERS.choose(prompt, greedy(500), 500, [EOS])
     assert (stopped.reason, stopped.stop_reason) == ("stop", None)
@@ -175,7 +175,7 @@ def test_step_gives_each_live_request_its_next_token():
     assert (first.finished, [end.slot for end in second.finished]) == ([], [9])
     assert np.frombuffer(second.slots, "<u2").tolist() == [4, 9]
     assert np.frombuffer(second.positions, "<u2").tolist() == [1, 2]
-    tokens = [int(ANSWERS.tokens[chosen[4].index, 1]), int(ANSWERS.tokens[chosen[9].index, 2])]
+    tokens = [int(ANSWERS.tokens[chosen[4].number, 1]), int(ANSWERS.tokens[chosen[9].number, 2])]
     assert np.frombuffer(second.tokens, "<u4").tolist() == tokens
     (end,) = streams.abort([4, 77])
     assert (end.slot, end.num_output_tokens, end.reason, len(streams)) == (4, 2, "abort", 0)

@@ -16,7 +16,7 @@ _FILE = Path(__file__).parent / "answers.npy"
 class Answer(NamedTuple):
     """What a request gets: `length` tokens of a recorded answer, which is repeated if it is too short."""
 
-    index: int
+    number: int
     """The recorded answer."""
     length: int
     """Number of output tokens."""

@@ -36,7 +36,7 @@ class Streams:
     def add(self, slot: int, answer: Answer, position: int) -> None:
         """Add a request whose next token is at `position`, which is below `answer.length`."""
         self._answer_of[slot] = answer
-        self._added.append((slot, answer.index * self._answer_length, position))
+        self._added.append((slot, answer.number * self._answer_length, position))
 
     def abort(self, slots: list[int]) -> list[wire.Finished]:
         """End the requests in `slots`, and return their ends; slots that are free are ignored."""
