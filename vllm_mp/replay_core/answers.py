@@ -30,7 +30,7 @@ class Answers:
     """The recorded answers, all of the same length."""
 
     def __init__(self) -> None:
-        self.tokens: npt.NDArray[np.uint32] = np.load(_FILE, allow_pickle=False).astype(np.uint32)
+        self.tokens: npt.NDArray[np.uint32] = np.load(_FILE).astype(np.uint32)
         """[answers, tokens]"""
 
     def choose(
