@@ -14,9 +14,9 @@ from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
-from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType
+from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
 from vllm_mp.config import VllmConfig
@@ -37,9 +37,9 @@ class AsyncLLM(EngineControl):
     def __init__(self, supervisor: CoreSupervisor, tokenizer: Any) -> None:
         """`tokenizer` is None with skip_tokenizer_init."""
         self._tokenizer = tokenizer
-        self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
-        self._inputs = InputProcessor(supervisor.core.config, tokenizer, self._microbatch)
-        self._finalizer = weakref.finalize(self, _release, supervisor, self._microbatch)
+        self._prompt_tokenizer = PromptTokenizer(tokenizer) if tokenizer is not None else None
+        self._inputs = InputProcessor(supervisor.core.config, tokenizer, self._prompt_tokenizer)
+        self._finalizer = weakref.finalize(self, _release, supervisor, self._prompt_tokenizer)
         super().__init__(supervisor)
 
     @classmethod
@@ -274,8 +274,8 @@ class AsyncLLM(EngineControl):
             return
         self._is_shut_down = True
         self._finalizer.detach()
-        if self._microbatch is not None:
-            self._microbatch.close()
+        if self._prompt_tokenizer is not None:
+            self._prompt_tokenizer.close()
         self._core_client.close(EngineDeadError("the engine was shut down"), timeout)
 
     def shutdown_background_loop(self) -> None:
@@ -307,10 +307,10 @@ class AsyncLLM(EngineControl):
                 self._core_client.abort(stream.request_id)
 
 
-def _release(supervisor: CoreSupervisor, microbatch: AsyncMicrobatchTokenizer | None) -> None:
+def _release(supervisor: CoreSupervisor, prompt_tokenizer: PromptTokenizer | None) -> None:
     """End everything that an engine holds, when it is garbage-collected or when the interpreter exits."""
-    if microbatch is not None:
-        microbatch.close()
+    if prompt_tokenizer is not None:
+        prompt_tokenizer.close()
     supervisor.stop()
 
 
