@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.server.admission import Admission
 from vllm_mp.server.options import ServerOptions
 
 
@@ -13,5 +14,6 @@ class ServerState:
 
     engine: AsyncLLM
     options: ServerOptions
+    admission: Admission
     created: int = field(default_factory=lambda: int(time.time()))
     """When the server started, in seconds since 1970: the `created` of its models."""
