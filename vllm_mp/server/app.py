@@ -1,16 +1,18 @@
 """The ASGI application: routes, middleware and error handlers, put together."""
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
-from vllm_mp.server import health, models
+from vllm_mp.errors import EngineError
+from vllm_mp.server import completions, health, models
 from vllm_mp.server.admission import Admission
-from vllm_mp.server.errors import ApiError, api_error_response
+from vllm_mp.server.errors import ApiError, error_response
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (health, models)
+_ENDPOINTS = (completions, health, models)
 """The modules that serve endpoints."""
 
 
@@ -22,6 +24,7 @@ def build_app(engine: AsyncLLM, options: ServerOptions, admission: Admission | N
     if admission is None:
         admission = Admission(options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs))
     routes: list[BaseRoute] = [route for module in _ENDPOINTS for route in module.ROUTES]
-    app = Starlette(routes=routes, exception_handlers={ApiError: api_error_response})
+    handled = (ApiError, EngineError, HTTPException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, error_response))
     app.state.server = ServerState(engine, options, admission)
     return app
