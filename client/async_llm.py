@@ -255,7 +255,7 @@ class AsyncLLM(EngineControl):
         self._inputs.check(params, priority)
         self._attach()
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        arrival_time = time.time() if arrival_time is None else arrival_time
+        arrival_time = time.time() if arrival_time is None else float(arrival_time)
         self._requests.reserve(request_id)
         given = CallerRequest(request_id, prompt, prompt_token_ids, priority, arrival_time, tokenization_kwargs or {})
         try:
@@ -273,7 +273,10 @@ class AsyncLLM(EngineControl):
             self._requests.cancel(request_id)
             raise
         if is_sent:
-            self._stats.log_request(stream)
+            self.stats.note_sent(stream, arrival_time, trace_headers or {})
+            self._stat_logger.log_request(stream)
+        else:
+            self.stats.note_unsent()
         outputs = self._consume(stream)
         # Start the generator now, so that it aborts the request even if no output is ever taken.
         await anext(outputs)
