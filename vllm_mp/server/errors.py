@@ -55,15 +55,15 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
-    def body(self) -> bytes:
-        """Return the JSON of the error, as a response body or the data of an event."""
+    def error_body(self) -> ErrorBody:
+        """Return the error as the body of a response, or as the data of an event."""
         # Half a surrogate pair, as a header or a path may hold it, has no UTF-8.
         message = self.message.encode("utf-8", "backslashreplace").decode()
-        return msgspec.json.encode(ErrorBody(ErrorObject(message, self.type, self.param, self.code)))
+        return ErrorBody(ErrorObject(message, self.type, self.param, self.code))
 
     def response(self) -> Response:
         """Return the error as a response."""
-        return Response(self.body(), self.status, self.headers, "application/json")
+        return Response(msgspec.json.encode(self.error_body()), self.status, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:

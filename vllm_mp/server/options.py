@@ -17,3 +17,5 @@ class ServerOptions:
     """Longest time for the body of a request to arrive, in seconds; a slower one is refused with status 408."""
     request_timeout: float | None = None
     """Longest time for a response, in seconds; then the request is aborted, with status 504 if nothing was sent."""
+    trust_request_chat_template: bool = False
+    """Run a chat template that a request brings; without it, such a request is refused."""
