@@ -13,7 +13,7 @@ from vllm_mp.outputs import CompletionOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, Refused, RequestBody, refused
 from vllm_mp.server.chat_messages import ChatMessage
-from vllm_mp.server.chat_prompt import TemplateFields, chat_prompt
+from vllm_mp.server.chat_prompt import chat_prompt
 from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
@@ -32,10 +32,14 @@ class TextFormat(RequestBody):
     json_schema: Refused = None
 
 
-class ChatBody(GenerationBody, TemplateFields, kw_only=True):
+class ChatBody(GenerationBody, kw_only=True):
     """A request for answers to a conversation."""
 
     messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     """Maximum number of tokens of an answer; the newer name of `max_tokens`."""
     logprobs: bool | None = None

@@ -1,24 +1,23 @@
 """The prompt of a conversation: what the endpoints that take messages share."""
 
-from typing import Any
+from typing import Any, Protocol
 
-from vllm_mp.server.body import RequestBody
 from vllm_mp.server.chat_messages import ChatMessage, template_messages
 from vllm_mp.server.chat_template import ChatTemplateError
 from vllm_mp.server.endpoint import Call
 from vllm_mp.server.errors import ApiError
 
 
-class TemplateFields(RequestBody, kw_only=True):
-    """How a conversation becomes a prompt."""
+class TemplateFields(Protocol):
+    """The fields of a body that say how its conversation becomes a prompt."""
 
-    add_generation_prompt: bool | None = None
-    """Let the prompt end where the assistant's answer begins; default: true."""
-    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None
+    """Let the prompt end where the assistant's answer begins; by default it does, unless the last message continues."""
+    continue_final_message: bool | None
     """Continue the last message, in place of an answer to it."""
-    chat_template: str | None = None
+    chat_template: str | None
     """A template in place of the model's; refused unless the server runs with --trust-request-chat-template."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None
     """Variables for the template."""
 
 

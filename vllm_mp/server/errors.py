@@ -55,15 +55,19 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
-    def error_body(self) -> ErrorBody:
+    def data(self) -> ErrorBody:
         """Return the error as the body of a response, or as the data of an event."""
         # Half a surrogate pair, as a header or a path may hold it, has no UTF-8.
         message = self.message.encode("utf-8", "backslashreplace").decode()
         return ErrorBody(ErrorObject(message, self.type, self.param, self.code))
 
+    def body(self) -> bytes:
+        """Return `data` as JSON."""
+        return msgspec.json.encode(self.data())
+
     def response(self) -> Response:
         """Return the error as a response."""
-        return Response(msgspec.json.encode(self.error_body()), self.status, self.headers, "application/json")
+        return Response(self.body(), self.status, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -44,7 +44,7 @@ class EventStream:
 
     async def fail(self, error: ApiError, send: Send) -> None:
         """End a stream that has started with an event that says what went wrong."""
-        await send({"type": "http.response.body", "body": encode_event(error.error_body()) + self._end})
+        await send({"type": "http.response.body", "body": encode_event(error.data()) + self._end})
 
     async def _start(self, send: Send) -> None:
         self.has_started = True

@@ -1,23 +1,29 @@
 """The endpoints /tokenize and /detokenize: text to token ids as the engine sees them, and back."""
 
+from typing import Any
+
 import msgspec
 from starlette.responses import Response
 
 from vllm_mp.server.body import RequestBody
 from vllm_mp.server.chat_messages import ChatMessage
-from vllm_mp.server.chat_prompt import TemplateFields, chat_prompt
+from vllm_mp.server.chat_prompt import chat_prompt
 from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError, as_refusal
 from vllm_mp.server.models import check_model
 
 
-class TokenizeBody(TemplateFields, kw_only=True):
+class TokenizeBody(RequestBody, kw_only=True):
     """A text, or a conversation, to tokenize."""
 
     prompt: str | None = None
     """The text; not together with `messages`."""
     messages: list[ChatMessage] | None = None
     """The conversation, which the chat template turns into a text."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     """Put the tokenizer's special tokens around the text; default: true for `prompt`, false for `messages`."""
