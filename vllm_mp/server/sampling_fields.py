@@ -75,4 +75,4 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
 
 def refuse_parameters(error: Exception) -> ApiError:
     """Return the ApiError for what the engine raised for a request's prompt or parameters."""
-    return as_refusal(error, _FIELDS)
+    return as_refusal(error, (*_FIELDS, "priority", "cache_salt"))
