@@ -17,7 +17,7 @@ def run(*command: str, text: str | None = None) -> "subprocess.CompletedProcess[
 
 def ground_floor() -> list[str]:
     """Return the modules that a client process may import."""
-    packages = ("model_config", "model_store", "cli", "fault_injection")
+    packages = ("model_config", "model_store", "cli", "fault_injection", "replay_core")
     files = [
         *(ROOT / "vllm_mp").glob("[a-z]*.py"),
         *(file for package in packages for file in (ROOT / "vllm_mp" / package).glob("*.py")),

@@ -1,21 +1,24 @@
 """The ASGI application: routes, middleware and error handlers, put together."""
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
-from vllm_mp.server import models
-from vllm_mp.server.errors import ApiError, api_error_response
+from vllm_mp.errors import EngineError
+from vllm_mp.server import completions, models
+from vllm_mp.server.errors import ApiError, error_response
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (models,)
+_ENDPOINTS = (completions, models)
 """The modules that serve endpoints."""
 
 
 def build_app(engine: AsyncLLM, options: ServerOptions) -> Starlette:
     """Return the application that serves `engine`, which the caller shuts down afterwards."""
     routes: list[BaseRoute] = [route for module in _ENDPOINTS for route in module.ROUTES]
-    app = Starlette(routes=routes, exception_handlers={ApiError: api_error_response})
+    handled = (ApiError, EngineError, HTTPException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, error_response))
     app.state.server = ServerState(engine, options)
     return app

@@ -1,14 +1,39 @@
 """Errors as OpenAI's API reports them: a status code and a JSON object `error`."""
 
+import http
+import logging
+
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from vllm_mp.errors import EngineDeadError, EngineError, EngineGenerateError
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorObject(msgspec.Struct):
+    """What went wrong, as OpenAI's API describes it."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field at fault, with its path; null if no field is."""
+    code: str | None
+    """A word for programs; null if the status says enough."""
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of a response whose status is 400 or above, and the data of an event that ends a stream."""
+
+    error: ErrorObject
 
 
 class ApiError(Exception):
     """A request fails with an HTTP status and OpenAI's error object.
 
-    Endpoints raise it before the first byte of their response; `api_error_response` turns it into the response.
+    Before the first byte of the response it becomes the response; after it, the last event of the stream.
     """
 
     def __init__(
@@ -32,11 +57,65 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """Return the JSON of the error, as a response body or the data of an event."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        # Half a surrogate pair, as a header or a path may hold it, has no UTF-8.
+        message = self.message.encode("utf-8", "backslashreplace").decode()
+        return msgspec.json.encode(ErrorBody(ErrorObject(message, self.type, self.param, self.code)))
+
+    def response(self) -> Response:
+        """Return the error as a response."""
+        return Response(self.body(), self.status, self.headers, "application/json")
 
 
-async def api_error_response(request: Request, error: Exception) -> Response:
-    """Return the response for an `ApiError`; an exception handler of the app."""
-    assert isinstance(error, ApiError)
-    return Response(error.body(), error.status, error.headers, "application/json")
+def as_api_error(error: Exception) -> ApiError:
+    """Return what a client is told about `error`; an error that nothing foresees is logged with its traceback."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            return _framework_error(error)
+        case EngineGenerateError():
+            return ApiError(500, str(error), type="server_error", code="generation_failed")
+        case EngineDeadError():
+            return ApiError(503, f"the engine is gone for good: {error}", type="server_error", code="engine_dead")
+        case EngineError():
+            return ApiError(503, str(error), type="server_error", code="engine_unavailable")
+        case TimeoutError():
+            return ApiError(504, str(error), type="server_error", code="timeout")
+        case _:
+            logger.error("a request failed unexpectedly", exc_info=error)
+            what = f"{type(error).__name__}; the server's log says more"
+            return ApiError(500, f"internal error: {what}", type="server_error", code="internal_error")
+
+
+def as_refusal(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:
+    """Return what a client is told about `error`, which the engine raised for a request's parameters or prompt.
+
+    ValueError, TypeError and NotImplementedError say that the request is wrong. If the message begins with one of
+    `fields`, the error names that field.
+    """
+    if not isinstance(error, ValueError | TypeError | NotImplementedError):
+        return as_api_error(error)
+    message = str(error).removeprefix("SamplingParams.")
+    name = next(
+        (field for field in fields if message.startswith(field) and not message[len(field) :][:1].isalnum()), None
+    )
+    return ApiError(400, message, param=name)
+
+
+def _framework_error(error: HTTPException) -> ApiError:
+    """Return an error of the web framework, such as an unknown path, in OpenAI's shape."""
+    phrase = http.HTTPStatus(error.status_code).phrase
+    message = error.detail if error.detail != phrase else phrase.lower()
+    return ApiError(error.status_code, message, headers=dict(error.headers or {}) or None)
+
+
+async def error_response(request: Request, error: Exception) -> Response:
+    """Return the response for an error that no endpoint handled; an exception handler of the app."""
+    path = f"{request.method} {request.url.path}"
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        return ApiError(404, f"there is no endpoint {path}; /openapi.json lists them", code="not_found").response()
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{path} is not allowed; allowed: {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed}).response()
+    return as_api_error(error).response()

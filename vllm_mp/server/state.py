@@ -1,6 +1,8 @@
 """What all requests to a server share."""
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_mp.client.async_llm import AsyncLLM
@@ -15,3 +17,6 @@ class ServerState:
     options: ServerOptions
     created: int = field(default_factory=lambda: int(time.time()))
     """When the server started, in seconds since 1970: the `created` of its models."""
+    admit: Callable[[int], contextlib.AbstractAsyncContextManager[None]] = lambda num_prompts: contextlib.nullcontext()
+    """Returns a context that a request with that many prompts holds from before its tokenization until its end; its
+    entry waits, or raises ApiError if the server has no room."""

@@ -59,6 +59,18 @@ def standalone_core(
             raise
 
 
+@contextlib.contextmanager
+def replay_core(folder: Path, *flags: str) -> Iterator[str]:
+    """Run a replay core with its socket in `folder`, and yield its address. End it by SIGTERM if it still runs."""
+    address = f"ipc://{folder}/replay.sock"
+    process = subprocess.Popen([sys.executable, "-m", "vllm_mp.replay_core", "--listen", address, *flags])
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
 def greedy(max_tokens: int | None, **params: Any) -> SamplingParams:
     """Return parameters of a greedy request that has one output, when it finishes."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY, **params)

@@ -1,0 +1,98 @@
+"""The live requests of one client of a replay core, as arrays with an entry for each request."""
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp import wire
+from vllm_mp.replay_core.answers import Answer, Answers
+
+
+class Streams:
+    """The requests of a client that have not ended. A step gives each of them its next token."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._flat = answers.tokens.reshape(-1)
+        self._answer_length = answers.tokens.shape[1]
+        self._answer_of: dict[int, Answer] = {}
+        """By slot."""
+        self._slots = np.zeros(0, np.int64)
+        """[n], as are the next two."""
+        self._starts = np.zeros(0, np.int64)
+        """Where each recorded answer begins in `_flat`."""
+        self._positions = np.zeros(0, np.int64)
+        """The position of each request's next token."""
+        self._steps_until_end = 0
+        """Steps until the first request ends."""
+        self._packed_slots = b""
+        self._added: list[tuple[int, int, int]] = []
+        """(slot, start, position) of requests that are not in the arrays yet."""
+
+    def __len__(self) -> int:
+        return len(self._answer_of)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._answer_of
+
+    def add(self, slot: int, answer: Answer, position: int) -> None:
+        """Add a request whose next token is at `position`, which is below `answer.length`."""
+        self._answer_of[slot] = answer
+        self._added.append((slot, answer.number * self._answer_length, position))
+
+    def abort(self, slots: list[int]) -> list[wire.Finished]:
+        """End the requests in `slots`, and return their ends; slots that are free are ignored."""
+        self._merge()
+        ends = [
+            wire.Finished(slot, int(self._positions[self._slots == slot][0]), "abort")
+            for slot in slots
+            if self._answer_of.pop(slot, None) is not None
+        ]
+        self._keep(np.asarray([slot in self._answer_of for slot in self._slots.tolist()], np.bool_))
+        return ends
+
+    def abort_all(self) -> list[wire.Finished]:
+        """End every request, and return their ends."""
+        return self.abort(list(self._answer_of))
+
+    def step(self, incarnation: int, number: int) -> wire.StepOutput:
+        """Return the message with the next token of each request, and forget the requests that end with it."""
+        if self._added:
+            self._merge()
+            self._keep(np.ones(len(self._slots), np.bool_))
+        positions = self._positions
+        message = wire.StepOutput(
+            incarnation,
+            number,
+            self._packed_slots,
+            self._flat[self._starts + positions % self._answer_length].tobytes(),
+            (positions & 0xFFFF).astype("<u2").tobytes(),
+        )
+        positions += 1
+        self._steps_until_end -= 1
+        if self._steps_until_end == 0:
+            has_ended = positions == self._lengths()
+            message.finished = [self._end(slot) for slot in self._slots[has_ended].tolist()]
+            self._keep(~has_ended)
+        return message
+
+    def _end(self, slot: int) -> wire.Finished:
+        answer = self._answer_of.pop(slot)
+        return wire.Finished(slot, answer.length, answer.reason, answer.stop_reason)
+
+    def _lengths(self) -> npt.NDArray[np.int64]:
+        return np.asarray([self._answer_of[slot].length for slot in self._slots.tolist()], np.int64)
+
+    def _merge(self) -> None:
+        """Bring the requests in `_added` into the arrays."""
+        if self._added:
+            slots, starts, positions = np.asarray(self._added, np.int64).T
+            self._slots = np.concatenate([self._slots, slots])
+            self._starts = np.concatenate([self._starts, starts])
+            self._positions = np.concatenate([self._positions, positions])
+            self._added.clear()
+
+    def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
+        """Remove the entries that are not `kept` [n], and compute what follows from the entries."""
+        self._slots, self._starts, self._positions = self._slots[kept], self._starts[kept], self._positions[kept]
+        empty = np.zeros(len(self._slots), np.int64)
+        self._packed_slots, _, _ = wire.pack_tokens(self._slots, empty, empty)
+        self._steps_until_end = int((self._lengths() - self._positions).min(initial=2**62))

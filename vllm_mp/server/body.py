@@ -1,0 +1,143 @@
+"""The body of a request: read with a bound, and decoded into a struct with errors that name the field."""
+
+import asyncio
+import difflib
+import re
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from vllm_mp.server.errors import ApiError
+from vllm_mp.server.state import ServerState
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+NOT_SERVED = msgspec.Meta(description="Not served: leave it out.", extra={"refused": "is not served yet; leave it out"})
+"""Marks a field of OpenAI's API that is refused by name, unless it has the value of a request without it."""
+
+Refused = Annotated[None, NOT_SERVED]
+"""The type of a field that is refused unless it is null."""
+
+Ignored = Annotated[
+    Any, msgspec.Meta(description="Accepted; it has no effect here.", extra_json_schema={"x-has-effect": False})
+]
+"""The type of a field that describes the request without a change of its answer."""
+
+_AT_PATH = re.compile(r" - at (?:`key` in )?`(\$.*)`$", re.DOTALL)
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape that is no character without its other half."""
+
+
+class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The base of all bodies: a field that is not declared is refused by name."""
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """Return the body of `request` as a `kind`.
+
+    Raises ApiError: 415 if it is not declared as JSON, 413 if it is larger than the option `max_body_bytes`, 408 if it
+    does not arrive within the option `body_timeout`, and 400 if it is no JSON of this kind.
+    """
+    server: ServerState = request.app.state.server
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        # Other types need no consent of the server to be sent by a page of any site (CORS).
+        raise ApiError(
+            415,
+            f"Content-Type must be application/json, got {media_type[:100] or 'none'!r}; set the header "
+            "`Content-Type: application/json`",
+            param="Content-Type",
+        )
+    options = server.options
+    try:
+        async with asyncio.timeout(options.body_timeout):
+            content = await _read_bounded(request, options.max_body_bytes)
+    except TimeoutError:
+        message = f"the body did not arrive within {options.body_timeout:g} s; send it at once"
+        raise ApiError(408, message, headers={"Connection": "close"}) from None
+    return decode_body(content, kind)
+
+
+async def _read_bounded(request: Request, limit: int) -> bytes:
+    """Return the bytes of the body. Raises ApiError for more than `limit`, ClientDisconnect if the client hangs up."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the body is too large: the limit is {limit} bytes; send less, or raise --max-body-bytes"
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+
+def decode_body(content: bytes, kind: type[Body]) -> Body:
+    """Return the JSON `content` as a `kind`. Raises ApiError, naming the field, if it is none."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error), kind) from None
+    except msgspec.DecodeError as error:
+        hint = "; half of a surrogate pair is no character" if _SURROGATE.search(content) else ""
+        raise ApiError(400, f"the body is no valid JSON: {error}{hint}", code="invalid_json") from None
+    except UnicodeDecodeError as error:
+        message = f"the body is no valid UTF-8: {error.reason} at byte {error.start}"
+        raise ApiError(400, message, code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply; nest it less", code="invalid_json") from None
+
+
+def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:
+    """Return the error for a body that does not fit `kind`, from the decoder's `message`."""
+    found = _AT_PATH.search(message)
+    what, path = (message[: found.start()], found[1][1:].removeprefix(".")) if found else (message, "")
+    unknown = _UNKNOWN_FIELD.fullmatch(what)
+    if unknown:
+        return _unknown_field(unknown[1], path, kind)
+    missing = _MISSING_FIELD.fullmatch(what)
+    if missing:
+        name = f"{path}.{missing[1]}" if path else missing[1]
+        return ApiError(400, f"the field {name} is missing; add it", param=name)
+    what = what[:1].lower() + what[1:]
+    if not path:
+        return ApiError(400, f"the body is wrong: {what}")
+    refusal = _refusal(path, kind)
+    if refusal is not None:
+        return ApiError(400, f"{path} {refusal}", param=path, code="unsupported_field")
+    return ApiError(400, f"{path} is wrong: {what}", param=path)
+
+
+def _unknown_field(name: str, path: str, kind: type[msgspec.Struct]) -> ApiError:
+    """Return the error for the field `name`, which the object at `path` does not have."""
+    where = f"{path}.{name}" if path else name
+    # The path of a nested object does not tell its type, so only fields of the body itself get a suggestion.
+    known = () if path else [field.encode_name for field in msgspec.structs.fields(kind)]
+    near = difflib.get_close_matches(name[:100], known, 1)
+    advice = f"did you mean {near[0]!r}?" if near else "leave it out"
+    return ApiError(400, f"there is no field {where[:200]!r}; {advice}", param=where[:200], code="unknown_field")
+
+
+def _refusal(path: str, kind: type[msgspec.Struct]) -> str | None:
+    """Return why the field of `kind` at `path` accepts no such value; None for a field that is served."""
+    name = re.split(r"[.\[]", path, maxsplit=1)[0]
+    for field in msgspec.structs.fields(kind):
+        if field.encode_name == name:
+            for meta in get_args(field.type):
+                if isinstance(meta, msgspec.Meta) and meta.extra and "refused" in meta.extra:
+                    return str(meta.extra["refused"])
+    return None

@@ -1,0 +1,154 @@
+"""The generation of text for a request: what the completions, chat and responses endpoints share."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+
+from vllm_mp.client.prompt import PromptType
+from vllm_mp.outputs import RequestOutput
+from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.server.endpoint import Call, check_request_id
+from vllm_mp.server.sampling_fields import refuse_parameters
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """What the prompt's tokens are made of."""
+
+    cached_tokens: int
+    """Tokens that the prefix cache held."""
+
+
+class Usage(msgspec.Struct):
+    """The tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Generation:
+    """The live completions of an HTTP request: a stream for each of its prompts.
+
+    The call that it was started for aborts what is left when it ends.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        streams: Sequence[AsyncGenerator[RequestOutput, None]],
+        resources: contextlib.AsyncExitStack,
+    ) -> None:
+        self.request_id = request_id
+        self._streams = streams
+        self._resources = resources
+        self._prompt_tokens = [0] * len(streams)
+        self._cached_tokens = [0] * len(streams)
+        self.completion_tokens = 0
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield each output, with the index of its prompt, as it comes. Raises EngineError if a request fails."""
+        if len(self._streams) == 1:
+            async for only in self._streams[0]:
+                self._count(0, only)
+                yield 0, only
+            return
+        # A queue without spare room, so that outputs merge in their streams while the client is slow.
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
+        tasks = [asyncio.create_task(_forward(index, stream, queue)) for index, stream in enumerate(self._streams)]
+        self._resources.push_async_callback(_cancel_all, tasks)
+        num_live = len(tasks)
+        while num_live:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            num_live -= item.finished
+            self._count(index, item)
+            yield index, item
+
+    async def results(self) -> list[RequestOutput]:
+        """Return the last output of each prompt, which with FINAL_ONLY holds everything."""
+        results = []
+        for index, stream in enumerate(self._streams):
+            async for output in stream:
+                self._count(index, output)
+                if output.finished:
+                    results.append(output)
+        return results
+
+    def usage(self) -> Usage:
+        """Return the tokens so far."""
+        prompt_tokens = sum(self._prompt_tokens)
+        return Usage(
+            prompt_tokens,
+            self.completion_tokens,
+            prompt_tokens + self.completion_tokens,
+            PromptTokensDetails(sum(self._cached_tokens)),
+        )
+
+    def _count(self, index: int, output: RequestOutput) -> None:
+        self._prompt_tokens[index] = len(output.prompt_token_ids)
+        self._cached_tokens[index] = output.num_cached_tokens or 0
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
+
+
+async def start_generation(
+    call: Call,
+    kind: str,
+    prompts: Sequence[PromptType],
+    params: SamplingParams,
+    *,
+    request_id: str | None = None,
+    priority: int | None = None,
+    tokenization_kwargs: dict[str, Any] | None = None,
+) -> Generation:
+    """Send a request to the engine for each prompt, once the server admits them.
+
+    `kind` begins the id of the generation, as "cmpl"; the rest is `request_id`, the body's own, or that of the call.
+    The requests are aborted when `call` ends. Raises ApiError for a request that cannot run.
+    """
+    chosen = call.request_id
+    if request_id is not None:
+        chosen = check_request_id(request_id, "request_id")
+    request_id = f"{kind}-{chosen}"
+    await call.resources.enter_async_context(call.server.admit(len(prompts)))
+    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+
+    async def add(index: int) -> AsyncGenerator[RequestOutput, None]:
+        stream = await call.server.engine.add_request(
+            ids[index], prompts[index], params, priority=priority or 0, tokenization_kwargs=tokenization_kwargs
+        )
+        call.resources.push_async_callback(stream.aclose)
+        return stream
+
+    try:
+        # A group, so that no prompt is still being tokenized when another prompt is refused.
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(add(index)) for index in range(len(prompts))]
+    except ExceptionGroup as errors:
+        raise refuse_parameters(errors.exceptions[0]) from None
+    return Generation(request_id, [task.result() for task in tasks], call.resources)
+
+
+async def _forward(
+    index: int,
+    stream: AsyncGenerator[RequestOutput, None],
+    queue: "asyncio.Queue[tuple[int, RequestOutput | Exception]]",
+) -> None:
+    """Put each output of a prompt, or the error that ends it, into `queue`."""
+    try:
+        async for output in stream:
+            await queue.put((index, output))
+    except Exception as error:
+        await queue.put((index, error))
+
+
+async def _cancel_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    """Cancel `tasks`, and return when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,67 @@
+"""The sampling parameters as fields of a request, derived from the declarations of `SamplingParams`."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from vllm_mp.parameters import Integer, NotServed, Number, Parameter
+from vllm_mp.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
+from vllm_mp.server.body import Refused, RequestBody
+from vllm_mp.server.errors import ApiError, as_refusal
+
+_INTERNAL = frozenset({"output_kind", "detokenize", "extra_args"})
+"""Fields of `SamplingParams` that the server sets itself."""
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
+"""Names under which older clients ask for structured output."""
+_FIELDS = tuple(name for name in PARAMETERS if name not in _INTERNAL)
+
+
+def _declaration(name: str, parameter: Parameter) -> Any:
+    """Return the type of the field of a request: that of `SamplingParams` with its range, or null."""
+    if isinstance(parameter, NotServed):
+        return Refused
+    plain = next(field.type for field in msgspec.structs.fields(SamplingParams) if field.name == name)
+    # The ranges are only described here: `SamplingParams` enforces them, with messages that say more.
+    schema: dict[str, Any] = {}
+    if isinstance(parameter, Integer):
+        schema = {"minimum": parameter.low, "maximum": parameter.high}
+    elif isinstance(parameter, Number):
+        schema = {"exclusiveMinimum" if parameter.open_low else "minimum": parameter.low, "maximum": parameter.high}
+    return Annotated[plain, msgspec.Meta(extra_json_schema=schema)] | None
+
+
+if TYPE_CHECKING:
+
+    class SamplingFields(RequestBody, kw_only=True):
+        """A body with the sampling parameters; each is null unless the request sets it."""
+else:
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [
+            *[(name, _declaration(name, PARAMETERS[name]), None) for name in _FIELDS],
+            *[(name, Refused, None) for name in _GUIDED],
+        ],
+        bases=(RequestBody,),
+        kw_only=True,
+        module=__name__,
+        namespace={"__doc__": "A body with the sampling parameters; each is null unless the request sets it."},
+    )
+
+
+def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) -> SamplingParams:
+    """Return the parameters that `body` asks for, over `defaults`; a parameter of `own` that is not None precedes both.
+
+    Raises ApiError, naming the field, for values out of range and for what is not served.
+    """
+    given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    kind = RequestOutputKind.DELTA if getattr(body, "stream", False) else RequestOutputKind.FINAL_ONLY
+    own = {name: value for name, value in own.items() if value is not None}
+    try:
+        return SamplingParams(**{"output_kind": kind, **defaults, **given, **own})
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise as_refusal(error, _FIELDS) from None
+
+
+def refuse_parameters(error: Exception) -> ApiError:
+    """Return the ApiError for what the engine raised for a request's prompt or parameters."""
+    return as_refusal(error, _FIELDS)
