@@ -6,12 +6,12 @@ from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineError
-from vllm_mp.server import completions, models
+from vllm_mp.server import completions, embeddings, models
 from vllm_mp.server.errors import ApiError, error_response
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (completions, models)
+_ENDPOINTS = (completions, embeddings, models)
 """The modules that serve endpoints."""
 
 
