@@ -56,6 +56,37 @@ class EngineControl:
         status["heartbeat_age"] = page.heartbeat_age if page else None
         return status
 
+    def last_core_status(self) -> dict[str, Any]:
+        """Return what is known of the core without asking it, also while it is dead or hangs.
+
+        `state` is its state on the status page, "RECOVERING" while there is no core, or "DEAD" once it is gone for
+        good, and `reason` says why. The values from the status page are missing if the page is not visible, as over
+        TCP.
+        """
+        status: dict[str, Any] = {
+            "incarnation": self._core_client.incarnation,
+            "restarts": self._supervisor.num_restarts,
+            "standby_pid": self._supervisor.standby_pid,
+        }
+        if page := self._supervisor.status():
+            names = ("pid", "step", "num_running", "num_waiting", "free_blocks", "total_blocks", "heartbeat_age")
+            status |= {name: getattr(page, name) for name in names}
+            status["state"] = page.state.name
+        if self._supervisor.end is not None:
+            status |= {"state": "DEAD", "reason": self._supervisor.end}
+        elif (cause := self._core_client.recovers_from) is not None:
+            status |= {"state": "RECOVERING", "reason": cause}
+        return status
+
+    async def ping(self, timeout: float) -> None:
+        """Return once the core answers.
+
+        Raises EngineDeadError if the core is gone for good, and EngineError if it does not answer within `timeout`
+        seconds, also because a step takes longer.
+        """
+        self._attach()
+        await self._core_client.ping(timeout)
+
     async def read_core_load(self, timeout: float = 1.0) -> CoreReading | None:
         """Return the load of the core, over all its clients; None if it was never known.
 

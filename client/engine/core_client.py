@@ -78,6 +78,11 @@ class EngineCoreClient:
         return None if end is None else EngineDeadError(end)
 
     @property
+    def recovers_from(self) -> str | None:
+        """The cause of the death, while there is no core."""
+        return self._recovers_from
+
+    @property
     def incarnation(self) -> int:
         return self._core.connection.incarnation
 
@@ -144,16 +149,28 @@ class EngineCoreClient:
         Raises EngineError if the core does not answer within 5 s, unless it is in a long step or waking up.
         """
         try:
-            await self.call("ping", _PING_TIMEOUT_S)
+            await self.ping(_PING_TIMEOUT_S)
+        except EngineError:
+            status = self.supervisor.status()
+            if (
+                self._has_core
+                and status is not None
+                and status.state in (CoreState.STEPPING, CoreState.LOADING)
+                and status.heartbeat_age < limit
+            ):
+                return
+            raise
+
+    async def ping(self, timeout: float) -> None:
+        """Return once the core answers; raises EngineError if it does not within `timeout` seconds."""
+        try:
+            await self.call("ping", timeout)
         except TimeoutError as error:
             if self._recovers_from is not None:
                 raise EngineError(
                     f"the core died and its successor is not ready yet: {self._recovers_from}; try again later"
                 ) from error
-            status = self.supervisor.status()
-            if status and status.state in (CoreState.STEPPING, CoreState.LOADING) and status.heartbeat_age < limit:
-                return
-            raise EngineError(f"the core has not answered for {_PING_TIMEOUT_S:g} s: {status}") from error
+            raise EngineError(f"the core has not answered for {timeout:g} s: {self.supervisor.status()}") from error
 
     def count_drops(self) -> None:
         """Count the messages that the connection to the current core has dropped since the last call."""
