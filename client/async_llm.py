@@ -1,15 +1,18 @@
 """The asyncio client of an engine."""
 
+import asyncio
 import contextlib
+import threading
 import time
 import types
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any, Self
 
 import msgspec
 
+from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
 from vllm_mp.client.engine_control import EngineControl
@@ -68,6 +71,40 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Start a core from a resolved configuration, as `from_engine_args` does."""
         check_unserved(stat_loggers=stat_loggers or None)
+        engine = cls._launch(vllm_config, lambda: None)
+        engine._accepts = start_engine_loop
+        return engine
+
+    @classmethod
+    async def start(cls, engine_args: EngineArgs) -> Self:
+        """Start a core as `from_engine_args` does, without blocking the running loop; cancelling the call ends it.
+
+        Raises what `from_engine_args` raises.
+        """
+        is_cancelled = threading.Event()
+
+        def check() -> None:
+            if is_cancelled.is_set():
+                raise _Cancelled
+
+        def launch() -> Any:
+            config = engine_args.create_engine_config()
+            check()
+            return cls._launch(config, check)
+
+        starting = call_in_thread(launch)
+        try:
+            engine: Self = await asyncio.shield(starting)
+            return engine
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            with contextlib.suppress(Exception):  # the start has failed, because of the cancellation or on its own
+                (await starting).shutdown()
+            raise
+
+    @classmethod
+    def _launch(cls, vllm_config: VllmConfig, check: Callable[[], None]) -> Self:
+        """Start a core and return the engine when it is ready. `check` is called meanwhile, and raises to end that."""
         limits = vllm_config.liveness_config
         restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
         source, core = CoreLauncher(vllm_config), None
@@ -75,13 +112,11 @@ class AsyncLLM(EngineControl):
             source.begin()
             # The tokenizer loads while the core starts.
             tokenizer = load_awaitable_tokenizer(vllm_config.model_config)
-            core = source.finish(lambda: None)
-            engine = cls(CoreSupervisor(source, core, restarts), tokenizer)
+            core = source.finish(check)
+            return cls(CoreSupervisor(source, core, restarts), tokenizer)
         except BaseException:
             source.close(None, core)
             raise
-        engine._accepts = start_engine_loop
-        return engine
 
     @classmethod
     def connect(
@@ -220,7 +255,7 @@ class AsyncLLM(EngineControl):
         self._inputs.check(params, priority)
         self._attach()
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        arrival_time = time.time() if arrival_time is None else arrival_time
+        arrival_time = time.time() if arrival_time is None else float(arrival_time)
         self._requests.reserve(request_id)
         given = CallerRequest(request_id, prompt, prompt_token_ids, priority, arrival_time, tokenization_kwargs or {})
         try:
@@ -238,7 +273,10 @@ class AsyncLLM(EngineControl):
             self._requests.cancel(request_id)
             raise
         if is_sent:
-            self._stats.log_request(stream)
+            self.stats.note_sent(stream, arrival_time, trace_headers or {})
+            self._stat_logger.log_request(stream)
+        else:
+            self.stats.note_unsent()
         outputs = self._consume(stream)
         # Start the generator now, so that it aborts the request even if no output is ever taken.
         await anext(outputs)
@@ -305,6 +343,10 @@ class AsyncLLM(EngineControl):
         finally:
             if not stream.is_over:
                 self._core_client.abort(stream.request_id)
+
+
+class _Cancelled(Exception):
+    """The start of an engine was cancelled."""
 
 
 def _release(supervisor: CoreSupervisor, microbatch: AsyncMicrobatchTokenizer | None) -> None:

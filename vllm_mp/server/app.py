@@ -6,19 +6,25 @@ from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineError
-from vllm_mp.server import completions, embeddings, models
+from vllm_mp.server import completions, embeddings, health, models
+from vllm_mp.server.admission import Admission
 from vllm_mp.server.errors import ApiError, error_response
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (completions, embeddings, models)
+_ENDPOINTS = (completions, embeddings, health, models)
 """The modules that serve endpoints."""
 
 
-def build_app(engine: AsyncLLM, options: ServerOptions) -> Starlette:
-    """Return the application that serves `engine`, which the caller shuts down afterwards."""
+def build_app(engine: AsyncLLM, options: ServerOptions, admission: Admission | None = None) -> Starlette:
+    """Return the application that serves `engine`, which the caller shuts down afterwards.
+
+    By default, its admission counts the requests of this process alone.
+    """
+    if admission is None:
+        admission = Admission(options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs))
     routes: list[BaseRoute] = [route for module in _ENDPOINTS for route in module.ROUTES]
     handled = (ApiError, EngineError, HTTPException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, error_response))
-    app.state.server = ServerState(engine, options)
+    app.state.server = ServerState(engine, options, admission)
     return app

@@ -88,7 +88,7 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
     if body.request_id is not None:
         request_id = check_request_id(body.request_id, "request_id")
     request_id = f"embd-{request_id}"
-    await call.resources.enter_async_context(call.server.admit(len(prompts)))
+    await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [

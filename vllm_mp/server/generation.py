@@ -115,7 +115,7 @@ async def start_generation(
     if request_id is not None:
         chosen = check_request_id(request_id, "request_id")
     request_id = f"{kind}-{chosen}"
-    await call.resources.enter_async_context(call.server.admit(len(prompts)))
+    await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
 
     async def add(index: int) -> AsyncGenerator[RequestOutput, None]:
