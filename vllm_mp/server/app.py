@@ -7,14 +7,14 @@ from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineError
-from vllm_mp.server import completions, health, metrics, models
+from vllm_mp.server import chat, completions, embeddings, health, metrics, models, tokenization
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.errors import ApiError, error_response
 from vllm_mp.server.http_stats import HttpStats, HttpStatsMiddleware
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (completions, health, metrics, models)
+_ENDPOINTS = (completions, chat, embeddings, models, tokenization, health, metrics)
 """The modules that serve endpoints."""
 
 
