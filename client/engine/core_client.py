@@ -258,7 +258,7 @@ class EngineCoreClient:
         if not self._sleep_calls:  # otherwise the dead core had not reached `_sleep` yet
             self._sleep = death.sleep
         requests = self.requests
-        self._stats.note_death(death.kind, death.time)
+        self._stats.note_death(death.kind, death.time, death.cause)
         logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
         culprit = self._suspects.record(death, requests.live())
         if culprit is not None:

@@ -5,6 +5,7 @@ The work is per message, or per request, never per token. Moments are in seconds
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _COMPLETIONS = (1, 2, 5, 10, 20)
 _FIRST_SLOTS = 256
+_MAX_RESTARTS = 20
+"""Restarts that are remembered with their causes."""
 _REPORT_S = 10.0
 
 
@@ -67,6 +70,21 @@ class CoreReading(NamedTuple):
     def kv_cache_usage(self) -> float:
         """Share of the KV cache's blocks in use, 0 to 1."""
         return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+
+@dataclass(slots=True)
+class Restart:
+    """A death of the core, and what became of it."""
+
+    time: float
+    """When the core died, in seconds of `time.time()`."""
+    kind: str
+    """One of `DEATH_KINDS`."""
+    cause: str
+    recovery_s: float | None = None
+    """Seconds until the next core served; None while there is no core."""
+    num_recovered: int | None = None
+    """Requests that continue on the next core; None while there is no core."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,8 +148,10 @@ class EngineStats:
         """[num_tokens] the same as numbers."""
         self._step_time = 0.0
         """When the latest step with tokens arrived."""
-        self._death: tuple[str, float] | None = None
-        """Kind and moment of the death that the next core recovers from."""
+        self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
+        """The latest deaths of this client's cores, the oldest first."""
+        self._died_at: float | None = None
+        """The moment of the last of `restarts`; None while there is a core."""
         self._recovers_since: float | None = None
         """The moment of the death after which no token has arrived; None otherwise."""
         self._listeners: list[Callable[[FinishedRequest], None]] = []
@@ -230,23 +250,25 @@ class EngineStats:
                 logger.exception("a listener to finished requests failed, and is not called again")
                 self._listeners.remove(listener)
 
-    def note_death(self, kind: str, at: float) -> None:
-        """Note that the core died `at` a moment; `kind` is one of `DEATH_KINDS`."""
-        self._death = (kind, at)
+    def note_death(self, kind: str, at: float, cause: str) -> None:
+        """Note that the core died `at` a moment; `kind` is one of `DEATH_KINDS`, `cause` says more."""
+        self._died_at = at
+        self.restarts.append(Restart(at + time.time() - time.monotonic(), kind, cause))
 
     def note_restart(self) -> None:
         """Count a restart: the next core serves, and is told every live request."""
-        if self._death is None:
+        died_at, self._died_at = self._died_at, None
+        if died_at is None:
             return
-        kind, at = self._death
-        self._death = None
-        self.core_restarts.add(1, kind)
-        if self._live:
-            self._recovers_since = at
-        for live in self._live.values():
-            if live.sent < at:
-                live.num_recoveries += 1
-                self.recovered_requests.add(1)
+        recovered = [live for live in self._live.values() if live.sent < died_at]
+        for live in recovered:
+            live.num_recoveries += 1
+        restart = self.restarts[-1]
+        restart.recovery_s, restart.num_recovered = time.monotonic() - died_at, len(recovered)
+        self.core_restarts.add(1, restart.kind)
+        self.recovered_requests.add(len(recovered))
+        if recovered:
+            self._recovers_since = died_at
 
     def _note_first(self, message: wire.StepOutput, now: float) -> int:
         """Count requests whose first token or vector is in `message`; return the number of their prompts' tokens."""

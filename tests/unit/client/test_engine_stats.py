@@ -159,13 +159,15 @@ def test_a_restart_is_counted_by_cause_with_the_time_to_the_next_token(client: C
     (slot,) = client.add("a")
     client.step([slot], 1.0, {slot: 0.0})
     client.now += 1.0
-    client.stats.note_death("signal", client.now)
+    client.stats.note_death("signal", client.now, "killed")
+    assert [(restart.cause, restart.recovery_s) for restart in client.stats.restarts] == [("killed", None)]
     client.now += 0.5
     (later,) = client.add("b")
     client.stats.note_restart()
     client.step([slot], 1.5)
     client.step([slot], 1.0)
     stats = client.stats
+    assert [(restart.recovery_s, restart.num_recovered) for restart in stats.restarts] == [(0.5, 1)]
     assert {kind: count for kind, count in client.read(stats.core_restarts).items() if count} == {"signal": 1}
     assert stats.recovered_requests.value == 1
     assert client.read(stats.recovery_s).sum == pytest.approx(2.0)
