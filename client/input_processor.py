@@ -35,10 +35,10 @@ def check_unserved(**arguments: Any) -> None:
 class InputProcessor:
     """Turns a caller's request into a stream that holds its record; the event loop never waits for the tokenizer."""
 
-    def __init__(self, config: VllmConfig, tokenizer: Any, prompt_tokenizer: PromptTokenizer | None) -> None:
-        """Both tokenizers are None with skip_tokenizer_init."""
+    def __init__(self, config: VllmConfig, prompt_tokenizer: PromptTokenizer | None) -> None:
+        """`prompt_tokenizer` is None with skip_tokenizer_init."""
         self._config = config
-        self._tokenizer = tokenizer
+        self._tokenizer = None if prompt_tokenizer is None else prompt_tokenizer.tokenizer
         self._prompt_tokenizer = prompt_tokenizer
         self._token_texts: TokenText | None = None
 

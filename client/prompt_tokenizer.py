@@ -33,6 +33,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
         self._calls = AsyncMicrobatchTokenizer(tokenizer)
         self._token_length: TokenLength | None = None
         self._lanes: tuple[Microbatcher, Microbatcher] | None = None
@@ -63,6 +64,13 @@ class PromptTokenizer:
         job = _Text(text, add_special_tokens, max_tokens)
         token_ids: list[int] = await lane.queues().add(job.add_special_tokens, job, len(text))
         return token_ids
+
+    async def decode(self, token_ids: list[int], options: dict[str, Any]) -> str:
+        """Return `tokenizer.decode(token_ids, **options)`.
+
+        Raises RuntimeError if the tokenizer was closed, and what the tokenizer itself raises.
+        """
+        return await self._calls.decode(token_ids, **options)
 
     def close(self) -> None:
         """End the worker threads; callers that still wait get a RuntimeError. Idempotent; from any thread."""

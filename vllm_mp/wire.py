@@ -215,6 +215,9 @@ class StepOutput(_Message, tag=18):
     """Of tokens of prompts, at their positions there, in order; all arrive before the first output token."""
     vectors: list[tuple[int, bytes]] = []
     """(slot, vector as little-endian float32); together with its `Finished`, the answer to an `AddPooling`."""
+    queued: list[tuple[int, float]] = []
+    """(slot, seconds) of requests with their first token or their vector here: the time that each waited in this core
+    until a step computed its first tokens."""
 
 
 class Reply(_Message, tag=19):

@@ -95,6 +95,12 @@ class CoreProcess:
         """Whether SIGKILL ended the core; valid only after its end or after `kill`."""
         return self._popen.poll() == -signal.SIGKILL
 
+    @property
+    def ended_by_signal(self) -> bool:
+        """Whether a signal ended the core."""
+        code = self._popen.poll()
+        return code is not None and code < 0
+
     def status_page(self) -> StatusPage | None:
         """The core's status page; None until the core has created it."""
         if self._page is None:

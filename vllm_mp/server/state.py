@@ -1,11 +1,11 @@
 """What all requests to a server share."""
 
-import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.server.admission import Admission
+from vllm_mp.server.chat_template import ChatTemplate
 from vllm_mp.server.options import ServerOptions
 
 
@@ -15,8 +15,12 @@ class ServerState:
 
     engine: AsyncLLM
     options: ServerOptions
+    admission: Admission
     created: int = field(default_factory=lambda: int(time.time()))
     """When the server started, in seconds since 1970: the `created` of its models."""
-    admit: Callable[[int], contextlib.AbstractAsyncContextManager[None]] = lambda num_prompts: contextlib.nullcontext()
-    """Returns a context that a request with that many prompts holds from before its tokenization until its end; its
-    entry waits, or raises ApiError if the server has no room."""
+    chat_template: ChatTemplate = field(init=False)
+    """The model's chat template."""
+
+    def __post_init__(self) -> None:
+        has_tokenizer = not self.engine.model_config.skip_tokenizer_init
+        self.chat_template = ChatTemplate(self.engine.get_tokenizer() if has_tokenizer else None)
