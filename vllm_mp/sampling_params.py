@@ -239,7 +239,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
 
     def clone(self) -> "SamplingParams":
-        """Return a copy whose fields can be changed without changing this object (lists are not copied)."""
+        """Return a copy whose fields can be changed without changing this object (lists are not copied).
+
+        Raises TypeError or ValueError if a field was set to a value that it cannot have.
+        """
         return msgspec.structs.replace(self)
 
 
