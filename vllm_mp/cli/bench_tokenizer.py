@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
 from vllm_mp.cli.heartbeat import Heartbeat, heartbeat
@@ -30,6 +30,14 @@ _TEXT: Final = (
 _CHARS_PER_TOKEN = 5
 """Length of the texts per token, a little more than that of a usual token."""
 _LONG_TEXT_CHARS = 27_000_000
+
+
+class Cost(NamedTuple):
+    """What a piece of work costs."""
+
+    wall_s: float
+    cpu_s: float
+    """Processor time of all threads of this process."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,13 +106,13 @@ async def _measure_short(tokenizer: "PromptTokenizer", num_prompts: int, rounds:
         "AsyncMicrobatchTokenizer": batched,
         "engine's token ids": for_the_engine,
     }
-    seconds = await _in_turns(ways, rounds)
-    print(f"{num_prompts} concurrent prompts of {num_tokens / num_prompts:.1f} tokens: ms in all, and times as fast")
-    base = statistics.median(seconds["one by one, in a thread"])
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        print(f"  {name:<26}{1000 * median:>8.1f} ({1000 * min(values):.1f} to {1000 * max(values):.1f})", end="")
-        print(f"{base / median:>8.1f} x")
+    costs = await _in_turns(ways, rounds)
+    print(f"{num_prompts} concurrent prompts of {num_tokens / num_prompts:.1f} tokens")
+    print(f"{'median, in ms':<28}{'time':>10}{'':>8}{'processor time':>18}{'':>8}")
+    base = costs["one by one, in a thread"]
+    for name, cost in costs.items():
+        print(f"  {name:<26}{1000 * cost.wall_s:>10.1f}{base.wall_s / cost.wall_s:>6.1f} x", end="")
+        print(f"{1000 * cost.cpu_s:>18.1f}{base.cpu_s / cost.cpu_s:>6.1f} x")
 
     async def alone() -> None:
         call(prompts[0])
@@ -121,14 +129,14 @@ async def _measure_short(tokenizer: "PromptTokenizer", num_prompts: int, rounds:
         "engine's token ids": alone_for_the_engine,
     }
     lone = await _in_turns(lone_ways, 50 * rounds)
-    print("a lone prompt: median µs")
-    for name, values in lone.items():
-        print(f"  {name:<26}{1e6 * statistics.median(values):>8.0f}")
+    print("a lone prompt, median in µs")
+    for name, cost in lone.items():
+        print(f"  {name:<26}{1e6 * cost.wall_s:>10.0f}")
     thread.shutdown()
     batches.close()
     return {
-        "short prompts, s": {name: statistics.median(values) for name, values in seconds.items()},
-        "lone prompt, s": {name: statistics.median(values) for name, values in lone.items()},
+        "short prompts, s": {name: cost._asdict() for name, cost in costs.items()},
+        "lone prompt, s": {name: cost._asdict() for name, cost in lone.items()},
     }
 
 
@@ -209,16 +217,16 @@ async def _read_streams(llm: Any, num_streams: int, num_tokens: int) -> dict[str
     return _report_lag("the streams", beat, f"{wall:>10.1f}")
 
 
-async def _in_turns(ways: Mapping[str, Callable[[], Awaitable[None]]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each way in each round, after a round of warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+async def _in_turns(ways: Mapping[str, Callable[[], Awaitable[None]]], rounds: int) -> dict[str, Cost]:
+    """Return the median cost of each way, after a round of warm-up."""
+    costs: dict[str, list[Cost]] = {name: [] for name in ways}
     for turn in range(1 + rounds):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             await way()
             if turn:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+                costs[name].append(Cost(time.perf_counter() - start, time.process_time() - cpu))
+    return {name: Cost(*map(statistics.median, zip(*rows, strict=True))) for name, rows in costs.items()}
 
 
 def _report_lag(name: str, beat: Heartbeat, more: str) -> dict[str, float]:
