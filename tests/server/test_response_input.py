@@ -10,7 +10,7 @@ from vllm_mp.server.response_input import InputItem, chat_messages
 def messages(input, instructions=None):
     if not isinstance(input, str):
         input = msgspec.convert(input, list[InputItem])
-    return chat_messages(input, instructions)
+    return [{"role": message.role, "content": message.content} for message in chat_messages(input, instructions)]
 
 
 def refused(input):
