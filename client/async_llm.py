@@ -19,7 +19,7 @@ from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.outputs.stream import RequestStream
-from vllm_mp.client.prompt import PromptType
+from vllm_mp.client.prompt import PromptType, parse_prompt
 from vllm_mp.client.request import CallerRequest
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
 from vllm_mp.config import VllmConfig
@@ -302,6 +302,26 @@ class AsyncLLM(EngineControl):
         if self._tokenizer is None:
             raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
         return self._tokenizer
+
+    async def tokenize(self, text: str, **options: Any) -> list[int]:
+        """Return the token ids of `text`, as the tokenizer called with `options` gives them.
+
+        Raises ValueError for text that is not valid Unicode, and if the engine has no tokenizer.
+        """
+        self.get_tokenizer()
+        return await self._inputs.tokenize(parse_prompt(text).text, options)
+
+    async def detokenize(self, token_ids: list[int], **options: Any) -> str:
+        """Return the text of `token_ids`, as the tokenizer's `decode` with `options` gives it.
+
+        Raises ValueError for ids outside the vocabulary, and if the engine has no tokenizer.
+        """
+        vocab_size = len(self.get_tokenizer())
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"token ids must be in [0, {vocab_size}), the tokenizer's vocabulary, got {token_id}")
+        assert self._microbatch is not None
+        return await self._microbatch.decode(token_ids, **options)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the core, by force after `timeout` seconds, and remove its files; live streams fail. Idempotent.

@@ -46,7 +46,7 @@ class InputProcessor:
         params = SamplingParams(**defaults) if params is None else params.clone()
         text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
         if token_ids is None:
-            token_ids = await self._tokenize(text, given.tokenization_kwargs)
+            token_ids = await self.tokenize(text, given.tokenization_kwargs)
         if (limit := self._truncation_limit(params)) is not None:
             token_ids = token_ids[-limit:]
         bad_words = await self._spell_bad_words(params.bad_words or [])
@@ -88,11 +88,11 @@ class InputProcessor:
         if token_ids is not None:
             token_ids = token_ids[:limit]
         elif limit is None:
-            token_ids = await self._tokenize(text, given.tokenization_kwargs)
+            token_ids = await self.tokenize(text, given.tokenization_kwargs)
         else:
             # The tokenizer truncates, because it knows which tokens must stand at the ends.
             options = {**given.tokenization_kwargs, "truncation": True, "max_length": limit}
-            token_ids = await self._tokenize(text, options)
+            token_ids = await self.tokenize(text, options)
             if len(token_ids) > limit:
                 raise ValueError(
                     f"truncate_prompt_tokens must leave room for the tokens that the tokenizer adds, got {limit}"
@@ -157,7 +157,8 @@ class InputProcessor:
             self._token_texts = token_texts(self._tokenizer)
         return self._token_texts
 
-    async def _tokenize(self, text: str | None, options: dict[str, Any]) -> list[int]:
+    async def tokenize(self, text: str | None, options: dict[str, Any]) -> list[int]:
+        """Return the token ids of `text`. Raises ValueError if there is no tokenizer."""
         if self._microbatch is None:
             raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
         assert text is not None
@@ -171,6 +172,6 @@ class InputProcessor:
         if self._microbatch is None:
             raise ValueError("bad_words needs a tokenizer: leave skip_tokenizer_init off")
         spellings = [space + word.lstrip() for word in words for space in ("", " ")]
-        ids = await asyncio.gather(*[self._tokenize(text, {"add_special_tokens": False}) for text in spellings])
+        ids = await asyncio.gather(*[self.tokenize(text, {"add_special_tokens": False}) for text in spellings])
         distinct = {tuple(spelling): None for spelling in ids if spelling}
         return [list(spelling) for spelling in distinct]

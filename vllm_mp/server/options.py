@@ -54,6 +54,9 @@ class ServerOptions(Options):
     ready_timeout: float = option(
         2.0, "Seconds within which the core must answer /ready; then /core_status answers without it", low=0.01
     )
+    trust_request_chat_template: bool = option(
+        False, "Run the chat templates that requests bring; by default such a request is refused"
+    )
     max_body_bytes: int = option(
         32 * 2**20, "Maximum size of a request's body in bytes; a larger body gets status 413", low=1
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.server.admission import Admission
+from vllm_mp.server.chat_template import ChatTemplate
 from vllm_mp.server.options import ServerOptions
 
 
@@ -17,3 +18,9 @@ class ServerState:
     admission: Admission
     created: int = field(default_factory=lambda: int(time.time()))
     """When the server started, in seconds since 1970: the `created` of its models."""
+    chat_template: ChatTemplate = field(init=False)
+    """The model's chat template."""
+
+    def __post_init__(self) -> None:
+        has_tokenizer = not self.engine.model_config.skip_tokenizer_init
+        self.chat_template = ChatTemplate(self.engine.get_tokenizer() if has_tokenizer else None)
