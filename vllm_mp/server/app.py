@@ -6,13 +6,13 @@ from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineError
-from vllm_mp.server import chat, completions, embeddings, health, models, tokenization
+from vllm_mp.server import chat, completions, embeddings, health, models, responses, tokenization
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.errors import ApiError, error_response
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (completions, chat, embeddings, models, tokenization, health)
+_ENDPOINTS = (completions, chat, responses, embeddings, models, tokenization, health)
 """The modules that serve endpoints."""
 
 

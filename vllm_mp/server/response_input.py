@@ -84,6 +84,7 @@ def _turns(given: str | list[InputItem]) -> Iterator[tuple[_Role, str]]:
 
 
 def _role(given: str | None, path: str) -> _Role:
+    role: _Role
     for role in get_args(_Role):
         if given == role:
             return role

@@ -13,8 +13,8 @@ from starlette.types import Send
 from vllm_mp.client.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput
 from vllm_mp.server.body import Ignored, Refused, RequestBody, refused
-from vllm_mp.server.chat import TemplateFields, chat_prompt
 from vllm_mp.server.chat_messages import ChatMessage
+from vllm_mp.server.chat_prompt import chat_prompt
 from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import EventStream
@@ -41,21 +41,21 @@ _LOGPROBS = "message.output_text.logprobs"
 class TextFormat(msgspec.Struct):
     """The format of the text."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], refused("must be 'text': structured output is not served yet")]
 
 
 class TextConfig(msgspec.Struct):
     """The settings of the text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Literal["medium"] | None, refused("must be 'medium': no other is served")] = None
 
 
 class Reasoning(msgspec.Struct):
     """The settings of a reasoning part, which no answer has."""
 
-    effort: Literal["none"] | None = None
-    summary: None = None
+    effort: Annotated[Literal["none"] | None, refused("must be 'none': reasoning is not served yet")] = None
+    summary: Refused = None
 
 
 class ObfuscationOptions(RequestBody):
@@ -93,6 +93,12 @@ class ResponseBody(GenerationBody, kw_only=True):
     """Further data for the answer; all but the log-probabilities belong to items that no answer has."""
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     """Number of most likely tokens to return with each token."""
+    add_generation_prompt: bool | None = None
+    """Let the prompt end where the assistant's answer begins; default: true."""
+    continue_final_message: bool | None = None
+    """Continue the last message, in place of an answer to it."""
+    chat_template: str | None = None
+    """A template in place of the model's; refused unless the server runs with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     metadata: (
@@ -113,8 +119,8 @@ class ResponseBody(GenerationBody, kw_only=True):
     """Repeated in the response."""
     store: bool | None = None
     """Without effect: no response is stored, and each one says so."""
-    text: Annotated[TextConfig | None, refused("must be plain text: structured output is not served yet")] = None
-    reasoning: Annotated[Reasoning | None, refused("is not served yet; leave it out")] = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
     tools: Annotated[Annotated[list[Any], msgspec.Meta(max_length=0)] | None, _NO_TOOLS] = None
     tool_choice: Annotated[Literal["auto", "none"] | None, _NO_TOOLS] = None
     max_tool_calls: Ignored = None
@@ -223,9 +229,7 @@ async def _prompt(call: Call, body: ResponseBody) -> str:
 async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage]) -> str:
     """Return `messages` as the chat template writes them."""
     try:
-        return await chat_prompt(
-            call, TemplateFields(messages=messages, chat_template_kwargs=body.chat_template_kwargs)
-        )
+        return await chat_prompt(call, messages, body)
     except ApiError as error:
         if error.param == "messages":
             error.param = "input"
