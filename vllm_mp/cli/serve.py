@@ -1,8 +1,11 @@
 """The command `serve`: the HTTP server."""
 
 import argparse
+import dataclasses
 import json
+import os
 import shlex
+import sys
 from typing import TYPE_CHECKING
 
 from vllm_mp.engine_args import AsyncEngineArgs
@@ -34,11 +37,19 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.served_model
     engine_args = AsyncEngineArgs.from_cli_args(args)
 
-    from vllm_mp.server.listening import listen, url_of
+    from vllm_mp.server.listening import is_loopback, listen, url_of
+    from vllm_mp.server.security import read_api_keys, tls_context
 
-    # First of all: a port in use must cost no loading of a model.
+    options = dataclasses.replace(options, api_key=read_api_keys(options, os.environ))
+    tls = tls_context(options)
+    # Before the engine: a port in use must cost no loading of a model.
     listener = listen(options.host, options.port)
-    url = url_of(listener, options.ssl_certfile is not None)
+    url = url_of(listener, tls is not None)
+    if not options.api_key and options.ssl_ca_certs is None and not is_loopback(listener):
+        print(
+            f"warning: everyone who reaches {options.host} can use the server; give --api-key, or --host 127.0.0.1",
+            file=sys.stderr,
+        )
 
     import asyncio
 
@@ -58,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         say(ready_line(engine, options, url))
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        process = ServerProcess(options, listener, load)
+        process = ServerProcess(options, tls, listener, load)
         return runner.run(process.run(lambda: say(f"listening on {url}"), on_ready))
 
 

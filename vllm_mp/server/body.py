@@ -60,7 +60,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             content = await _read_bounded(request, options.max_body_bytes)
     except TimeoutError:
         message = f"the body did not arrive within {options.body_timeout:g} s; send it at once"
-        raise ApiError(408, message, headers={"Connection": "close"}) from None
+        raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
     return decode_body(content, kind)
 
 
@@ -86,7 +86,7 @@ async def _read_bounded(request: Request, limit: int) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     message = f"the body is too large: the limit is {limit} bytes; send less, or raise --max-body-bytes"
-    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+    return ApiError(413, message, code="body_too_large")
 
 
 def decode_body(content: bytes, kind: type[Body]) -> Body:

@@ -37,9 +37,13 @@ class ChatBody(GenerationBody, kw_only=True):
 
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
+    """Let the prompt end where the assistant's answer begins; default: unless the last message is continued."""
     continue_final_message: bool | None = None
+    """Continue the last message, in place of an answer to it."""
     chat_template: str | None = None
+    """A template in place of the model's; refused unless the server runs with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the template."""
     max_completion_tokens: int | None = None
     """Maximum number of tokens of an answer; the newer name of `max_tokens`."""
     logprobs: bool | None = None
@@ -128,7 +132,15 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
     """Answer a conversation."""
     model = check_model(call.server, body.model)
     params = _params(body, call.server.engine.model_config.default_sampling_params)
-    prompt = TextPrompt(prompt=await chat_prompt(call, body.messages, body), cache_salt=body.cache_salt or "")
+    text = await chat_prompt(
+        call,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    prompt = TextPrompt(prompt=text, cache_salt=body.cache_salt or "")
     # The template has written the special tokens.
     generation = await start_generation(call, "chatcmpl", [prompt], params, body, add_special_tokens=False)
     created = int(time.time())

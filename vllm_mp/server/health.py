@@ -86,7 +86,7 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     error = ApiError(
         503, f"{_LOADING}; repeat the request later", type="server_error", code="loading", headers=RETRY_AFTER
     )
-    await Response(error.body(), error.status, error.headers, "application/json")(scope, receive, send)
+    await error.response()(scope, receive, send)
 
 
 def _not_ready(reason: str) -> Response:

@@ -1,6 +1,7 @@
 """The socket on which the server listens."""
 
 import errno
+import ipaddress
 import socket
 
 _BACKLOG = 2048
@@ -51,3 +52,8 @@ def url_of(listener: socket.socket, is_tls: bool) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http{'s' if is_tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Return whether only this machine reaches the socket."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

@@ -2,18 +2,23 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Generator
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.descriptor_limit import raise_descriptor_limit
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
 from vllm_mp.server.health import loading_app
+from vllm_mp.server.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from vllm_mp.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -22,6 +27,8 @@ _DEAD_CHECK_S = 0.2
 """Time between two looks whether the core is gone for good."""
 _END_GRACE_S = 2.0
 """Time that requests get to send their errors when the server ends."""
+_RESERVED_DESCRIPTORS = 256
+"""Open files of a server that are no connections of clients."""
 _INTERRUPTED = 130
 
 Load = Callable[[], Awaitable[AsyncLLM]]
@@ -30,9 +37,10 @@ Load = Callable[[], Awaitable[AsyncLLM]]
 class ServerProcess:
     """A server from its first to its last moment. It listens while the engine loads, and answers what it can."""
 
-    def __init__(self, options: ServerOptions, listener: socket.socket, load: Load) -> None:
+    def __init__(self, options: ServerOptions, tls: ssl.SSLContext | None, listener: socket.socket, load: Load) -> None:
         """`load` starts the engine or connects to it; it may be cancelled."""
         self._options = options
+        self._tls = tls
         self._listener = listener
         self._load = load
         self._app: ASGIApp = loading_app()
@@ -49,7 +57,9 @@ class ServerProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        http = _HttpServer(self._options, self._serve)
+        # Malformed requests are no events for the operator; uvicorn warns of each.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        http = _HttpServer(self._options, self._tls, self._serve)
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         engine = None
         try:
@@ -119,21 +129,25 @@ class ServerProcess:
 class _HttpServer(uvicorn.Server):
     """uvicorn's server, which leaves signals to `ServerProcess`."""
 
-    def __init__(self, options: ServerOptions, app: ASGIApp) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                interface="asgi3",
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=int(_END_GRACE_S),
-            )
+    def __init__(self, options: ServerOptions, tls: ssl.SSLContext | None, app: ASGIApp) -> None:
+        limits = ConnectionLimits.of(options, raise_descriptor_limit() - _RESERVED_DESCRIPTORS)
+        config = uvicorn.Config(
+            app,
+            interface="asgi3",
+            http=cast("type[asyncio.Protocol]", functools.partial(LimitedHttpProtocol, limits=limits)),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            headers=[("X-Content-Type-Options", "nosniff")],
+            timeout_keep_alive=cast("int", options.keep_alive_timeout),
+            timeout_graceful_shutdown=int(_END_GRACE_S),
         )
+        config.load()
+        config.ssl = tls
+        super().__init__(config)
         self.is_listening = asyncio.Event()
 
     @contextlib.contextmanager

@@ -21,9 +21,13 @@ class TokenizeBody(RequestBody, kw_only=True):
     messages: list[ChatMessage] | None = None
     """The conversation, which the chat template turns into a text."""
     add_generation_prompt: bool | None = None
+    """Let the prompt end where the assistant's answer begins; default: unless the last message is continued."""
     continue_final_message: bool | None = None
+    """Continue the last message, in place of an answer to it."""
     chat_template: str | None = None
+    """A template in place of the model's; refused unless the server runs with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the template."""
     model: str | None = None
     add_special_tokens: bool | None = None
     """Put the tokenizer's special tokens around the text; default: true for `prompt`, false for `messages`."""
@@ -59,7 +63,15 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
     if body.prompt is not None and body.messages is None:
         text, add_special_tokens = body.prompt, True
     elif body.messages is not None and body.prompt is None:
-        text, add_special_tokens = await chat_prompt(call, body.messages, body), False
+        add_special_tokens = False
+        text = await chat_prompt(
+            call,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
     else:
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.add_special_tokens is not None:
