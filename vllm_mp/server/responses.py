@@ -93,12 +93,6 @@ class ResponseBody(GenerationBody, kw_only=True):
     """Further data for the answer; all but the log-probabilities belong to items that no answer has."""
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     """Number of most likely tokens to return with each token."""
-    add_generation_prompt: bool | None = None
-    """Let the prompt end where the assistant's answer begins; default: true."""
-    continue_final_message: bool | None = None
-    """Continue the last message, in place of an answer to it."""
-    chat_template: str | None = None
-    """A template in place of the model's; refused unless the server runs with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     metadata: (
@@ -229,7 +223,7 @@ async def _prompt(call: Call, body: ResponseBody) -> str:
 async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage]) -> str:
     """Return `messages` as the chat template writes them."""
     try:
-        return await chat_prompt(call, messages, body)
+        return await chat_prompt(call, messages, chat_template_kwargs=body.chat_template_kwargs)
     except ApiError as error:
         if error.param == "messages":
             error.param = "input"
