@@ -18,13 +18,13 @@ from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
-from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
-from vllm_mp.config import VllmConfig
+from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
@@ -41,14 +41,18 @@ class AsyncLLM(EngineControl):
     loop runs. Requests belong to the loop in which they are made; only one loop at a time may use the engine.
     """
 
-    def __init__(self, supervisor: CoreSupervisor, tokenizer: Any, tracer: RequestTracer | None = None) -> None:
-        """`tokenizer` is None with skip_tokenizer_init; `tracer` is closed with the engine."""
+    def __init__(
+        self,
+        supervisor: CoreSupervisor,
+        prompt_tokenizer: PromptTokenizer | None,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        """`prompt_tokenizer` is None with skip_tokenizer_init; both it and `tracer` are closed with the engine."""
         self._tracer = tracer
         self._has_warned_of_headers = False
-        self._tokenizer = tokenizer
-        self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
-        self._inputs = InputProcessor(supervisor.core.config, tokenizer, self._microbatch)
-        self._finalizer = weakref.finalize(self, _release, supervisor, self._microbatch, tracer)
+        self._prompt_tokenizer = prompt_tokenizer
+        self._inputs = InputProcessor(supervisor.core.config, prompt_tokenizer)
+        self._finalizer = weakref.finalize(self, _release, supervisor, prompt_tokenizer, tracer)
         super().__init__(supervisor)
         if tracer is not None:
             self.stats.add_listener(tracer)
@@ -120,9 +124,9 @@ class AsyncLLM(EngineControl):
         try:
             source.begin()
             # The tokenizer loads while the core starts.
-            tokenizer = load_awaitable_tokenizer(vllm_config.model_config)
+            prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
             core = source.finish(check)
-            return cls(CoreSupervisor(source, core, restarts), tokenizer, tracer)
+            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer, tracer)
         except BaseException:
             source.close(None, core)
             if tracer is not None:
@@ -155,7 +159,7 @@ class AsyncLLM(EngineControl):
         try:
             if tokenizer is not None:
                 core.config.model_config.tokenizer = tokenizer
-            loaded = load_awaitable_tokenizer(core.config.model_config)
+            loaded = _load_prompt_tokenizer(core.config.model_config)
             return cls(CoreSupervisor(source, core, restarts), loaded, _tracer(core.config, otlp_traces_endpoint))
         except BaseException:
             core.connection.close()
@@ -313,29 +317,29 @@ class AsyncLLM(EngineControl):
         """
         if lora_request is not None:
             raise ValueError(f"lora_request must be None, got {lora_request!r}: LoRA is not enabled; leave it None")
-        if self._tokenizer is None:
-            raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
-        return self._tokenizer
+        return self._tokenizes().tokenizer
 
     async def tokenize(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of `text`, as the tokenizer called with `options` gives them.
 
         Raises ValueError for text that is not valid Unicode, and if the engine has no tokenizer.
         """
-        self.get_tokenizer()
-        return await self._inputs.tokenize(parse_prompt(text).text, options)
+        prompt_tokenizer = self._tokenizes()
+        parsed = parse_prompt(text).text
+        assert parsed is not None
+        return await prompt_tokenizer.ids(parsed, options)
 
     async def detokenize(self, token_ids: list[int], **options: Any) -> str:
         """Return the text of `token_ids`, as the tokenizer's `decode` with `options` gives it.
 
         Raises ValueError for ids outside the vocabulary, and if the engine has no tokenizer.
         """
-        vocab_size = len(self.get_tokenizer())
+        prompt_tokenizer = self._tokenizes()
+        vocab_size = len(prompt_tokenizer.tokenizer)
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"token ids must be in [0, {vocab_size}), the tokenizer's vocabulary, got {token_id}")
-        assert self._microbatch is not None
-        return await self._microbatch.decode(token_ids, **options)
+        return await prompt_tokenizer.decode(token_ids, options)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the core, by force after `timeout` seconds, and remove its files; live streams fail. Idempotent.
@@ -346,8 +350,8 @@ class AsyncLLM(EngineControl):
             return
         self._is_shut_down = True
         self._finalizer.detach()
-        if self._microbatch is not None:
-            self._microbatch.close()
+        if self._prompt_tokenizer is not None:
+            self._prompt_tokenizer.close()
         self._core_client.close(EngineDeadError("the engine was shut down"), timeout)
         if self._tracer is not None:
             self._tracer.close()
@@ -384,6 +388,12 @@ class AsyncLLM(EngineControl):
             logger.warning("trace_headers have no effect: set otlp_traces_endpoint, or leave them out")
         return context
 
+    def _tokenizes(self) -> PromptTokenizer:
+        """Return the tokenizer. Raises ValueError if the engine has none."""
+        if self._prompt_tokenizer is None:
+            raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
+        return self._prompt_tokenizer
+
     async def _consume(self, stream: RequestStream) -> AsyncGenerator[Any, None]:
         """Yield outputs, after a None which shows that the generator has started."""
         try:
@@ -398,16 +408,22 @@ class AsyncLLM(EngineControl):
                 self._core_client.abort(stream.request_id)
 
 
+def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:
+    """Return the model's tokenizer; None with skip_tokenizer_init. Raises what `load_tokenizer` raises."""
+    tokenizer = load_awaitable_tokenizer(config)
+    return PromptTokenizer(tokenizer) if tokenizer is not None else None
+
+
 class _Cancelled(Exception):
     """The start of an engine was cancelled."""
 
 
 def _release(
-    supervisor: CoreSupervisor, microbatch: AsyncMicrobatchTokenizer | None, tracer: RequestTracer | None
+    supervisor: CoreSupervisor, prompt_tokenizer: PromptTokenizer | None, tracer: RequestTracer | None
 ) -> None:
     """End everything that an engine holds, when it is garbage-collected or when the interpreter exits."""
-    if microbatch is not None:
-        microbatch.close()
+    if prompt_tokenizer is not None:
+        prompt_tokenizer.close()
     supervisor.stop()
     if tracer is not None:
         tracer.close()
