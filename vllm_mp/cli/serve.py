@@ -63,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
         if options.connect is None:
             return await AsyncLLM.start(engine_args)
         address = options.connect
-        return await call_in_thread(lambda: AsyncLLM.connect(address, key_file=options.key_file))
+        traces = engine_args.otlp_traces_endpoint
+        return await call_in_thread(
+            lambda: AsyncLLM.connect(address, key_file=options.key_file, otlp_traces_endpoint=traces)
+        )
 
     def on_ready(engine: AsyncLLM) -> None:
         say(ready_line(engine, options, url))
