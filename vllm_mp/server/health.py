@@ -30,6 +30,8 @@ async def ready(request: Request) -> Response:
     server: ServerState = request.app.state.server
     if (refusal := server.admission.refusal) is not None:
         return _not_ready(refusal.message)
+    if server.shared is not None and (num_loading := server.shared.num_loading):
+        return _not_ready(f"{num_loading} of the server's processes are loading")
     try:
         await server.engine.ping(server.options.ready_timeout)
     except EngineError as error:

@@ -7,6 +7,7 @@ from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.chat_template import ChatTemplate
 from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.shared_state import SharedState
 
 
 @dataclass
@@ -16,6 +17,8 @@ class ServerState:
     engine: AsyncLLM
     options: ServerOptions
     admission: Admission
+    shared: SharedState | None = None
+    """What this process shares with other front processes; None: it is the only one."""
     created: int = field(default_factory=lambda: int(time.time()))
     """When the server started, in seconds since 1970: the `created` of its models."""
     chat_template: ChatTemplate = field(init=False)
