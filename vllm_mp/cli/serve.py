@@ -74,7 +74,10 @@ def _serve_alone(
         if options.connect is None:
             return await AsyncLLM.start(engine_args)
         address = options.connect
-        return await call_in_thread(lambda: AsyncLLM.connect(address, key_file=options.key_file))
+        traces = engine_args.otlp_traces_endpoint
+        return await call_in_thread(
+            lambda: AsyncLLM.connect(address, key_file=options.key_file, otlp_traces_endpoint=traces)
+        )
 
     def on_ready(engine: AsyncLLM) -> None:
         say(ready_line(engine.model_config.served_model_name, options, url))

@@ -12,6 +12,7 @@ from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
 from vllm_mp.server.endpoint import Call, check_request_id
 from vllm_mp.server.sampling_fields import SamplingFields, refuse_parameters
+from vllm_mp.server.tracing import trace_headers
 
 
 class StreamOptions(RequestBody):
@@ -159,6 +160,7 @@ async def start_generation(
             prompts[index],
             params,
             priority=body.priority or 0,
+            trace_headers=trace_headers(call),
             tokenization_kwargs={"add_special_tokens": add_special_tokens},
         )
         call.resources.push_async_callback(stream.aclose)
