@@ -7,7 +7,18 @@ from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineError
-from vllm_mp.server import chat, completions, embeddings, health, metrics, models, responses, tokenization
+from vllm_mp.server import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    live,
+    metrics,
+    models,
+    responses,
+    static_page,
+    tokenization,
+)
 from vllm_mp.server.access_log import AccessLog
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.errors import ApiError, error_response
@@ -17,7 +28,7 @@ from vllm_mp.server.security import guards
 from vllm_mp.server.shared_state import SharedState
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (completions, chat, responses, embeddings, models, tokenization, health, metrics)
+_ENDPOINTS = (completions, chat, responses, embeddings, models, tokenization, health, metrics, live, static_page)
 """The modules that serve endpoints."""
 
 

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_mp import __version__
 from vllm_mp.errors import EngineError
+from vllm_mp.server import static_page
 from vllm_mp.server.admission import RETRY_AFTER
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.state import ServerState
@@ -63,7 +64,10 @@ ROUTES = [
 
 
 def loading_app() -> Starlette:
-    """Return the application that answers until the engine has loaded: /health with 200, requests with 503."""
+    """Return the application that answers until the engine has loaded: /health with 200, requests with 503.
+
+    The page waits until it gets another answer.
+    """
 
     async def loading_health(request: Request) -> Response:
         return _json({"status": "ok"})
@@ -76,6 +80,7 @@ def loading_app() -> Starlette:
             Route("/health", loading_health),
             Route("/ready", loading_ready),
             Route("/version", version),
+            *static_page.ROUTES,
             Mount("/", _refuse),
         ]
     )
