@@ -127,6 +127,7 @@ class EngineStats:
         self.tokenize_s = Histogram(cells, _REQUEST_S)
         self.request_prompt_tokens = Histogram(cells, lengths)
         self.request_generation_tokens = Histogram(cells, lengths)
+        self.longest_completion_tokens = Histogram(cells, lengths)
         self.params_max_tokens = Histogram(cells, lengths)
         self.params_n = Histogram(cells, _COMPLETIONS)
         self.step_tokens = Histogram(cells, _STEP_TOKENS)
@@ -336,6 +337,7 @@ class EngineStats:
         if num_longest:
             self.decode_s.observe(decode_s)
             self.request_generation_tokens.observe(request.num_output_tokens)
+            self.longest_completion_tokens.observe(num_longest)
         if num_longest > 1:
             self.token_s.observe(decode_s / (num_longest - 1))
 

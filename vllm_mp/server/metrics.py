@@ -73,6 +73,10 @@ class EngineCollector(Collector):
                 "Tokens of all completions, of finished requests",
                 stats.request_generation_tokens,
             ),
+            "vllm:request_max_num_generation_tokens": (
+                "Tokens of the longest completion, of finished requests",
+                stats.longest_completion_tokens,
+            ),
             "vllm:request_params_n": ("The parameter n of requests sent to the core", stats.params_n),
             "vllm:request_params_max_tokens": (
                 "The parameter max_tokens of requests sent to the core that set it",
