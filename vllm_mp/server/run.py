@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
 from typing import cast
 
 import uvicorn
@@ -15,11 +16,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.descriptor_limit import raise_descriptor_limit
+from vllm_mp.errors import EngineDeadError
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
+from vllm_mp.server.console import say
 from vllm_mp.server.health import loading_app
 from vllm_mp.server.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +41,22 @@ Load = Callable[[], Awaitable[AsyncLLM]]
 class ServerProcess:
     """A server from its first to its last moment. It listens while the engine loads, and answers what it can."""
 
-    def __init__(self, options: ServerOptions, tls: ssl.SSLContext | None, listener: socket.socket, load: Load) -> None:
-        """`load` starts the engine or connects to it; it may be cancelled."""
+    def __init__(
+        self,
+        options: ServerOptions,
+        tls: ssl.SSLContext | None,
+        listener: socket.socket,
+        load: Load,
+        shared: SharedState | None = None,
+    ) -> None:
+        """`load` starts the engine or connects to it; it may be cancelled. `shared`: this is one of several fronts."""
         self._options = options
         self._tls = tls
         self._listener = listener
         self._load = load
+        self._shared = shared
         self._app: ASGIApp = loading_app()
+        self._end: EngineDeadError | None = None
         self._num_signals = 0
         self._signalled = asyncio.Event()
         """Set by each signal; cleared by its reader."""
@@ -69,8 +82,13 @@ class ServerProcess:
             if engine is None:
                 return 0
             limit = self._options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs)
-            admission = Admission(limit)
-            self._app = build_app(engine, self._options, admission)
+            shared = self._shared
+            admission = Admission(limit, *(() if shared is None else (shared.live_counts, shared.index)))
+            self._app = build_app(engine, self._options, admission, self._shared)
+            if shared is not None:
+                if shared.metrics_folder is not None:
+                    engine.stats.cells.share(Path(shared.metrics_folder), f"front-{shared.index}")
+                shared.has_loaded[shared.index] = 1
             on_ready(engine)
             return await self._serve_until_end(engine, admission)
         finally:
@@ -80,6 +98,11 @@ class ServerProcess:
             await serving
             if engine is not None:
                 engine.shutdown()
+
+    def end(self, cause: str) -> None:
+        """Fail all requests and make `run` raise EngineDeadError, because another process has seen the core's end."""
+        self._end = EngineDeadError(cause)
+        self._signalled.set()
 
     async def _start_engine(self) -> AsyncLLM | None:
         """Return the engine once it has loaded; None if a signal came first."""
@@ -92,6 +115,8 @@ class ServerProcess:
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await loading
+        if self._end is not None:
+            raise self._end
         return None
 
     async def _serve_until_end(self, engine: AsyncLLM, admission: Admission) -> int:
@@ -102,6 +127,9 @@ class ServerProcess:
                 await _wait(admission.wait_until_idle(), _END_GRACE_S)  # the streams raise the same error
                 raise error
             await _wait(self._signalled.wait(), _DEAD_CHECK_S)
+        if self._end is not None:
+            await self._end_all(admission, f"has no core any more: {self._end}")
+            raise self._end
         admission.refuse("is shutting down")
         self._signalled.clear()
         if admission.num_live:
@@ -114,9 +142,15 @@ class ServerProcess:
         await asyncio.wait((idle, signalled), timeout=self._options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
         if not idle.done():
-            admission.end_all("is shutting down")
-            await _wait(idle, _END_GRACE_S)
+            await self._end_all(admission, "is shutting down")
+        if self._end is not None:
+            raise self._end
         return _INTERRUPTED if self._num_signals > 1 else 0
+
+    async def _end_all(self, admission: Admission, reason: str) -> None:
+        """End all live requests with an error, and give them time to send it."""
+        admission.end_all(reason)
+        await _wait(admission.wait_until_idle(), _END_GRACE_S)
 
     def _on_signal(self) -> None:
         self._num_signals += 1
@@ -169,9 +203,3 @@ async def _wait(awaitable: Awaitable[object], timeout: float) -> None:
     """Wait for `awaitable` up to `timeout` seconds, then cancel it."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(awaitable, timeout)
-
-
-def say(line: str) -> None:
-    """Print a line for the operator. A closed standard output must not end a server."""
-    with contextlib.suppress(OSError):
-        print(line, flush=True)
