@@ -167,12 +167,18 @@ async def start_generation(
         return stream
 
     try:
-        # A group, so that no prompt is still being tokenized when another prompt is refused.
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(add(index)) for index in range(len(prompts))]
+        if len(prompts) == 1:
+            streams = [await add(0)]
+        else:
+            # A group, so that no prompt is still being tokenized when another prompt is refused.
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(add(index)) for index in range(len(prompts))]
+            streams = [task.result() for task in tasks]
     except ExceptionGroup as errors:
         raise refuse_parameters(errors.exceptions[0]) from None
-    return Generation(request_id, [task.result() for task in tasks], call.resources)
+    except Exception as error:
+        raise refuse_parameters(error) from None
+    return Generation(request_id, streams, call.resources)
 
 
 async def _forward(
