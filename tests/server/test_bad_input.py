@@ -44,8 +44,9 @@ JSON = {"Content-Type": "application/json"}
         (b'{"prompt": "x", "n": 0}', 400, "n", "n must be in [1, 1024], got 0"),
         (b'{"prompt": "x", "logit_bias": {"a": 1}}', 400, "logit_bias", "expected `int`"),
         (b'{"prompt": "x", "priority": 1}', 400, "priority", "scheduling_policy"),
-        (b'{"prompt": [9999999]}', 400, None, "vocabulary"),
-        (b'{"prompt": ""}', 400, None, "the prompt is empty"),
+        (b'{"prompt": [9999999]}', 400, "prompt", "vocabulary"),
+        (b'{"prompt": ""}', 400, "prompt", "the prompt is empty"),
+        (b'{"prompt": ["x", ""]}', 400, "prompt[1]", "the prompt is empty"),
         (b'{"prompt": "x", "request_id": "a b"}', 400, "request_id", "'a b'"),
         (b'{"prompt": "x", "model": "gpt-9"}', 404, "model", "the model 'gpt-9' does not exist"),
     ],
@@ -62,7 +63,7 @@ def test_wrong_body_is_refused_with_the_field_at_fault(in_process, content, stat
     [
         ('{"messages": []}', "messages", "messages is empty"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content", "missing"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role", "robot"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role", "'tool', got 'robot'"),
         ('{"messages": [{"role": "user", "contnt": "x"}]}', "messages[0].contnt", "did you mean 'content'"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}',
@@ -102,7 +103,7 @@ def test_prompt_that_is_too_long_names_its_tokens_and_the_limit(in_process, repl
     limit = replay_engine.model_config.max_model_len
     body = b'{"prompt": "%b"}' % (b"hello " * (limit + 10))
     error = _send(in_process, "/v1/completions", body, JSON).json()["error"]
-    assert error["code"] == "context_length_exceeded"
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert f"{limit + 11} tokens" in error["message"]
     assert f"max_model_len={limit}" in error["message"]
 
@@ -111,6 +112,11 @@ def test_prompt_that_is_too_long_names_its_tokens_and_the_limit(in_process, repl
 def test_body_that_is_not_declared_as_json_is_refused(in_process, headers):
     response = _send(in_process, "/v1/completions", b'{"prompt": "x"}', headers)
     assert (response.status_code, response.json()["error"]["param"]) == (415, "Content-Type")
+
+
+def test_body_that_is_compressed_is_refused(in_process):
+    response = _send(in_process, "/v1/completions", b"\x1f\x8b", JSON | {"Content-Encoding": "gzip"})
+    assert (response.status_code, response.json()["error"]["param"]) == (415, "Content-Encoding")
 
 
 @pytest.mark.parametrize("headers", [JSON, JSON | {"Transfer-Encoding": "chunked"}])
