@@ -56,7 +56,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         )
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        message = f"Content-Encoding must not be set, got {encoding[:100]!r}; send the body uncompressed"
+        message = f"Content-Encoding must be identity, got {encoding[:100]!r}; send the body uncompressed"
         raise ApiError(415, message, param="Content-Encoding")
     options = server.options
     try:
