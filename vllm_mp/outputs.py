@@ -1,14 +1,18 @@
-"""The outputs that a consumer of a stream receives."""
+"""The outputs that a consumer of a stream receives.
+
+Most are msgspec structs, because one is made for each token. They hold no reference cycles, so the garbage collector
+does not track them.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 
-@dataclass(slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, gc=False):
     """A token's probability as natural logarithm, its rank among all tokens (1: the most likely), and its text."""
 
     logprob: float
@@ -20,8 +24,7 @@ LogprobsOnePosition = dict[int, Logprob]
 """Log-probabilities by token id: the chosen token first, then the most likely tokens."""
 
 
-@dataclass(slots=True)
-class RequestMetrics:
+class RequestMetrics(msgspec.Struct, gc=False):
     """Times of a request, in seconds of `time.time()`; None for a moment that has not come yet."""
 
     arrival_time: float
@@ -30,8 +33,7 @@ class RequestMetrics:
     finished_time: float | None = None
 
 
-@dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, gc=False):
     """A completion: one of the `n` results of a prompt."""
 
     index: int
@@ -56,8 +58,61 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)
-class RequestOutput:
+_LAZY = ("text", "token_ids", "logprobs")
+
+
+class CumulativeOutput(CompletionOutput, gc=False):
+    """A completion so far, whose text, token ids and log-probabilities are made when they are first read.
+
+    So a stream whose consumer reads only some of its outputs, or only some of their fields, does not copy the whole
+    completion for each token.
+    """
+
+    _pieces: list[str] = []
+    """The pieces of the text, of which the first `_num_pieces` belong to this output. The stream appends to this list,
+    and to the two that follow; what they hold is never changed."""
+    _num_pieces: int = 0
+    _all_token_ids: list[int] = []
+    _num_tokens: int = 0
+    _all_logprobs: list[LogprobsOnePosition] | None = None
+
+    def __post_init__(self) -> None:
+        # A field without a value is looked up by `__getattr__`.
+        for name in _LAZY:
+            delattr(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        """Make the value of a field that is read for the first time."""
+        value: Any
+        if name == "text":
+            value = "".join(self._pieces[: self._num_pieces])
+        elif name == "token_ids":
+            value = self._all_token_ids[: self._num_tokens]
+        elif name == "logprobs":
+            value = None if self._all_logprobs is None else self._all_logprobs[: self._num_tokens]
+        else:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        setattr(self, name, value)
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        return self._plain() == (other._plain() if isinstance(other, CumulativeOutput) else other)
+
+    def __repr__(self) -> str:
+        return repr(self._plain())
+
+    def __copy__(self) -> CompletionOutput:
+        return self._plain()
+
+    def __reduce__(self) -> Any:
+        return self._plain().__reduce__()
+
+    def _plain(self) -> CompletionOutput:
+        """Return the same output with all its values."""
+        return CompletionOutput(*[getattr(self, name) for name in CompletionOutput.__struct_fields__])
+
+
+class RequestOutput(msgspec.Struct, gc=False):
     """The state of a request; with `RequestOutputKind.DELTA` only what is new since the last output."""
 
     request_id: str
@@ -75,6 +130,15 @@ class RequestOutput:
     """Number of prompt tokens that the prefix cache held."""
     lora_request: Any = None
     """Always None: this version serves no LoRA adapters."""
+
+
+class RequestFailure(msgspec.Struct, gc=False):
+    """The end of a request that failed, in place of an output, from `StreamGroup`."""
+
+    request_id: str
+    error: Exception
+    """What `AsyncLLM.generate` would raise."""
+    finished: bool = True
 
 
 @dataclass(slots=True)
