@@ -3,7 +3,7 @@
 import types
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from vllm_mp.client.output_iterator import Abandon, OutputIterator
 from vllm_mp.client.outputs import output_path
@@ -116,9 +116,9 @@ class StreamGroup:
         stream.is_ready = False
         if not stream.has_news():
             return None
-        output: Any
+        output: RequestOutput | RequestFailure
         try:
-            output = stream.take()
+            output = cast("RequestOutput", stream.take())
         except Exception as error:
             output = RequestFailure(stream.request_id, error)
         if output.finished:

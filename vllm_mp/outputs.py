@@ -58,60 +58,6 @@ class CompletionOutput(msgspec.Struct, gc=False):
         return self.finish_reason is not None
 
 
-_LAZY = ("text", "token_ids", "logprobs")
-
-
-class CumulativeOutput(CompletionOutput, gc=False):
-    """A completion so far, whose text, token ids and log-probabilities are made when they are first read.
-
-    So a stream whose consumer reads only some of its outputs, or only some of their fields, does not copy the whole
-    completion for each token.
-    """
-
-    _pieces: list[str] = []
-    """The pieces of the text, of which the first `_num_pieces` belong to this output. The stream appends to this list,
-    and to the two that follow; what they hold is never changed."""
-    _num_pieces: int = 0
-    _all_token_ids: list[int] = []
-    _num_tokens: int = 0
-    _all_logprobs: list[LogprobsOnePosition] | None = None
-
-    def __post_init__(self) -> None:
-        # A field without a value is looked up by `__getattr__`.
-        for name in _LAZY:
-            delattr(self, name)
-
-    def __getattr__(self, name: str) -> Any:
-        """Make the value of a field that is read for the first time."""
-        value: Any
-        if name == "text":
-            value = "".join(self._pieces[: self._num_pieces])
-        elif name == "token_ids":
-            value = self._all_token_ids[: self._num_tokens]
-        elif name == "logprobs":
-            value = None if self._all_logprobs is None else self._all_logprobs[: self._num_tokens]
-        else:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        setattr(self, name, value)
-        return value
-
-    def __eq__(self, other: object) -> bool:
-        return self._plain() == (other._plain() if isinstance(other, CumulativeOutput) else other)
-
-    def __repr__(self) -> str:
-        return repr(self._plain())
-
-    def __copy__(self) -> CompletionOutput:
-        return self._plain()
-
-    def __reduce__(self) -> Any:
-        return self._plain().__reduce__()
-
-    def _plain(self) -> CompletionOutput:
-        """Return the same output with all its values."""
-        return CompletionOutput(*[getattr(self, name) for name in CompletionOutput.__struct_fields__])
-
-
 class RequestOutput(msgspec.Struct, gc=False):
     """The state of a request; with `RequestOutputKind.DELTA` only what is new since the last output."""
 

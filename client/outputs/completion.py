@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from vllm_mp.client.outputs.cumulative import CumulativeOutput, GrowingText
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.outputs.stop_strings import StopStrings
-from vllm_mp.outputs import CompletionOutput, CumulativeOutput, Logprob, LogprobsOnePosition
+from vllm_mp.outputs import CompletionOutput, Logprob, LogprobsOnePosition
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 from vllm_mp.wire import Finished, TokenLogprobs
 
@@ -28,8 +29,8 @@ class Completion:
         "_logprobs",
         "_num_read",
         "_num_taken",
-        "_pieces",
         "_stops",
+        "_text",
         "_text_is_complete",
         "_token_text",
         "finish",
@@ -72,7 +73,7 @@ class Completion:
         """Entry i is the sum of the log-probabilities of tokens 0 to i."""
         self.is_plain = params.output_kind == RequestOutputKind.DELTA and self._stops is None and self._logprobs is None
         """An output before the end has the new tokens and their text, and nothing else."""
-        self._pieces: list[str] = []
+        self._text = GrowingText()
         """All text so far; with DELTA the text that the consumer has not taken yet."""
         self._num_read = 0
         """Number of tokens that have been turned into text."""
@@ -138,16 +139,16 @@ class Completion:
         if new_ids and finish and finish.reason == "stop" and not self.params.include_stop_str_in_output:
             new_ids.pop()  # the stop token: it arrives together with the end, so it is the last of these
         if self._stops is None:
-            self._add_text(detokenizer.append(new_ids))
+            self._text.append(detokenizer.append(new_ids))
             if finish:
-                self._add_text(detokenizer.flush())
+                self._text.append(detokenizer.flush())
             return
         for count, token_id in enumerate(new_ids, start + 1):
             piece = detokenizer.append((token_id,))
             if count <= self.params.min_tokens:
-                self._add_text(piece)
+                self._text.append(piece)
                 continue
-            self._add_text(self._stops.feed(piece))
+            self._text.append(self._stops.feed(piece))
             if self._stops.found is not None:
                 self._cut(count, self._stops.found)
                 return
@@ -158,7 +159,7 @@ class Completion:
                 if self._stops.found is not None:
                     self._cut(len(self.token_ids), self._stops.found)
                 rest += self._stops.flush()
-            self._add_text(rest)
+            self._text.append(rest)
 
     def output(self) -> CompletionOutput:
         """Return all that has arrived, or with DELTA only what the consumer has not seen; mark it as seen."""
@@ -182,26 +183,21 @@ class Completion:
                 cumulative_logprob=cumulative_logprob,
                 finish_reason=reason,
                 stop_reason=stop_reason,
-                _pieces=self._pieces,
-                _num_pieces=len(self._pieces),
+                _text=self._text,
+                _num_pieces=len(self._text),
                 _all_token_ids=self.token_ids,
                 _num_tokens=self._num_taken,
                 _all_logprobs=self._logprobs,
             )
-        pieces, self._pieces = self._pieces, []
         return CompletionOutput(
             index=self.index,
-            text="".join(pieces),
+            text=self._text.take(),
             token_ids=self.token_ids[start:],
             cumulative_logprob=cumulative_logprob,
             logprobs=None if self._logprobs is None else self._logprobs[start:],
             finish_reason=reason,
             stop_reason=stop_reason,
         )
-
-    def _add_text(self, piece: str) -> None:
-        if piece:
-            self._pieces.append(piece)
 
     def _cut(self, count: int, stop: str) -> None:
         """End the completion for the stop string `stop`, which token number `count` completes."""
