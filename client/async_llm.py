@@ -1,31 +1,39 @@
 """The asyncio client of an engine."""
 
+import asyncio
+import contextlib
+import logging
+import threading
 import time
 import types
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any, Self
 
 import msgspec
 
+from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
-from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
-from vllm_mp.client.prompt import PromptType
+from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
-from vllm_mp.config import VllmConfig
+from vllm_mp.client.tracing import RequestTracer, check_trace_headers
+from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM(EngineControl):
@@ -35,13 +43,21 @@ class AsyncLLM(EngineControl):
     loop runs. Requests belong to the loop in which they are made; only one loop at a time may use the engine.
     """
 
-    def __init__(self, supervisor: CoreSupervisor, tokenizer: Any) -> None:
-        """`tokenizer` is None with skip_tokenizer_init."""
-        self._tokenizer = tokenizer
-        self._microbatch = AsyncMicrobatchTokenizer(tokenizer) if tokenizer is not None else None
-        self._inputs = InputProcessor(supervisor.core.config, tokenizer, self._microbatch)
-        self._finalizer = weakref.finalize(self, _release, supervisor, self._microbatch)
+    def __init__(
+        self,
+        supervisor: CoreSupervisor,
+        prompt_tokenizer: PromptTokenizer | None,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        """`prompt_tokenizer` is None with skip_tokenizer_init; both it and `tracer` are closed with the engine."""
+        self._tracer = tracer
+        self._has_warned_of_headers = False
+        self._prompt_tokenizer = prompt_tokenizer
+        self._inputs = InputProcessor(supervisor.core.config, prompt_tokenizer)
+        self._finalizer = weakref.finalize(self, _release, supervisor, prompt_tokenizer, tracer)
         super().__init__(supervisor)
+        if tracer is not None:
+            self.stats.add_listener(tracer)
 
     @classmethod
     def from_engine_args(
@@ -69,20 +85,55 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Start a core from a resolved configuration, as `from_engine_args` does."""
         check_unserved(stat_loggers=stat_loggers or None)
+        engine = cls._launch(vllm_config, lambda: None)
+        engine._accepts = start_engine_loop
+        return engine
+
+    @classmethod
+    async def start(cls, engine_args: EngineArgs) -> Self:
+        """Start a core as `from_engine_args` does, without blocking the running loop; cancelling the call ends it.
+
+        Raises what `from_engine_args` raises.
+        """
+        is_cancelled = threading.Event()
+
+        def check() -> None:
+            if is_cancelled.is_set():
+                raise _Cancelled
+
+        def launch() -> Any:
+            config = engine_args.create_engine_config()
+            check()
+            return cls._launch(config, check)
+
+        starting = call_in_thread(launch)
+        try:
+            engine: Self = await asyncio.shield(starting)
+            return engine
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            with contextlib.suppress(Exception):  # the start has failed, because of the cancellation or on its own
+                (await starting).shutdown()
+            raise
+
+    @classmethod
+    def _launch(cls, vllm_config: VllmConfig, check: Callable[[], None]) -> Self:
+        """Start a core and return the engine when it is ready. `check` is called meanwhile, and raises to end that."""
         limits = vllm_config.liveness_config
         restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
+        tracer = _tracer(vllm_config, vllm_config.observability_config.otlp_traces_endpoint)
         source, core = CoreLauncher(vllm_config), None
         try:
             source.begin()
             # The tokenizer loads while the core starts.
-            tokenizer = load_awaitable_tokenizer(vllm_config.model_config)
-            core = source.finish(lambda: None)
-            engine = cls(CoreSupervisor(source, core, restarts), tokenizer)
+            prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
+            core = source.finish(check)
+            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer, tracer)
         except BaseException:
             source.close(None, core)
+            if tracer is not None:
+                tracer.close()
             raise
-        engine._accepts = start_engine_loop
-        return engine
 
     @classmethod
     def connect(
@@ -93,12 +144,14 @@ class AsyncLLM(EngineControl):
         timeout: float = 30.0,
         tokenizer: str | None = None,
         reconnect_timeout: float = 300.0,
+        otlp_traces_endpoint: str | None = None,
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
         `key_file` is needed for TCP. `tokenizer` is the folder of the tokenizer, if it differs from the core's.
         Several clients may share a core; `shutdown` leaves it running. After its death, streams wait up to
         `reconnect_timeout` seconds for another core that serves the same model at the address, and continue there.
+        Traces of this client's requests are sent to `otlp_traces_endpoint`.
         """
         source = RemoteCore(address, key_file, timeout)
         core = source.finish(lambda: None)
@@ -108,7 +161,8 @@ class AsyncLLM(EngineControl):
         try:
             if tokenizer is not None:
                 core.config.model_config.tokenizer = tokenizer
-            return cls(CoreSupervisor(source, core, restarts), load_awaitable_tokenizer(core.config.model_config))
+            loaded = _load_prompt_tokenizer(core.config.model_config)
+            return cls(CoreSupervisor(source, core, restarts), loaded, _tracer(core.config, otlp_traces_endpoint))
         except BaseException:
             core.connection.close()
             raise
@@ -216,14 +270,14 @@ class AsyncLLM(EngineControl):
         """
         check_unserved(
             lora_request=lora_request,
-            trace_headers=trace_headers or None,
             data_parallel_rank=data_parallel_rank,
             prompt_adapter_request=prompt_adapter_request,
         )
+        trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
         self._attach()
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        arrival_time = time.time() if arrival_time is None else arrival_time
+        arrival_time = time.time() if arrival_time is None else float(arrival_time)
         self._requests.reserve(request_id)
         given = CallerRequest(request_id, prompt, prompt_token_ids, priority, arrival_time, tokenization_kwargs or {})
         try:
@@ -241,7 +295,10 @@ class AsyncLLM(EngineControl):
             self._requests.cancel(request_id)
             raise
         if is_sent:
-            self._stats.log_request(stream)
+            self.stats.note_sent(stream, arrival_time, trace_context)
+            self._stat_logger.log_request(stream)
+        else:
+            self.stats.note_unsent()
         return OutputIterator(self._abandon, None, stream)
 
     def stream_group(self) -> StreamGroup:
@@ -265,9 +322,29 @@ class AsyncLLM(EngineControl):
         """
         if lora_request is not None:
             raise ValueError(f"lora_request must be None, got {lora_request!r}: LoRA is not enabled; leave it None")
-        if self._tokenizer is None:
-            raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
-        return self._tokenizer
+        return self._tokenizes().tokenizer
+
+    async def tokenize(self, text: str, **options: Any) -> list[int]:
+        """Return the token ids of `text`, as the tokenizer called with `options` gives them.
+
+        Raises ValueError for text that is not valid Unicode, and if the engine has no tokenizer.
+        """
+        prompt_tokenizer = self._tokenizes()
+        parsed = parse_prompt(text).text
+        assert parsed is not None
+        return await prompt_tokenizer.ids(parsed, options)
+
+    async def detokenize(self, token_ids: list[int], **options: Any) -> str:
+        """Return the text of `token_ids`, as the tokenizer's `decode` with `options` gives it.
+
+        Raises ValueError for ids outside the vocabulary, and if the engine has no tokenizer.
+        """
+        prompt_tokenizer = self._tokenizes()
+        vocab_size = len(prompt_tokenizer.tokenizer)
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"token ids must be in [0, {vocab_size}), the tokenizer's vocabulary, got {token_id}")
+        return await prompt_tokenizer.decode(token_ids, options)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the core, by force after `timeout` seconds, and remove its files; live streams fail. Idempotent.
@@ -278,9 +355,11 @@ class AsyncLLM(EngineControl):
             return
         self._is_shut_down = True
         self._finalizer.detach()
-        if self._microbatch is not None:
-            self._microbatch.close()
+        if self._prompt_tokenizer is not None:
+            self._prompt_tokenizer.close()
         self._core_client.close(EngineDeadError("the engine was shut down"), timeout)
+        if self._tracer is not None:
+            self._tracer.close()
 
     def shutdown_background_loop(self) -> None:
         """Call `shutdown`, of which this is the older name."""
@@ -301,12 +380,53 @@ class AsyncLLM(EngineControl):
         """Abort the request of a stream that has lost its consumer; from any thread."""
         self._core_client.abandon(stream)
 
+    async def is_tracing_enabled(self) -> bool:
+        """Return whether spans of requests are sent to a collector."""
+        return self.is_tracing
 
-def _release(supervisor: CoreSupervisor, microbatch: AsyncMicrobatchTokenizer | None) -> None:
+    @property
+    def is_tracing(self) -> bool:
+        """What `is_tracing_enabled` returns."""
+        return self._tracer is not None
+
+    def _trace_context(self, headers: Mapping[str, str] | None) -> dict[str, str]:
+        """Return the headers that continue the caller's trace. Raises TypeError unless all are str."""
+        context = check_trace_headers(headers)
+        if context and not self.is_tracing and not self._has_warned_of_headers:
+            self._has_warned_of_headers = True
+            logger.warning("trace_headers have no effect: set otlp_traces_endpoint, or leave them out")
+        return context
+
+    def _tokenizes(self) -> PromptTokenizer:
+        """Return the tokenizer. Raises ValueError if the engine has none."""
+        if self._prompt_tokenizer is None:
+            raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
+        return self._prompt_tokenizer
+
+
+def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:
+    """Return the model's tokenizer; None with skip_tokenizer_init. Raises what `load_tokenizer` raises."""
+    tokenizer = load_awaitable_tokenizer(config)
+    return PromptTokenizer(tokenizer) if tokenizer is not None else None
+
+
+class _Cancelled(Exception):
+    """The start of an engine was cancelled."""
+
+
+def _release(
+    supervisor: CoreSupervisor, prompt_tokenizer: PromptTokenizer | None, tracer: RequestTracer | None
+) -> None:
     """End everything that an engine holds, when it is garbage-collected or when the interpreter exits."""
-    if microbatch is not None:
-        microbatch.close()
+    if prompt_tokenizer is not None:
+        prompt_tokenizer.close()
     supervisor.stop()
+    if tracer is not None:
+        tracer.close()
+
+
+def _tracer(config: VllmConfig, endpoint: str | None) -> RequestTracer | None:
+    return None if endpoint is None else RequestTracer(endpoint, config.model_config.served_model_name)
 
 
 AsyncLLMEngine = AsyncLLM

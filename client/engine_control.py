@@ -1,6 +1,7 @@
 """The operations on an engine as a whole: health, pauses, sleep, profiling, its state and its configuration."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,13 @@ from vllm_mp.client.engine.core_client import EngineCoreClient
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.stat_logger import StatLogger
+from vllm_mp.client.stats import CoreReading, EngineStats
 from vllm_mp.config import DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm_mp.errors import EngineDeadError, EngineError
 
 _DRAIN_POLL_S = 0.01
+_LOAD_ON_PAGE = ("num_running", "num_waiting", "free_blocks", "total_blocks")
+"""The fields of a `CoreReading` that the status page has too."""
 
 
 class EngineControl:
@@ -24,9 +28,12 @@ class EngineControl:
         self.vllm_config = supervisor.core.config
         self.model_config = self.vllm_config.model_config
         self._supervisor = supervisor
-        self._requests = OutputProcessor()
-        self._stats = StatLogger(self.vllm_config.observability_config, supervisor, self._requests)
-        self._core_client = EngineCoreClient(supervisor, self._requests, self._stats.count_tokens)
+        self.stats = EngineStats(self.model_config.max_model_len, self.vllm_config.cache_config.enable_prefix_caching)
+        """What this client counts; it needs no core to be read."""
+        self._requests = OutputProcessor(self.stats.note_end)
+        observability = self.vllm_config.observability_config
+        self._stat_logger = StatLogger(observability, supervisor, self._requests, self.stats)
+        self._core_client = EngineCoreClient(supervisor, self._requests, self.stats)
         self._accepts = True
         self._is_shut_down = False
 
@@ -48,6 +55,56 @@ class EngineControl:
         status["standby_pid"] = self._supervisor.standby_pid
         status["heartbeat_age"] = page.heartbeat_age if page else None
         return status
+
+    def last_core_status(self) -> dict[str, Any]:
+        """Return what is known of the core without asking it, also while it is dead or hangs.
+
+        `state` is its state on the status page, "RECOVERING" while there is no core, or "DEAD" once it is gone for
+        good, and `reason` says why. The values from the status page are missing if the page is not visible, as over
+        TCP.
+        """
+        status: dict[str, Any] = {
+            "incarnation": self._core_client.incarnation,
+            "restarts": self._supervisor.num_restarts,
+            "standby_pid": self._supervisor.standby_pid,
+        }
+        if page := self._supervisor.status():
+            names = ("pid", "step", "num_running", "num_waiting", "free_blocks", "total_blocks", "heartbeat_age")
+            status |= {name: getattr(page, name) for name in names}
+            status["state"] = page.state.name
+        if self._supervisor.end is not None:
+            status |= {"state": "DEAD", "reason": self._supervisor.end}
+        elif (cause := self._core_client.recovers_from) is not None:
+            status |= {"state": "RECOVERING", "reason": cause}
+        return status
+
+    async def ping(self, timeout: float) -> None:
+        """Return once the core answers.
+
+        Raises EngineDeadError if the core is gone for good, and EngineError if it does not answer within `timeout`
+        seconds, also because a step takes longer.
+        """
+        self._attach()
+        await self._core_client.ping(timeout)
+
+    async def read_core_load(self, timeout: float = 1.0) -> CoreReading | None:
+        """Return the load of the core, over all its clients; None if it was never known.
+
+        A core that does not answer within `timeout` seconds, because it is dead, hangs or computes a long step, is
+        described by its status page if this process sees it, or else by its last answer. Raises no EngineError.
+        """
+        self._core_client.count_drops()
+        with contextlib.suppress(EngineError, TimeoutError):
+            self._attach()
+            status = await self._core_client.call("status", timeout)
+            self.stats.core = CoreReading.of(self._core_client.incarnation, status)
+            return self.stats.core
+        page = self._supervisor.status()
+        if page is not None:
+            known = {} if self.stats.core is None else self.stats.core._asdict()
+            seen = {name: getattr(page, name) for name in _LOAD_ON_PAGE}
+            self.stats.core = CoreReading.of(page.incarnation, known | seen)
+        return self.stats.core
 
     async def reset_prefix_cache(self, device: Any = None) -> None:
         """Empty the prefix cache, so that later requests share nothing with earlier ones.
@@ -153,7 +210,7 @@ class EngineControl:
 
     async def do_log_stats(self) -> None:
         """Log a line about throughput and load now; without a call, there is a line every 10 seconds."""
-        self._stats.write()
+        self._stat_logger.write()
 
     async def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose streams have not ended."""

@@ -8,15 +8,20 @@ import msgspec
 import numpy as np
 
 from vllm_mp import wire
-from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
 from vllm_mp.client.outputs.completion import Completion, TokenText
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_texts
 from vllm_mp.client.outputs.stream import GenerationStream, PoolingStream
-from vllm_mp.client.prompt import check_token_ids, parse_prompt
+from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
+from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest, GenerationRequest, PoolingRequest
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.request_validation import validate_generation, validate_pooling
+from vllm_mp.request_validation import (
+    generation_prompt_too_long,
+    pooling_prompt_too_long,
+    validate_generation,
+    validate_pooling,
+)
 from vllm_mp.sampling_params import SEED_LIMIT, SamplingParams
 
 
@@ -30,11 +35,11 @@ def check_unserved(**arguments: Any) -> None:
 class InputProcessor:
     """Turns a caller's request into a stream that holds its record; the event loop never waits for the tokenizer."""
 
-    def __init__(self, config: VllmConfig, tokenizer: Any, microbatch: AsyncMicrobatchTokenizer | None) -> None:
-        """Both tokenizers are None with skip_tokenizer_init."""
+    def __init__(self, config: VllmConfig, prompt_tokenizer: PromptTokenizer | None) -> None:
+        """`prompt_tokenizer` is None with skip_tokenizer_init."""
         self._config = config
-        self._tokenizer = tokenizer
-        self._microbatch = microbatch
+        self._tokenizer = None if prompt_tokenizer is None else prompt_tokenizer.tokenizer
+        self._prompt_tokenizer = prompt_tokenizer
         self._token_texts: TokenText | None = None
 
     async def generation(self, given: CallerRequest, params: SamplingParams | None) -> GenerationStream:
@@ -44,17 +49,21 @@ class InputProcessor:
         """
         defaults = self._config.model_config.default_sampling_params
         params = SamplingParams(**defaults) if params is None else params.clone()
-        text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
-        if token_ids is None:
-            token_ids = await self._tokenize(text, given.tokenization_kwargs)
-        if (limit := self._truncation_limit(params)) is not None:
+        limit = self._truncation_limit(params)
+        max_tokens = self._config.model_config.max_model_len - 1 if limit is None else None
+        try:
+            text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
+            if token_ids is None:
+                token_ids = await self._tokenize(text, given.tokenization_kwargs, max_tokens)
+        except TooManyTokensError as error:
+            raise generation_prompt_too_long(error.size, self._config.model_config) from None
+        if limit is not None:
             token_ids = token_ids[-limit:]
         bad_words = await self._spell_bad_words(params.bad_words or [])
         if params.stop and self._tokenizer is None:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
-        validate_generation(
-            given.request_id, np.asarray(token_ids, np.int32), np.zeros(0, np.int32), params, bad_words, self._config
-        )
+        ids = np.asarray(token_ids, wire.TOKEN_IDS)
+        validate_generation(given.request_id, ids, ids[:0], params, bad_words, self._config)
         if params.seed is None:
             # The client draws it, so that another core can continue the request.
             params.seed = secrets.randbits(63)
@@ -62,7 +71,7 @@ class InputProcessor:
             request_id=given.request_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            packed_prompt=wire.pack_ids(token_ids),
+            packed_prompt=ids.tobytes(),
             params=params,
             arrival_time=given.arrival_time,
             priority=given.priority,
@@ -81,29 +90,34 @@ class InputProcessor:
         Raises what `AsyncLLM.encode` raises for a request that cannot run.
         """
         params = msgspec.structs.replace(params)
-        text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids)
         limit = params.truncate_prompt_tokens
         if limit == -1:
             limit = self._config.model_config.max_model_len
-        if token_ids is not None:
-            token_ids = token_ids[:limit]
-        elif limit is None:
-            token_ids = await self._tokenize(text, given.tokenization_kwargs)
-        else:
-            # The tokenizer truncates, because it knows which tokens must stand at the ends.
-            options = {**given.tokenization_kwargs, "truncation": True, "max_length": limit}
-            token_ids = await self._tokenize(text, options)
-            if len(token_ids) > limit:
-                raise ValueError(
-                    f"truncate_prompt_tokens must leave room for the tokens that the tokenizer adds, got {limit}"
-                )
-        validate_pooling(given.request_id, np.asarray(token_ids, np.int32), params, self._config)
+        max_tokens = self._config.model_config.max_model_len if limit is None else None
+        try:
+            text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
+            if token_ids is not None:
+                token_ids = token_ids[:limit]
+            elif limit is None:
+                token_ids = await self._tokenize(text, given.tokenization_kwargs, max_tokens)
+            else:
+                # The tokenizer truncates, because it knows which tokens must stand at the ends.
+                options = {**given.tokenization_kwargs, "truncation": True, "max_length": limit}
+                token_ids = await self._tokenize(text, options)
+        except TooManyTokensError as error:
+            raise pooling_prompt_too_long(error.size, self._config.model_config) from None
+        if limit is not None and len(token_ids) > limit:
+            raise ValueError(
+                f"truncate_prompt_tokens must leave room for the tokens that the tokenizer adds, got {limit}"
+            )
+        ids = np.asarray(token_ids, wire.TOKEN_IDS)
+        validate_pooling(given.request_id, ids, params, self._config)
         return PoolingStream(
             PoolingRequest(
                 request_id=given.request_id,
                 prompt=text,
                 prompt_token_ids=token_ids,
-                packed_prompt=wire.pack_ids(token_ids),
+                packed_prompt=ids.tobytes(),
                 params=params,
                 arrival_time=given.arrival_time,
                 priority=given.priority,
@@ -157,18 +171,17 @@ class InputProcessor:
             self._token_texts = token_texts(self._tokenizer)
         return self._token_texts
 
-    async def _tokenize(self, text: str | None, options: dict[str, Any]) -> list[int]:
-        if self._microbatch is None:
+    async def _tokenize(self, text: str | None, options: dict[str, Any], max_tokens: int | None = None) -> list[int]:
+        if self._prompt_tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init off")
         assert text is not None
-        encoding = await self._microbatch(text, **options)
-        return check_token_ids(encoding.input_ids)
+        return await self._prompt_tokenizer.ids(text, options, max_tokens)
 
     async def _spell_bad_words(self, words: list[str]) -> list[list[int]]:
         """Return the token ids of each word at the beginning of a text and after a space, without duplicates."""
         if not words:
             return []
-        if self._microbatch is None:
+        if self._prompt_tokenizer is None:
             raise ValueError("bad_words needs a tokenizer: leave skip_tokenizer_init off")
         spellings = [space + word.lstrip() for word in words for space in ("", " ")]
         ids = await asyncio.gather(*[self._tokenize(text, {"add_special_tokens": False}) for text in spellings])

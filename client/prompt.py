@@ -2,8 +2,9 @@
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
+import msgspec
 import numpy as np
 
 
@@ -31,6 +32,8 @@ class TokensPrompt(TypedDict, total=False):
 _MAX_SALT = 1024
 """Maximum number of characters of a `cache_salt`."""
 
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
@@ -42,11 +45,21 @@ class ParsedPrompt(NamedTuple):
     cache_salt: str = ""
 
 
-def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
+class TooManyTokensError(Exception):
+    """A prompt has more tokens than its limit."""
+
+    def __init__(self, size: str) -> None:
+        """`size` is the number of tokens, in words."""
+        super().__init__(size)
+        self.size = size
+
+
+def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | None = None) -> ParsedPrompt:
     """Parse any form of prompt; `prompt_token_ids` are its token ids unless `prompt` has its own.
 
     Raises TypeError or ValueError, naming the fault, for other types, missing or unknown parts and text that is not
-    valid Unicode, and NotImplementedError for parts that are not served.
+    valid Unicode; NotImplementedError for parts that are not served; TooManyTokensError for a list of more than
+    `max_tokens` token ids.
     """
     text: Any = None
     ids: Any = prompt_token_ids
@@ -72,7 +85,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None) -> ParsedPrompt:
         raise ValueError(f"cache_salt must be a str of at most {_MAX_SALT} characters, got {salt!r:.100}")
     return ParsedPrompt(
         None if text is None else _check_text("the prompt", text),
-        None if ids is None else check_token_ids(ids),
+        None if ids is None else check_token_ids(ids, max_tokens),
         _check_text("cache_salt", salt),
     )
 
@@ -81,6 +94,8 @@ def _check_text(name: str, text: Any) -> str:
     """Return `text` if it is valid Unicode. Raises TypeError or ValueError with `name`."""
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a str, got {type(text).__name__}")
+    if text.isascii():
+        return text
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -91,8 +106,17 @@ def _check_text(name: str, text: Any) -> str:
     return text
 
 
-def check_token_ids(ids: Any) -> list[int]:
-    """Return `ids` as a list; raises TypeError or ValueError unless they are token ids."""
+def check_token_ids(ids: Any, max_tokens: int | None = None) -> list[int]:
+    """Return `ids` as a list.
+
+    Raises TypeError or ValueError unless they are token ids, and TooManyTokensError for more than `max_tokens`.
+    """
+    if max_tokens is not None and isinstance(ids, list | tuple | np.ndarray) and len(ids) > max_tokens:
+        raise TooManyTokensError(f"{len(ids)} tokens")
+    try:
+        return msgspec.convert(ids, list[_TokenId])  # many times as fast as numpy, and refuses all but plain integers
+    except msgspec.ValidationError:
+        pass
     try:
         array = np.asarray(ids)
     except ValueError:  # lists of different lengths; the next check refuses the text

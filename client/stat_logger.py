@@ -6,39 +6,45 @@ import time
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.client.stats import EngineStats
 from vllm_mp.config import ObservabilityConfig
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 10.0
-"""Shortest time between two lines of statistics."""
-
 
 class StatLogger:
-    """Counts tokens, and writes a line at most every 10 seconds, only while tokens arrive."""
+    """Writes lines about the statistics: on request, and every 10 seconds while tokens arrive."""
 
-    def __init__(self, config: ObservabilityConfig, supervisor: CoreSupervisor, requests: OutputProcessor) -> None:
+    def __init__(
+        self,
+        config: ObservabilityConfig,
+        supervisor: CoreSupervisor,
+        requests: OutputProcessor,
+        stats: EngineStats,
+    ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._requests = requests
+        self._stats = stats
+        self._last = self._tokens()
         self._since = time.monotonic()
-        self._num_tokens = 0
-
-    def count_tokens(self, num_tokens: int) -> None:
-        """Count tokens that have arrived, and write a line if it is due and `disable_log_stats` is off."""
-        self._num_tokens += num_tokens
-        if time.monotonic() - self._since >= _INTERVAL_S and not self._config.disable_log_stats:
-            self.write()
+        if not config.disable_log_stats:
+            stats.add_report(self.write)
 
     def write(self) -> None:
         """Write a line about the time since the last line, and about the load now."""
-        now = time.monotonic()
-        rate = self._num_tokens / max(now - self._since, 1e-9)
-        cache, status = "", self._supervisor.status()
+        now, tokens = time.monotonic(), self._tokens()
+        seconds = max(now - self._since, 1e-9)
+        prompt, generated, queries, hits = (new - old for new, old in zip(tokens, self._last, strict=True))
+        parts = [f"{len(self._requests)} live requests", f"{prompt / seconds:.1f} prompt tokens/s"]
+        parts += [f"{generated / seconds:.1f} tokens/s generated"]
+        status = self._supervisor.status()
         if status and status.total_blocks:
-            cache = f", KV cache {1 - status.free_blocks / status.total_blocks:.1%} in use"
-        logger.info("%d live requests, %.1f tokens/s generated%s", len(self._requests), rate, cache)
-        self._since, self._num_tokens = now, 0
+            parts += [f"KV cache {1 - status.free_blocks / status.total_blocks:.1%} in use"]
+        if queries:
+            parts += [f"prefix cache hits {hits / queries:.1%}"]
+        logger.info("%s", ", ".join(parts))
+        self._since, self._last = now, tokens
 
     def log_request(self, stream: RequestStream) -> None:
         """Write a line about a request that was sent, unless `disable_log_requests`."""
@@ -50,4 +56,13 @@ class StatLogger:
             None if stream.prompt is None else stream.prompt[: self._config.max_log_len],
             len(stream.prompt_token_ids),
             stream.params,
+        )
+
+    def _tokens(self) -> tuple[float, float, float, float]:
+        stats = self._stats
+        return (
+            stats.prompt_tokens.value,
+            stats.generation_tokens.value,
+            stats.prefix_cache_queries.value,
+            stats.prefix_cache_hits.value,
         )

@@ -35,11 +35,7 @@ def validate_generation(
         raise ValueError(f"{model.model} is an encoder and generates no text; call encode() for its embeddings")
     _check_not_empty(prompt)
     if len(prompt) >= model.max_model_len:
-        raise ValueError(
-            f"the prompt is too long: {len(prompt)} tokens, and max_model_len={model.max_model_len} holds prompt "
-            "and completion; shorten it, set truncate_prompt_tokens, or raise max_model_len if the model's context "
-            "allows it"
-        )
+        raise generation_prompt_too_long(f"{len(prompt)} tokens", model)
     vocab_size = model.architecture.vocab_size
     _check_token_ids("prompt_token_ids", prompt, vocab_size)
     _check_token_ids("the completion so far", output, vocab_size)
@@ -65,16 +61,29 @@ def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: Poo
     _check_request_id(request_id)
     _check_not_empty(prompt)
     if len(prompt) > model.max_model_len:
-        raise ValueError(
-            f"the prompt is too long: {len(prompt)} tokens, the limit is max_model_len={model.max_model_len}; shorten "
-            "it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
-        )
+        raise pooling_prompt_too_long(f"{len(prompt)} tokens", model)
     _check_token_ids("prompt_token_ids", prompt, model.architecture.vocab_size)
     if params.dimensions is not None and params.dimensions > model.architecture.hidden_size:
         raise ValueError(
             f"dimensions must be at most {model.architecture.hidden_size}, the length of the model's hidden states, "
             f"got {params.dimensions}"
         )
+
+
+def generation_prompt_too_long(size: str, model: ModelConfig) -> ValueError:
+    """Return the error for a prompt of `size`, the number of its tokens in words, that leaves no room for a token."""
+    return ValueError(
+        f"the prompt is too long: {size}, and max_model_len={model.max_model_len} holds prompt and completion; shorten "
+        "it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
+    )
+
+
+def pooling_prompt_too_long(size: str, model: ModelConfig) -> ValueError:
+    """Return the error for a prompt of `size`, the number of its tokens in words, of which no vector can be made."""
+    return ValueError(
+        f"the prompt is too long: {size}, the limit is max_model_len={model.max_model_len}; shorten it, set "
+        "truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
+    )
 
 
 def _check_request_id(request_id: str) -> None:

@@ -42,6 +42,8 @@ PAUSE_MODES = ("abort", "wait", "keep")
 SLEEP_LEVELS = (1, 2)
 SLEEP_MODES = ("keep", "abort")
 """What the operation "sleep" does with live requests."""
+TOKEN_IDS = np.dtype("<i4")
+"""The type of token ids in `AddRequest` and `AddPooling`."""
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SLEEP_TAGS = (WEIGHTS, KV_CACHE)
 """What a sleeping core has released and "wake_up" may name, in the order in which it is restored."""
@@ -213,6 +215,9 @@ class StepOutput(_Message, tag=18):
     """Of tokens of prompts, at their positions there, in order; all arrive before the first output token."""
     vectors: list[tuple[int, bytes]] = []
     """(slot, vector as little-endian float32); together with its `Finished`, the answer to an `AddPooling`."""
+    queued: list[tuple[int, float]] = []
+    """(slot, seconds) of requests with their first token or their vector here: the time that each waited in this core
+    until a step computed its first tokens."""
 
 
 class Reply(_Message, tag=19):
@@ -418,9 +423,9 @@ def unpack_columns(slots: bytes, tokens: bytes, positions: bytes) -> tuple[list[
 
 def pack_ids(token_ids: list[int]) -> bytes:
     """Return token ids as little-endian int32."""
-    return np.asarray(token_ids, "<i4").tobytes()
+    return np.asarray(token_ids, TOKEN_IDS).tobytes()
 
 
 def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
     """Return token ids [n] from little-endian int32. Raises ValueError if the length is not a multiple of 4 bytes."""
-    return np.frombuffer(data, "<i4").astype(np.int32)
+    return np.frombuffer(data, TOKEN_IDS).astype(np.int32)

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm_mp import wire
@@ -21,6 +20,7 @@ from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End
 from vllm_mp.client.engine.suspects import Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
+from vllm_mp.client.stats import EngineStats
 from vllm_mp.errors import EngineDeadError, EngineError
 from vllm_mp.status_page import AWAKE, CoreState
 
@@ -50,11 +50,12 @@ class EngineCoreClient:
     All methods but `close` and the properties must be called in the event loop's thread.
     """
 
-    def __init__(self, supervisor: CoreSupervisor, requests: OutputProcessor, on_tokens: Callable[[int], None]) -> None:
-        """`on_tokens` is called with the number of tokens in each message."""
+    def __init__(self, supervisor: CoreSupervisor, requests: OutputProcessor, stats: EngineStats) -> None:
         self.supervisor = supervisor
         self.requests = requests
-        self._on_tokens = on_tokens
+        self._stats = stats
+        self._num_drops_counted = 0
+        """Number of dropped messages of the current connection that `stats` knows of."""
         self._core = supervisor.core
         self._recovers_from: str | None = None
         """The cause of the death, while there is no core."""
@@ -78,6 +79,11 @@ class EngineCoreClient:
         """Why the core is gone for good; None while it is not."""
         end = self.supervisor.end
         return None if end is None else EngineDeadError(end)
+
+    @property
+    def recovers_from(self) -> str | None:
+        """The cause of the death, while there is no core."""
+        return self._recovers_from
 
     @property
     def incarnation(self) -> int:
@@ -156,16 +162,34 @@ class EngineCoreClient:
         Raises EngineError if the core does not answer within 5 s, unless it is in a long step or waking up.
         """
         try:
-            await self.call("ping", _PING_TIMEOUT_S)
+            await self.ping(_PING_TIMEOUT_S)
+        except EngineError:
+            status = self.supervisor.status()
+            if (
+                self._has_core
+                and status is not None
+                and status.state in (CoreState.STEPPING, CoreState.LOADING)
+                and status.heartbeat_age < limit
+            ):
+                return
+            raise
+
+    async def ping(self, timeout: float) -> None:
+        """Return once the core answers; raises EngineError if it does not within `timeout` seconds."""
+        try:
+            await self.call("ping", timeout)
         except TimeoutError as error:
             if self._recovers_from is not None:
                 raise EngineError(
                     f"the core died and its successor is not ready yet: {self._recovers_from}; try again later"
                 ) from error
-            status = self.supervisor.status()
-            if status and status.state in (CoreState.STEPPING, CoreState.LOADING) and status.heartbeat_age < limit:
-                return
-            raise EngineError(f"the core has not answered for {_PING_TIMEOUT_S:g} s: {status}") from error
+            raise EngineError(f"the core has not answered for {timeout:g} s: {self.supervisor.status()}") from error
+
+    def count_drops(self) -> None:
+        """Count the messages that the connection to the current core has dropped since the last call."""
+        num_dropped = self._core.connection.num_dropped
+        self._stats.dropped_messages.add(num_dropped - self._num_drops_counted)
+        self._num_drops_counted = num_dropped
 
     def close(self, error: EngineDeadError, timeout: float | None) -> None:
         """End every stream and call with `error`, and the core by force after `timeout` seconds; from any thread."""
@@ -216,8 +240,8 @@ class EngineCoreClient:
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         if isinstance(message, wire.StepOutput):
+            self._stats.note_step(message)
             self._abort_slots(self.requests.process(message))
-            self._on_tokens(len(message.tokens) // 4)
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
 
@@ -251,6 +275,7 @@ class EngineCoreClient:
         if not self._sleep_calls:  # otherwise the dead core had not reached `_sleep` yet
             self._sleep = death.sleep
         requests = self.requests
+        self._stats.note_death(death.kind, death.time, death.cause)
         logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
         culprit = self._suspects.record(death, requests.live())
         if culprit is not None:
@@ -262,10 +287,12 @@ class EngineCoreClient:
 
     def _replay_to(self, core: Core) -> None:
         """Make `core` the current core, and tell it everything that is pending."""
-        old, self._core = self._core, core
+        self.count_drops()
+        old, self._core, self._num_drops_counted = self._core, core, 0
         old.connection.drain()
         old.connection.detach()
         self._recovers_from = None
+        self._stats.note_restart()
         self._listen()
         self.supervisor.release(old)
         self._restore_sleep()

@@ -47,6 +47,10 @@ class Death(NamedTuple):
     """
     sleep: SleepState = AWAKE
     """The sleep in force at the death; `AWAKE` if the status page is not visible."""
+    kind: str = "connection"
+    """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
+    time: float = 0.0
+    """When the death was seen, in seconds of `time.monotonic()`."""
 
 
 class End(NamedTuple):
@@ -215,16 +219,17 @@ class CoreSupervisor:
                 return None
             if process is None:
                 if core.connection.is_broken():
-                    return self._death(core, f"the connection to the core at {core.connection.address} broke")
+                    cause = f"the connection to the core at {core.connection.address} broke"
+                    return self._death(core, cause, "connection")
                 continue
             if not process.is_alive():
-                return self._death(core, process.describe_end())
+                return self._death(core, process.describe_end(), "signal" if process.ended_by_signal else "exit")
             if core.connection.is_broken():
                 broken_since = broken_since or time.monotonic()
                 poller.unregister(core.connection.monitor)
             if broken_since and time.monotonic() > broken_since + _EXIT_GRACE_S:
                 process.kill()
-                return self._death(core, f"the connection to it broke, and {process.describe_end()}")
+                return self._death(core, f"the connection to it broke, and {process.describe_end()}", "connection")
             if core.page is not None and hang.is_hung(core.page, self._has_work()):
                 return self._end_hung(core)
             if time.monotonic() > standby_at:
@@ -242,9 +247,9 @@ class CoreSupervisor:
         core.process.kill()
         limit, how = self._limits.engine_iteration_timeout_s, ", stopped by a signal" if was_stopped else ""
         cause = f"the core process {core.process.pid} made no progress for {limit:g} s{how}: {status}"
-        return self._death(core, cause, was_hung=not was_stopped)
+        return self._death(core, cause, "hang", was_hung=not was_stopped)
 
-    def _death(self, core: Core, cause: str, was_hung: bool = False) -> Death:
+    def _death(self, core: Core, cause: str, kind: str, was_hung: bool = False) -> Death:
         """Return the death of `core`, with what its status page says. `was_hung`: it was killed for a hang."""
         status = core.page.read() if core.page else None
         in_step = status.step_requests if status else []
@@ -252,10 +257,11 @@ class CoreSupervisor:
         was_killed = core.process is not None and core.process.was_killed and not was_hung
         if was_killed and self._oom_kills > kills:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
-            was_killed = False
+            was_killed, kind = False, "out_of_memory"
         own = {slot: num_output_tokens for client, slot, num_output_tokens in in_step if client == core.client}
         sleep = status.sleep if status else AWAKE
-        return Death(cause, own, len(in_step), was_killed or core.process is None, sleep)
+        is_from_outside = was_killed or core.process is None
+        return Death(cause, own, len(in_step), is_from_outside, sleep, kind, time.monotonic())
 
     def _replace(self, core: Core, death: Death) -> Core | None:
         """Start the successor of `core`; return None if there is none."""

@@ -69,7 +69,7 @@ class OutputPath(NamedTuple):
 
 def _load_compiled() -> OutputPath | None:
     try:
-        from vllm_mp.client.outputs import _output_path as compiled
+        import vllm_mp.client.outputs._output_path as compiled
     except ImportError:  # there was no compiler when the package was installed
         return None
     compiled.configure(

@@ -2,6 +2,7 @@
 
 import heapq
 import time
+from collections.abc import Callable
 
 from vllm_mp import wire
 from vllm_mp.client.outputs import output_path
@@ -20,7 +21,9 @@ class OutputProcessor:
     Methods that end a stream return the slots that the core must be told to abort.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[RequestStream], None] = lambda stream: None) -> None:
+        """`on_end` is called with each stream that had slots and has ended, for whatever reason."""
+        self._on_end = on_end
         self._by_id: dict[str, RequestStream | None] = {}
         """In the order of arrival; None while the prompt is being tokenized."""
         self._aborted_during_tokenization: set[str] = set()
@@ -252,3 +255,4 @@ class OutputProcessor:
         """Make the id of a stream that is over available, unless another request has it already."""
         if self._by_id.get(stream.request_id) is stream:
             del self._by_id[stream.request_id]
+            self._on_end(stream)

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import hmac
 import os
-import resource
 import stat
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_mp.curve_key import read_key_file
+from vllm_mp.descriptor_limit import raise_descriptor_limit
 from vllm_mp.wire import MAX_MESSAGE_BYTES
 
 _MAX_UNREAD = 32
 """Number of unread messages of each client that the core holds."""
 _MAX_LOCK_TRIES = 100
-_MANY_DESCRIPTORS = 2**16
-"""Limit of descriptors to ask for if the system sets none."""
 
 
 class BoundSocket:
@@ -37,7 +35,7 @@ class BoundSocket:
         self._lock: int | None = None
         self._path: Path | None = None
         self._authenticator: ThreadAuthenticator | None = None
-        _raise_descriptor_limit()
+        raise_descriptor_limit()  # libzmq ends the process if a connection finds no descriptor left
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         # A message to a client that has gone raises instead of being dropped silently. The send queue has no limit,
@@ -163,15 +161,6 @@ class _OneKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return hmac.compare_digest(key, self._public)
-
-
-def _raise_descriptor_limit() -> None:
-    """Raise the limit of descriptors as far as permitted: libzmq ends the process if a connection finds none left."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
-    if soft not in (wanted, resource.RLIM_INFINITY):
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _lock_file(path: Path) -> Path:

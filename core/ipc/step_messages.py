@@ -25,6 +25,7 @@ def step_outputs(
     """
     ends = by_client(update.finished)
     cached = by_client((client, (slot, count)) for client, slot, count in update.cached)
+    queued = by_client((client, (slot, seconds)) for client, slot, seconds in update.queued)
     vectors = by_client((client, (slot, vector.astype("<f4").tobytes())) for client, slot, vector in update.vectors)
     logprobs = by_client(_without_gone(output.logprobs, update.gone))
     prompt_logprobs = by_client(_without_gone(output.prompt_logprobs, update.gone))
@@ -56,6 +57,7 @@ def step_outputs(
                     logprobs=[message for message in logprobs.get(client, []) if part_of.get(message.slot, 0) == i],
                     prompt_logprobs=last_prompt_logprobs if i == 0 else [],
                     vectors=last_vectors if i == 0 else [],
+                    queued=[pair for pair in queued.get(client, []) if part_of.get(pair[0], 0) == i],
                 ),
             )
 

@@ -46,6 +46,10 @@ class Request:
     """False: its beginning is computed even if it is cached. Other requests may still build on its blocks."""
     num_cached_tokens: int | None = None
     """Number of tokens found in the prefix cache when the request was first admitted; None before."""
+    queued_at: float = 0.0
+    """When the request entered the waiting queue for the first time, in seconds of `time.monotonic()`."""
+    queue_seconds: float | None = None
+    """Time from `queued_at` until the request was first admitted; None before."""
     logits_processors: "LogitsProcessors | None" = None
     num_logprobs: int = -1
     """Number of most likely tokens whose log-probabilities are sent at each output position; -1: send none at all."""

@@ -227,6 +227,7 @@ class Scheduler:
             cached=cached,
             vectors=vectors,
             gone=set(pending.gone.values()),
+            queued=[(*request.key, request.queue_seconds or 0.0) for request in begun],
         )
 
     def _end(self, request: Request, ending: Ending) -> Finished:

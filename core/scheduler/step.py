@@ -101,6 +101,8 @@ class StepUpdate(NamedTuple):
     """(client, slot, vector) of each pooling request that the step ended."""
     gone: set[RequestKey]
     """Requests that ended while the step was pending. Nothing may be sent about them any more."""
+    queued: Sequence[tuple[int, int, float]] = ()
+    """(client, slot, seconds in the waiting queue) of each request that got its first token or its vector."""
 
 
 class OutputHandle(Protocol):

@@ -1,6 +1,7 @@
 """The requests that wait for a row of the batch."""
 
 import heapq
+import time
 
 from vllm_mp.core.scheduler.request import Request, RequestKey
 
@@ -30,6 +31,8 @@ class WaitingQueue:
 
     def add(self, request: Request, is_new: bool = True) -> None:
         """Queue a request, or hold it back if it is new and arrives during a pause."""
+        if is_new and not request.queued_at:
+            request.queued_at = time.monotonic()
         if is_new and self.is_holding:
             self._held[request.key] = request
             return
@@ -44,7 +47,9 @@ class WaitingQueue:
 
     def pop(self) -> None:
         """Remove the request that `first` has just returned."""
-        heapq.heappop(self._heap)
+        _, request = heapq.heappop(self._heap)
+        if request.queue_seconds is None:
+            request.queue_seconds = time.monotonic() - request.queued_at
         self._num_queued -= 1
 
     def remove(self, request: Request) -> None:

@@ -107,6 +107,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
+        self.queue_times: dict[int, float] = {}
 
     def add(
         self,
@@ -197,6 +198,7 @@ class Engine:
                 assert int(slot) not in self.ends, "no token follows the end"
                 output.append(int(tok))
             assert not {(client, slot) for client, slot, _ in update.vectors} & update.gone
+            self.queue_times |= {slot: seconds for _, slot, seconds in update.queued}
             self.end(update.finished)
         return processed and processed.step
 

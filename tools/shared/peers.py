@@ -57,6 +57,11 @@ def prefill_name(length: int) -> str:
     return f"prefill, {length} tokens"
 
 
+def is_time(workload: str) -> bool:
+    """Return whether the figures of a workload are milliseconds, so that less is better."""
+    return "ms" in workload.split()
+
+
 MIXED_RATE = "mixed load, tokens in and out"
 MIXED_GAP_MS = "mixed load, p99 ms between tokens"
 
@@ -163,6 +168,10 @@ class VllmCpu(AsyncEngine):
     def __init__(self, folder: Path, name: str, **engine_args: Any) -> None:
         super().__init__(name, folder / "venv/bin/python", "vllm", **engine_args)
         self._folder = folder
+
+    def program(self, name: str) -> Path:
+        """Return the path of a program of vLLM's environment."""
+        return self._folder / "venv/bin" / name
 
     def prepare(self) -> None:
         super().prepare()
@@ -278,7 +287,7 @@ class LlamaCpp:
                 stderr=log,
             )
             try:
-                _wait_until_ready(server, port)
+                wait_until_ready(server, f"http://127.0.0.1:{port}/health", "llama-server", _READY_S)
                 yield port
             except RuntimeError as error:
                 log.seek(0)
@@ -291,17 +300,18 @@ class LlamaCpp:
         return run([self._bin / program, *arguments], LD_LIBRARY_PATH=str(self._bin))
 
 
-def _wait_until_ready(server: "subprocess.Popen[bytes]", port: int) -> None:
+def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, name: str, limit_s: float) -> None:
+    """Wait until the server answers `url` with status 200. Raises RuntimeError if it ends or takes too long."""
     import httpx2
 
-    deadline = time.monotonic() + _READY_S
+    deadline = time.monotonic() + limit_s
     while server.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(httpx2.TransportError):
-            if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+            if httpx2.get(url).status_code == 200:
                 return
         time.sleep(0.1)
     ending = "" if server.poll() is None else f": it ended with {_exit_reason(server.returncode)}"
-    raise RuntimeError(f"llama-server did not become ready within {_READY_S:g} s{ending}")
+    raise RuntimeError(f"{name} did not become ready within {limit_s:g} s{ending}")
 
 
 async def run_llama_server_load(port: int, requests: Sequence[LoadRequest]) -> list[Timeline]:

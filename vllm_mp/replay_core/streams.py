@@ -26,6 +26,8 @@ class Streams:
         self._packed_slots = b""
         self._added: list[tuple[int, int, int]] = []
         """(slot, start, position) of requests that are not in the arrays yet."""
+        self._new: list[int] = []
+        """Slots whose first token is in the next step."""
 
     def __len__(self) -> int:
         return len(self._answer_of)
@@ -37,6 +39,8 @@ class Streams:
         """Add a request whose next token is at `position`, which is below `answer.length`."""
         self._answer_of[slot] = answer
         self._added.append((slot, answer.number * self._answer_length, position))
+        if position == 0:
+            self._new.append(slot)
 
     def abort(self, slots: list[int]) -> list[wire.Finished]:
         """End the requests in `slots`, and return their ends; slots that are free are ignored."""
@@ -66,6 +70,9 @@ class Streams:
             self._flat[self._starts + positions % self._answer_length].tobytes(),
             (positions & 0xFFFF).astype("<u2").tobytes(),
         )
+        if self._new:
+            message.queued = [(slot, 0.0) for slot in self._new if slot in self._answer_of]
+            self._new.clear()
         positions += 1
         self._steps_until_end -= 1
         if self._steps_until_end == 0:

@@ -13,11 +13,14 @@ from vllm_mp.server.state import ServerState
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-NOT_SERVED = msgspec.Meta(description="Not served: leave it out.", extra={"refused": "is not served yet; leave it out"})
-"""Marks a field of OpenAI's API that is refused by name, unless it has the value of a request without it."""
 
-Refused = Annotated[None, NOT_SERVED]
-"""The type of a field that is refused unless it is null."""
+def refused(why: str = "is not served yet; leave it out") -> msgspec.Meta:
+    """Return the mark of a field that refuses all values but those of its type; the error is its name and `why`."""
+    return msgspec.Meta(description=f"It {why}.", extra={"refused": why})
+
+
+Refused = Annotated[None, refused()]
+"""The type of a field of OpenAI's API that is refused by name, unless it is null."""
 
 Ignored = Annotated[
     Any, msgspec.Meta(description="Accepted; it has no effect here.", extra_json_schema={"x-has-effect": False})
@@ -57,7 +60,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             content = await _read_bounded(request, options.max_body_bytes)
     except TimeoutError:
         message = f"the body did not arrive within {options.body_timeout:g} s; send it at once"
-        raise ApiError(408, message, headers={"Connection": "close"}) from None
+        raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
     return decode_body(content, kind)
 
 
@@ -83,7 +86,7 @@ async def _read_bounded(request: Request, limit: int) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     message = f"the body is too large: the limit is {limit} bytes; send less, or raise --max-body-bytes"
-    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+    return ApiError(413, message, code="body_too_large")
 
 
 def decode_body(content: bytes, kind: type[Body]) -> Body:
@@ -106,38 +109,50 @@ def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:
     """Return the error for a body that does not fit `kind`, from the decoder's `message`."""
     found = _AT_PATH.search(message)
     what, path = (message[: found.start()], found[1][1:].removeprefix(".")) if found else (message, "")
-    unknown = _UNKNOWN_FIELD.fullmatch(what)
-    if unknown:
+    if (unknown := _UNKNOWN_FIELD.fullmatch(what)) is not None:
         return _unknown_field(unknown[1], path, kind)
-    missing = _MISSING_FIELD.fullmatch(what)
-    if missing:
-        name = f"{path}.{missing[1]}" if path else missing[1]
+    if (missing := _MISSING_FIELD.fullmatch(what)) is not None:
+        name = _join(path, missing[1])
         return ApiError(400, f"the field {name} is missing; add it", param=name)
     what = what[:1].lower() + what[1:]
     if not path:
         return ApiError(400, f"the body is wrong: {what}")
-    refusal = _refusal(path, kind)
-    if refusal is not None:
-        return ApiError(400, f"{path} {refusal}", param=path, code="unsupported_field")
+    for meta in _metadata(_type_at(path, kind)):
+        if meta.extra and "refused" in meta.extra:
+            return ApiError(400, f"{path} {meta.extra['refused']}", param=path, code="unsupported_field")
     return ApiError(400, f"{path} is wrong: {what}", param=path)
 
 
 def _unknown_field(name: str, path: str, kind: type[msgspec.Struct]) -> ApiError:
     """Return the error for the field `name`, which the object at `path` does not have."""
-    where = f"{path}.{name}" if path else name
-    # The path of a nested object does not tell its type, so only fields of the body itself get a suggestion.
-    known = () if path else [field.encode_name for field in msgspec.structs.fields(kind)]
+    where = _join(path, name)[:200]
+    known = [field.encode_name for struct in _structs(_type_at(path, kind)) for field in msgspec.structs.fields(struct)]
     near = difflib.get_close_matches(name[:100], known, 1)
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
-    return ApiError(400, f"there is no field {where[:200]!r}; {advice}", param=where[:200], code="unknown_field")
+    return ApiError(400, f"there is no field {where!r}; {advice}", param=where, code="unknown_field")
 
 
-def _refusal(path: str, kind: type[msgspec.Struct]) -> str | None:
-    """Return why the field of `kind` at `path` accepts no such value; None for a field that is served."""
-    name = re.split(r"[.\[]", path, maxsplit=1)[0]
-    for field in msgspec.structs.fields(kind):
-        if field.encode_name == name:
-            for meta in get_args(field.type):
-                if isinstance(meta, msgspec.Meta) and meta.extra and "refused" in meta.extra:
-                    return str(meta.extra["refused"])
-    return None
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _type_at(path: str, kind: Any) -> Any:
+    """Return the declared type of the value at `path`, as "messages[0].role", in a body of type `kind`."""
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^\]]*\]", "", path)):
+        fields = (field for struct in _structs(kind) for field in msgspec.structs.fields(struct))
+        kind = next((field.type for field in fields if field.encode_name == name), None)
+    return kind
+
+
+def _structs(kind: Any) -> list[type[msgspec.Struct]]:
+    """Return the structs that a value of type `kind` can be or hold, not looking into structs."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [kind]
+    return [struct for part in get_args(kind) for struct in _structs(part)]
+
+
+def _metadata(kind: Any) -> list[msgspec.Meta]:
+    """Return the marks of the type `kind`, also of the members of a union."""
+    if isinstance(kind, msgspec.Meta):
+        return [kind]
+    return [meta for part in get_args(kind) for meta in _metadata(part)]

@@ -1,63 +1,53 @@
 """The endpoint /v1/completions: the completions of one or several prompts."""
 
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
-from vllm_mp.outputs import CompletionOutput
-from vllm_mp.server.body import Ignored, Refused, RequestBody
+from vllm_mp.outputs import CompletionOutput, RequestOutput
+from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.server.body import Refused
 from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
-from vllm_mp.server.event_stream import EventStream, event
-from vllm_mp.server.generation import Generation, Usage, start_generation
+from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
+from vllm_mp.server.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
+from vllm_mp.server.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
 from vllm_mp.server.models import check_model
-from vllm_mp.server.sampling_fields import SamplingFields, sampling_params
+from vllm_mp.server.sampling_fields import sampling_params
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens`."""
 
 
-class StreamOptions(RequestBody):
-    """What a stream reports beside the text."""
-
-    include_usage: bool = False
-    """Send the usage in a last chunk without choices."""
-    continuous_usage_stats: bool = False
-    """Send the usage so far in every chunk."""
-    include_obfuscation: Ignored = None
-
-
-class CompletionBody(SamplingFields):
+class CompletionBody(GenerationBody, kw_only=True):
     """A request for completions."""
 
     prompt: str | list[str | int | list[int]]
-    """Text, token ids, or a list of either."""
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    """Text, token ids, or a list of texts or lists of token ids."""
     echo: bool | None = None
-    """Repeat the prompt before the completion."""
-    add_special_tokens: bool | None = None
-    """Put the tokenizer's special tokens, such as the begin of the sequence, around a text; default: true."""
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    """Repeat the prompt before the completion. With `max_tokens` 0 there is only the prompt."""
     suffix: Refused = None
-    user: Ignored = None
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct, kw_only=True):
     """One completion, or with a stream its next part."""
 
     index: int
     text: str
-    logprobs: Any = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    """The stop string or stop token id that ended the completion."""
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -68,26 +58,23 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
 
 
 async def create_completion(call: Call, body: CompletionBody) -> Response | EventStream:
     """Complete each prompt."""
+    engine = call.server.engine
     model = check_model(call.server, body.model)
-    config = call.server.engine.model_config
-    params = sampling_params(body, {"max_tokens": _DEFAULT_MAX_TOKENS, **config.default_sampling_params})
-    generation = await start_generation(
-        call, "cmpl", _prompts(body), params, request_id=body.request_id, priority=body.priority
-    )
+    prompts = _prompts(body)
+    params = _params(body, engine.model_config.default_sampling_params)
+    generation = await start_generation(call, "cmpl", prompts, params, body, add_special_tokens=True)
     head = CompletionResponse(id=generation.request_id, created=int(time.time()), model=model, choices=[])
+    generation.discards_completions = _is_echo_alone(body)
+    choices = _Choices(engine, body, params)
     if body.stream:
-        return EventStream(_chunks(generation, head, params.n, body.stream_options or StreamOptions()))
-    results = await generation.results()
-    head.choices = [
-        _choice(index * params.n + output.index, output)
-        for index, result in enumerate(results)
-        for output in result.outputs
-    ]
+        return EventStream(_events(generation, head, choices, body.stream_options or StreamOptions()))
+    for index, result in enumerate(await generation.results()):
+        head.choices += [await choices.next(index, result, completion) for completion in result.outputs]
     head.usage = generation.usage()
     return Response(msgspec.json.encode(head), media_type="application/json")
 
@@ -115,21 +102,121 @@ def _prompts(body: CompletionBody) -> list[PromptType]:
     ]
 
 
-async def _chunks(
-    generation: Generation, head: CompletionResponse, n: int, options: StreamOptions
+def _params(body: CompletionBody, defaults: dict[str, Any]) -> SamplingParams:
+    own: dict[str, Any] = {}
+    if _is_echo_alone(body):
+        own["max_tokens"] = 1  # the engine always makes a token; it is left out of the response
+    params = sampling_params(body, {"max_tokens": _DEFAULT_MAX_TOKENS, **defaults}, **own)
+    if body.echo and params.prompt_logprobs is None:
+        params.prompt_logprobs = params.logprobs
+    return params
+
+
+def _is_echo_alone(body: CompletionBody) -> bool:
+    """Return whether the request asks for its prompt only, as for the log-probabilities of a given text."""
+    return bool(body.echo) and getattr(body, "max_tokens", None) == 0
+
+
+async def _events(
+    generation: Generation, head: CompletionResponse, choices: "_Choices", options: StreamOptions
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream."""
-    async for index, output in generation.outputs():
+    head.usage = None if options.include_usage else UNSET
+    only_text = choices.is_only_text and not options.continuous_usage_stats
+    text_events: dict[int, TextEvent] = {}
+    async for prompt_index, output in generation.outputs():
+        events = []
         for completion in output.outputs:
-            head.choices = [_choice(index * n + completion.index, completion)]
-            yield event(msgspec.json.encode(head))
+            if only_text and completion.finish_reason is None:
+                if not completion.text:
+                    continue
+                index = choices.index(prompt_index, completion)
+                text_event = text_events.get(index)
+                if text_event is None:
+                    head.choices = [CompletionChoice(index=index, text=TEXT_MARK)]
+                    text_event = text_events[index] = TextEvent(head)
+                events.append(text_event.encode(completion.text))
+                continue
+            head.choices = [await choices.next(prompt_index, output, completion)]
+            if options.continuous_usage_stats:
+                head.usage = generation.usage()
+            events.append(encode_event(head))
+        if events:
+            yield b"".join(events)
     if options.include_usage:
         head.choices, head.usage = [], generation.usage()
-        yield event(msgspec.json.encode(head))
+        yield encode_event(head)
 
 
-def _choice(index: int, output: CompletionOutput) -> CompletionChoice:
-    return CompletionChoice(index, output.text, None, output.finish_reason, output.stop_reason)
+class _Choices:
+    """Makes the choices of a response from the outputs of the engine."""
+
+    def __init__(self, engine: AsyncLLM, body: CompletionBody, params: SamplingParams) -> None:
+        self._engine = engine
+        self._body = body
+        self._params = params
+        self._is_echo_alone = _is_echo_alone(body)
+        self._begun: set[int] = set()
+        """Indices of the choices of which a part was made."""
+        self._lengths: defaultdict[int, int] = defaultdict(int)
+        """Characters of each choice so far."""
+        self._prompt_logprobs: dict[int, Any] = {}
+        """By index of the prompt; a stream brings them with its first output."""
+
+    @property
+    def is_only_text(self) -> bool:
+        """Whether all parts of a choice but the last hold nothing but its text."""
+        body = self._body
+        return not (body.echo or body.return_token_ids) and (self._params.logprobs, self._params.prompt_logprobs) == (
+            None,
+            None,
+        )
+
+    def index(self, prompt_index: int, completion: CompletionOutput) -> int:
+        """Return the index of the choice of a completion."""
+        return prompt_index * self._params.n + completion.index
+
+    async def next(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        """Return the choice of `completion`, or with a stream its next part."""
+        index = self.index(prompt_index, completion)
+        choice = CompletionChoice(
+            index=index, text="", finish_reason=completion.finish_reason, stop_reason=completion.stop_reason
+        )
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
+        positions: list[Any] = []
+        first_text = ""
+        if index not in self._begun:
+            self._begun.add(index)
+            known = self._prompt_logprobs.get(prompt_index)
+            if self._body.return_token_ids:
+                choice.prompt_token_ids = output.prompt_token_ids
+            if known is not None and getattr(self._body, "prompt_logprobs", None) is not None:
+                choice.prompt_logprobs = prompt_logprobs(known)
+            if self._body.echo:
+                choice.text = await self._prompt_text(output)
+                if self._params.logprobs is not None:
+                    positions += known or []
+                    first_text = await self._engine.detokenize(output.prompt_token_ids[:1])
+        if self._body.return_token_ids:
+            choice.token_ids = completion.token_ids
+        if self._is_echo_alone:
+            choice.finish_reason, choice.stop_reason = "length", None
+            choice.token_ids = [] if self._body.return_token_ids else UNSET
+        else:
+            choice.text += completion.text
+            positions += completion.logprobs or []
+        if self._params.logprobs is not None:
+            choice.logprobs = completion_logprobs(positions, self._lengths[index], first_text)
+            self._lengths[index] += sum(map(len, choice.logprobs.tokens))
+        return choice
+
+    async def _prompt_text(self, output: RequestOutput) -> str:
+        """Return the text of the prompt as the model saw it."""
+        if output.prompt is not None and self._params.truncate_prompt_tokens is None:
+            return output.prompt
+        skip = self._params.skip_special_tokens
+        return await self._engine.detokenize(output.prompt_token_ids, skip_special_tokens=skip)
 
 
 ROUTES = [post("/v1/completions", create_completion, CompletionBody, CompletionResponse)]

@@ -62,8 +62,9 @@ class Endpoint(Generic[Body]):
             body = await read_body(request, self.body_type)
             limit = server.options.request_timeout
             async with _HangUp(receive), _time_limit(limit), contextlib.AsyncExitStack() as resources:
-                response = await self.handler(Call(server, request, request_id, resources), body)
-                response.headers["X-Request-Id"] = request_id
+                call = Call(server, request, request_id, resources)
+                response = await self.handler(call, body)
+                response.headers["X-Request-Id"] = call.request_id
                 await response(scope, receive, send)
         except ClientDisconnect:
             pass

@@ -55,11 +55,15 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
-    def body(self) -> bytes:
-        """Return the JSON of the error, as a response body or the data of an event."""
+    def data(self) -> ErrorBody:
+        """Return the error as the body of a response, or as the data of an event."""
         # Half a surrogate pair, as a header or a path may hold it, has no UTF-8.
         message = self.message.encode("utf-8", "backslashreplace").decode()
-        return msgspec.json.encode(ErrorBody(ErrorObject(message, self.type, self.param, self.code)))
+        return ErrorBody(ErrorObject(message, self.type, self.param, self.code))
+
+    def body(self) -> bytes:
+        """Return `data` as JSON."""
+        return msgspec.json.encode(self.data())
 
     def response(self) -> Response:
         """Return the error as a response."""

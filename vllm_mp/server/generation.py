@@ -3,15 +3,51 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 import msgspec
 
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.outputs import RequestOutput
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.server.body import Ignored, RequestBody
 from vllm_mp.server.endpoint import Call, check_request_id
-from vllm_mp.server.sampling_fields import refuse_parameters
+from vllm_mp.server.sampling_fields import SamplingFields, refuse_parameters
+from vllm_mp.server.tracing import trace_headers
+
+
+class StreamOptions(RequestBody):
+    """What a stream reports beside the text."""
+
+    include_usage: bool | None = None
+    """Send the usage in a last chunk, which has no choices."""
+    continuous_usage_stats: bool | None = None
+    """Send the usage so far in every chunk."""
+    include_obfuscation: Ignored = None
+
+
+class GenerationBody(SamplingFields, kw_only=True):
+    """The fields that requests for text have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    """Put the tokenizer's special tokens, such as the begin of the sequence, around a text."""
+    priority: int | None = None
+    """A lower number is scheduled earlier, with `--scheduling-policy priority`."""
+    cache_salt: str | None = None
+    """Only prompts with the same salt share cached prefixes."""
+    request_id: str | None = None
+    """The id of the request, in place of the header X-Request-Id."""
+    return_token_ids: bool | None = None
+    """Return the token ids of prompt and completion."""
+    metadata: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    store: Ignored = None
+    user: Ignored = None
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -47,7 +83,9 @@ class Generation:
         self._resources = resources
         self._prompt_tokens = [0] * len(streams)
         self._cached_tokens = [0] * len(streams)
-        self.completion_tokens = 0
+        self.discards_completions = False
+        """The response leaves out the tokens of the completions, so they do not count."""
+        self._completion_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield each output, with the index of its prompt, as it comes. Raises EngineError if a request fails."""
@@ -82,18 +120,15 @@ class Generation:
     def usage(self) -> Usage:
         """Return the tokens so far."""
         prompt_tokens = sum(self._prompt_tokens)
-        return Usage(
-            prompt_tokens,
-            self.completion_tokens,
-            prompt_tokens + self.completion_tokens,
-            PromptTokensDetails(sum(self._cached_tokens)),
-        )
+        completion_tokens = 0 if self.discards_completions else self._completion_tokens
+        total_tokens = prompt_tokens + completion_tokens
+        return Usage(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(sum(self._cached_tokens)))
 
     def _count(self, index: int, output: RequestOutput) -> None:
         self._prompt_tokens[index] = len(output.prompt_token_ids)
         self._cached_tokens[index] = output.num_cached_tokens or 0
         for completion in output.outputs:
-            self.completion_tokens += len(completion.token_ids)
+            self._completion_tokens += len(completion.token_ids)
 
 
 async def start_generation(
@@ -101,26 +136,32 @@ async def start_generation(
     kind: str,
     prompts: Sequence[PromptType],
     params: SamplingParams,
+    body: GenerationBody,
     *,
-    request_id: str | None = None,
-    priority: int | None = None,
-    tokenization_kwargs: dict[str, Any] | None = None,
+    add_special_tokens: bool,
 ) -> Generation:
     """Send a request to the engine for each prompt, once the server admits them.
 
-    `kind` begins the id of the generation, as "cmpl"; the rest is `request_id`, the body's own, or that of the call.
-    The requests are aborted when `call` ends. Raises ApiError for a request that cannot run.
+    `kind` begins the id of the generation, as "cmpl"; the rest is the id of `body` or of `call`. `add_special_tokens`
+    applies if `body` does not say it. The requests are aborted when `call` ends. Raises ApiError for a request that
+    cannot run.
     """
-    chosen = call.request_id
-    if request_id is not None:
-        chosen = check_request_id(request_id, "request_id")
-    request_id = f"{kind}-{chosen}"
-    await call.resources.enter_async_context(call.server.admit(len(prompts)))
+    if body.request_id is not None:
+        call.request_id = check_request_id(body.request_id, "request_id")
+    request_id = f"{kind}-{call.request_id}"
+    if body.add_special_tokens is not None:
+        add_special_tokens = body.add_special_tokens
+    await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
 
     async def add(index: int) -> AsyncGenerator[RequestOutput, None]:
         stream = await call.server.engine.add_request(
-            ids[index], prompts[index], params, priority=priority or 0, tokenization_kwargs=tokenization_kwargs
+            ids[index],
+            prompts[index],
+            params,
+            priority=body.priority or 0,
+            trace_headers=trace_headers(call),
+            tokenization_kwargs={"add_special_tokens": add_special_tokens},
         )
         call.resources.push_async_callback(stream.aclose)
         return stream

@@ -11,8 +11,20 @@ from vllm_mp.server.errors import ApiError, as_refusal
 
 _INTERNAL = frozenset({"output_kind", "detokenize", "extra_args"})
 """Fields of `SamplingParams` that the server sets itself."""
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
-"""Names under which older clients ask for structured output."""
+_REFUSED = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
+    "use_beam_search",
+    "length_penalty",
+    "logits_processors",
+    "kv_transfer_params",
+    "vllm_xargs",
+)
+"""Fields of vLLM's that are not served: the older names of structured output, beam search, extensions of its engine."""
 _FIELDS = tuple(name for name in PARAMETERS if name not in _INTERNAL)
 
 
@@ -39,7 +51,7 @@ else:
         "SamplingFields",
         [
             *[(name, _declaration(name, PARAMETERS[name]), None) for name in _FIELDS],
-            *[(name, Refused, None) for name in _GUIDED],
+            *[(name, Refused, None) for name in _REFUSED],
         ],
         bases=(RequestBody,),
         kw_only=True,
@@ -49,13 +61,12 @@ else:
 
 
 def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) -> SamplingParams:
-    """Return the parameters that `body` asks for, over `defaults`; a parameter of `own` that is not None precedes both.
+    """Return the parameters that `body` asks for, over `defaults`; those of `own` precede both.
 
     Raises ApiError, naming the field, for values out of range and for what is not served.
     """
     given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
     kind = RequestOutputKind.DELTA if getattr(body, "stream", False) else RequestOutputKind.FINAL_ONLY
-    own = {name: value for name, value in own.items() if value is not None}
     try:
         return SamplingParams(**{"output_kind": kind, **defaults, **given, **own})
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -64,4 +75,4 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
 
 def refuse_parameters(error: Exception) -> ApiError:
     """Return the ApiError for what the engine raised for a request's prompt or parameters."""
-    return as_refusal(error, _FIELDS)
+    return as_refusal(error, (*_FIELDS, "priority", "cache_salt"))

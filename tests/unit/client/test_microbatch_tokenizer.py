@@ -321,7 +321,7 @@ def test_close_fails_a_request_that_was_not_dispatched_yet(recorder: Recorder) -
 def test_callers_fail_if_the_worker_thread_accepts_no_work(recorder: Recorder) -> None:
     batching = AsyncMicrobatchTokenizer(recorder)
     # As when the interpreter exits.
-    batching._executor.shutdown()
+    batching._batches.executor.shutdown()
 
     async def main() -> None:
         with pytest.raises(RuntimeError, match="closed"):

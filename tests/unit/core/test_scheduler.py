@@ -331,3 +331,33 @@ def test_sampling_columns_of_a_pooling_request_are_neutral():
     assert batch.min_total_tokens[0] == 0
     with pytest.raises(RuntimeError, match="pooling request"):
         _ = batch.request(0).sampling
+
+
+def test_time_in_the_queue_is_reported_once_with_the_first_token(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("vllm_mp.core.scheduler.waiting_queue.time.monotonic", lambda: now[0])
+    engine = Engine(budget=8, max_num_seqs=1)
+    engine.add(0, num_prompt_tokens=20, max_tokens=2)
+    engine.add(1, num_prompt_tokens=4, max_tokens=2)
+    now[0] += 1
+    engine.step()
+    assert engine.queue_times == {}, "the prompt takes several steps"
+    now[0] += 1
+    for _ in range(2):
+        engine.step()
+    assert engine.queue_times == {0: 1.0}
+    now[0] += 1
+    engine.run()
+    assert engine.queue_times == {0: 1.0, 1: 3.0}
+
+
+def test_time_in_the_queue_ends_when_a_request_is_first_admitted(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("vllm_mp.core.scheduler.waiting_queue.time.monotonic", lambda: now[0])
+    engine = Engine(budget=8)
+    engine.add(0, num_prompt_tokens=20)
+    engine.step()
+    engine.scheduler.preempt_all()
+    now[0] += 5
+    engine.run()
+    assert engine.queue_times == {0: 0.0}

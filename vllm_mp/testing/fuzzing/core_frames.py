@@ -95,6 +95,8 @@ class CoreFrames:
             output.cached = [(slot, 1) for slot in slots]
         if chance.random() < 0.1:
             output.vectors = [(slot, bytes(16)) for slot in slots]
+        if chance.random() < 0.1:
+            output.queued = [(slot, 0.5) for slot in slots]
         if chance.random() < 0.05:
             output.finished = [wire.Finished(slots[0], victims[slots[0]] + 1, chance.choice(("stop", "length")), 3)]
         return output
@@ -135,6 +137,7 @@ class CoreFrames:
             lambda: setattr(output, "finished", odd),
             lambda: setattr(output, "finished", [wire.Finished(wild, 1, "stop")] * 3),
             lambda: setattr(output, "cached", [(slot, wild), (wild, 1)]),
+            lambda: setattr(output, "queued", [(slot, chance.choice((-1.0, 1e300, float("nan")))), (wild, 1.0)]),
             lambda: setattr(output, "vectors", [(slot, b"\x00" * chance.choice((0, 1, 4, 7)))]),
             lambda: setattr(output, "vectors", [(slot, b"\xff" * 400), (wild, b"")]),
             lambda: setattr(output, "logprobs", [wire.TokenLogprobs(*chance.choice(of_one_token))]),
@@ -148,7 +151,7 @@ class CoreFrames:
 def slots_named(output: wire.StepOutput) -> set[int]:
     """Return the slots that `output` names."""
     named = {entry.slot for part in (output.finished, output.logprobs, output.prompt_logprobs) for entry in part}
-    named |= {slot for part in (output.cached, output.vectors) for slot, _ in part}
+    named |= {slot for part in (output.cached, output.vectors, output.queued) for slot, _ in part}
     with contextlib.suppress(ValueError):
         named |= {*wire.unpack_tokens(output)[0]}
     return named

@@ -1,0 +1,355 @@
+"""The statistics of a client and its core: counters, histograms, and the records of finished requests.
+
+The work is per message, or per request, never per token. Moments are in seconds of `time.monotonic()`.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp import wire
+from vllm_mp.client.outputs.stream import PoolingStream, RequestStream
+from vllm_mp.client.stats.cells import Cells
+from vllm_mp.client.stats.finished_request import FinishedRequest
+from vllm_mp.client.stats.metrics import Counter, Histogram
+from vllm_mp.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+DEATH_KINDS = ("exit", "signal", "hang", "out_of_memory", "connection")
+"""How a core may die; `Death.kind` is one of them."""
+# The bounds are vLLM's. Where these begin late, there are finer ones below.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+_BETWEEN_TOKENS_S = (
+    *(0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2),
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+_RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_COMPLETIONS = (1, 2, 5, 10, 20)
+_FIRST_SLOTS = 256
+_MAX_RESTARTS = 20
+"""Restarts that are remembered with their causes."""
+_REPORT_S = 10.0
+
+
+class CoreReading(NamedTuple):
+    """The load of a core, over all its clients, when it was last asked."""
+
+    incarnation: int
+    num_running: int
+    num_waiting: int
+    free_blocks: int
+    total_blocks: int
+    num_preemptions: int
+    num_dropped_messages: int
+    is_paused: bool
+    is_sleeping: bool
+
+    @classmethod
+    def of(cls, incarnation: int, status: Mapping[str, Any]) -> "CoreReading":
+        """Return what the reply to the operation "status" says; a field that it lacks is 0."""
+        return cls(incarnation, *(status.get(name, 0) for name in cls._fields[1:]))
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache's blocks in use, 0 to 1."""
+        return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+
+@dataclass(slots=True)
+class Restart:
+    """A death of the core, and what became of it."""
+
+    time: float
+    """When the core died, in seconds of `time.time()`."""
+    kind: str
+    """One of `DEATH_KINDS`."""
+    cause: str
+    recovery_s: float | None = None
+    """Seconds until the next core served; None while there is no core."""
+    num_recovered: int | None = None
+    """Requests that continue on the next core; None while there is no core."""
+
+
+@dataclass(slots=True, eq=False)
+class _LiveRequest:
+    """What is known of a request until it ends."""
+
+    arrival: float
+    sent: float
+    trace_headers: Mapping[str, str]
+    queue_s: float | None = None
+    first_token: float | None = None
+    num_cached_tokens: int = 0
+    num_recoveries: int = 0
+
+
+class EngineStats:
+    """Counts what a client sends and receives; the parts of the client call it, readers read its metrics.
+
+    A front process also counts its HTTP requests in `cells`.
+    """
+
+    def __init__(self, max_model_len: int, has_prefix_cache: bool = True) -> None:
+        """`max_model_len` is in tokens."""
+        cells = self.cells = Cells()
+        lengths = _one_two_five(max_model_len)
+        self.prompt_tokens = Counter(cells)
+        self.generation_tokens = Counter(cells)
+        self.prefix_cache_queries = Counter(cells)
+        self.prefix_cache_hits = Counter(cells)
+        self.finished_requests = Counter(cells, FINISH_REASONS)
+        self.first_token_s = Histogram(cells, _FIRST_TOKEN_S)
+        self.between_tokens_s = Histogram(cells, _BETWEEN_TOKENS_S)
+        self.token_s = Histogram(cells, _BETWEEN_TOKENS_S)
+        """Mean time per output token after the first, of each finished request."""
+        self.e2e_s = Histogram(cells, _REQUEST_S)
+        self.queue_s = Histogram(cells, _REQUEST_S)
+        self.inference_s = Histogram(cells, _REQUEST_S)
+        self.prefill_s = Histogram(cells, _REQUEST_S)
+        self.decode_s = Histogram(cells, _REQUEST_S)
+        self.tokenize_s = Histogram(cells, _REQUEST_S)
+        self.request_prompt_tokens = Histogram(cells, lengths)
+        self.request_generation_tokens = Histogram(cells, lengths)
+        self.longest_completion_tokens = Histogram(cells, lengths)
+        self.params_max_tokens = Histogram(cells, lengths)
+        self.params_n = Histogram(cells, _COMPLETIONS)
+        self.step_tokens = Histogram(cells, _STEP_TOKENS)
+        self.core_restarts = Counter(cells, DEATH_KINDS, takes_maximum=True)
+        self.recovered_requests = Counter(cells)
+        self.recovery_s = Histogram(cells, _RECOVERY_S)
+        self.dropped_messages = Counter(cells)
+        self._has_prefix_cache = has_prefix_cache
+        self.core: CoreReading | None = None
+        """The core's last answer; None before the first."""
+        self._live: dict[RequestStream, _LiveRequest] = {}
+        self._awaited: dict[int, tuple[RequestStream, bool]] = {}
+        """By slot: the stream of a completion or vector that no step has begun, and whether it is its first."""
+        self._last_token = np.full(_FIRST_SLOTS, np.nan)
+        """[num_slots] when the latest token arrived; NaN before the first. The slots of the latest step excepted."""
+        self._step_slots = b""
+        """The slots of the latest step with tokens, as in its message; none after a slot changed hands."""
+        self._step_indexes: npt.NDArray[np.uint16 | np.uint32] = np.zeros(0, np.uint16)
+        """[num_tokens] the same as numbers."""
+        self._step_time = 0.0
+        """When the latest step with tokens arrived."""
+        self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
+        """The latest deaths of this client's cores, the oldest first."""
+        self._died_at: float | None = None
+        """The moment of the last of `restarts`; None while there is a core."""
+        self._recovers_since: float | None = None
+        """The moment of the death after which no token has arrived; None otherwise."""
+        self._listeners: list[Callable[[FinishedRequest], None]] = []
+        self._reports: list[Callable[[], None]] = []
+        self._reported_at = time.monotonic()
+
+    def add_listener(self, listener: Callable[[FinishedRequest], None]) -> None:
+        """Call `listener` with each request that ends. A listener that raises is reported, and not called again."""
+        self._listeners.append(listener)
+
+    def add_report(self, report: Callable[[], None]) -> None:
+        """Call `report` every 10 seconds, or when the next tokens arrive after that time."""
+        self._reports.append(report)
+
+    def note_sent(self, stream: RequestStream, arrival_time: float, trace_headers: Mapping[str, str]) -> None:
+        """Count a request that was given to the core; `arrival_time` is in seconds of `time.time()`."""
+        now = time.monotonic()
+        arrival = now - max(0.0, time.time() - arrival_time)
+        self._live[stream] = _LiveRequest(arrival, now, trace_headers)
+        self._write_step()
+        for awaited in stream.awaited:
+            if awaited.slot >= len(self._last_token):
+                grown = np.full(2 * awaited.slot, np.nan)
+                grown[: len(self._last_token)] = self._last_token
+                self._last_token = grown
+            self._last_token[awaited.slot] = np.nan
+            self._awaited[awaited.slot] = (stream, awaited.index == 0)
+        if isinstance(stream.params, SamplingParams):
+            self.params_n.observe(stream.params.n)
+            if stream.params.max_tokens is not None:
+                self.params_max_tokens.observe(stream.params.max_tokens)
+
+    def note_unsent(self) -> None:
+        """Count a request that was aborted before it was given to the core."""
+        self.finished_requests.add(1, "abort")
+
+    def note_step(self, message: wire.StepOutput) -> None:
+        """Count the tokens of a message, before it is given to the streams."""
+        num_tokens = len(message.tokens) // 4
+        if not num_tokens and not message.queued:
+            return
+        now = time.monotonic()
+        num_prompt_tokens = 0
+        if message.queued:
+            num_prompt_tokens = self._note_first(message, now)
+        if num_tokens:
+            self.generation_tokens.add(num_tokens)
+            if message.slots == self._step_slots:
+                # The usual step: each request had its latest token in the step before.
+                self.between_tokens_s.observe(now - self._step_time, num_tokens)
+            else:
+                self._note_other_slots(message.slots, num_tokens, now)
+            self._step_time = now
+            if self._recovers_since is not None:
+                self.recovery_s.observe(now - self._recovers_since)
+                self._recovers_since = None
+        self.step_tokens.observe(num_prompt_tokens + num_tokens)
+        if now - self._reported_at >= _REPORT_S:
+            self._reported_at = now
+            for report in self._reports:
+                report()
+
+    def note_end(self, stream: RequestStream) -> None:
+        """Count the end of a request, and hand its record to the listeners."""
+        live = self._live.pop(stream, None)
+        if live is None:
+            return  # it was never given to the core
+        for awaited in stream.awaited:
+            entry = self._awaited.get(awaited.slot)
+            if entry is not None and entry[0] is stream:
+                del self._awaited[awaited.slot]
+        now = time.monotonic()
+        # What is added to a moment gives seconds of `time.time()`.
+        epoch = time.time() - now
+        record = FinishedRequest(
+            request_id=stream.request_id,
+            params=stream.params,
+            arrival_time=live.arrival + epoch,
+            sent_time=live.sent + epoch,
+            queue_s=live.queue_s,
+            first_token_time=None if live.first_token is None else live.first_token + epoch,
+            end_time=now + epoch,
+            num_prompt_tokens=len(stream.prompt_token_ids),
+            num_cached_tokens=live.num_cached_tokens,
+            num_output_tokens=sum(awaited.num_tokens for awaited in stream.awaited),
+            finish_reason=_finish_reason(stream),
+            error=None if stream.error is None else str(stream.error),
+            num_recoveries=live.num_recoveries,
+            trace_headers=live.trace_headers,
+        )
+        self._count(record, max(awaited.num_tokens for awaited in stream.awaited))
+        for listener in list(self._listeners):
+            try:
+                listener(record)
+            except Exception:
+                logger.exception("a listener to finished requests failed, and is not called again")
+                self._listeners.remove(listener)
+
+    def note_death(self, kind: str, at: float, cause: str) -> None:
+        """Note that the core died `at` a moment; `kind` is one of `DEATH_KINDS`, `cause` says more."""
+        self._died_at = at
+        self.restarts.append(Restart(at + time.time() - time.monotonic(), kind, cause))
+
+    def note_restart(self) -> None:
+        """Count a restart: the next core serves, and is told every live request."""
+        died_at, self._died_at = self._died_at, None
+        if died_at is None:
+            return
+        recovered = [live for live in self._live.values() if live.sent < died_at]
+        for live in recovered:
+            live.num_recoveries += 1
+        restart = self.restarts[-1]
+        restart.recovery_s, restart.num_recovered = time.monotonic() - died_at, len(recovered)
+        self.core_restarts.add(1, restart.kind)
+        self.recovered_requests.add(len(recovered))
+        if recovered:
+            self._recovers_since = died_at
+
+    def _note_first(self, message: wire.StepOutput, now: float) -> int:
+        """Count requests whose first token or vector is in `message`; return the number of their prompts' tokens."""
+        cached = dict(message.cached)
+        num_prompt_tokens = 0
+        for slot, queue_s in message.queued:
+            entry = self._awaited.pop(slot, None)
+            if entry is None:
+                continue  # the request has ended for its consumer
+            stream, is_first = entry
+            live = self._live[stream]
+            if live.first_token is None:
+                # What a core says is kept within what is possible.
+                live.first_token, live.queue_s = now, min(max(0.0, queue_s), now - live.sent)
+                if not isinstance(stream, PoolingStream):
+                    self.first_token_s.observe(now - live.arrival)
+            if is_first:
+                live.num_cached_tokens = min(max(0, cached.get(slot, 0)), len(stream.prompt_token_ids))
+                num_prompt_tokens += len(stream.prompt_token_ids)
+                self.prefix_cache_hits.add(live.num_cached_tokens)
+        self.prompt_tokens.add(num_prompt_tokens)
+        if self._has_prefix_cache:
+            self.prefix_cache_queries.add(num_prompt_tokens)
+        return num_prompt_tokens
+
+    def _note_other_slots(self, slots: bytes, num_tokens: int, now: float) -> None:
+        """Count the tokens of a step whose slots are not those of the step before."""
+        self._write_step()
+        if len(slots) not in (2 * num_tokens, 4 * num_tokens):
+            return  # the streams refuse the message
+        indexes = np.frombuffer(slots, "<u2" if len(slots) == 2 * num_tokens else "<u4")
+        indexes = indexes[indexes < len(self._last_token)]  # a core may name slots that were never given out
+        last = self._last_token[indexes]
+        num_usual = int(np.count_nonzero(last == self._step_time))
+        if num_usual:
+            self.between_tokens_s.observe(now - self._step_time, num_usual)
+        if num_usual < len(last):
+            others = last[(last != self._step_time) & ~np.isnan(last)]
+            self.between_tokens_s.observe_all(now - others)
+        self._last_token[indexes] = now
+        if len(indexes) == num_tokens:
+            self._step_slots, self._step_indexes = slots, indexes
+
+    def _write_step(self) -> None:
+        """Write the moment of the latest step to its slots, which from now on are not known to be the next step's."""
+        if self._step_slots:
+            self._last_token[self._step_indexes] = self._step_time
+            self._step_slots = b""
+
+    def _count(self, request: FinishedRequest, num_longest: int) -> None:
+        """Count a request that has ended; `num_longest` is the number of tokens of its longest completion."""
+        self.finished_requests.add(1, request.finish_reason)
+        if request.finish_reason not in ("stop", "length"):
+            return
+        self.e2e_s.observe(request.end_time - request.arrival_time)
+        self.tokenize_s.observe(request.sent_time - request.arrival_time)
+        self.request_prompt_tokens.observe(request.num_prompt_tokens)
+        scheduled, first = request.scheduled_time, request.first_token_time
+        if request.queue_s is None or scheduled is None or first is None:
+            return
+        decode_s = request.end_time - first
+        self.queue_s.observe(request.queue_s)
+        self.prefill_s.observe(max(0.0, first - scheduled))
+        self.inference_s.observe(max(0.0, request.end_time - scheduled))
+        if num_longest:
+            self.decode_s.observe(decode_s)
+            self.request_generation_tokens.observe(request.num_output_tokens)
+            self.longest_completion_tokens.observe(num_longest)
+        if num_longest > 1:
+            self.token_s.observe(decode_s / (num_longest - 1))
+
+
+def _finish_reason(stream: RequestStream) -> str:
+    if stream.error is not None:
+        return "error"
+    reasons = {awaited.finish.reason for awaited in stream.awaited if awaited.finish is not None}
+    return next((reason for reason in reversed(FINISH_REASONS) if reason in reasons), "stop")
+
+
+def _one_two_five(limit: int) -> list[int]:
+    """Return 1, 2, 5, 10, 20, 50 and so on, up to `limit`."""
+    steps = [factor * 10**exponent for exponent in range(len(str(limit))) for factor in (1, 2, 5)]
+    return [step for step in steps if step <= limit]

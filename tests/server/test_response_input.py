@@ -1,0 +1,88 @@
+"""The items of /v1/responses become the messages of a chat template, or are refused with the path of the fault."""
+
+import msgspec
+import pytest
+
+from vllm_mp.server.errors import ApiError
+from vllm_mp.server.response_input import InputItem, chat_messages
+
+
+def messages(input, instructions=None):
+    if not isinstance(input, str):
+        input = msgspec.convert(input, list[InputItem])
+    return [{"role": message.role, "content": message.content} for message in chat_messages(input, instructions)]
+
+
+def refused(input):
+    with pytest.raises(ApiError) as caught:
+        messages(input)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def test_string_is_the_message_of_a_user():
+    assert messages("Hello") == [user("Hello")]
+
+
+def test_instructions_and_leading_system_messages_become_one_system_message():
+    items = [{"role": "developer", "content": "Be kind."}, {"role": "system", "content": "Be short."}, user("Hello")]
+    assert messages(items, "Be true.") == [system("Be true.\n\nBe kind.\n\nBe short."), user("Hello")]
+
+
+def test_later_system_messages_keep_their_place():
+    items = [user("Hello"), {"role": "developer", "content": "Be short."}, user("Go on")]
+    assert messages(items, "Be true.") == [system("Be true."), *items]
+
+
+def test_parts_of_text_are_joined_by_line_breaks():
+    parts = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
+    assert messages([user(parts)]) == [user("one\ntwo")]
+
+
+def test_output_of_a_response_may_be_sent_back_as_it_came():
+    items = [
+        user("What is 2 + 2?"),
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "sum"}], "status": None},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "4", "annotations": [], "logprobs": []}],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        user("And 3 + 3?"),
+    ]
+    assert messages(items) == [
+        user("What is 2 + 2?"),
+        {"role": "assistant", "content": "4"},
+        {"role": "assistant", "content": "No."},
+        user("And 3 + 3?"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([], "input"),
+        ([{"role": "system", "content": "Be kind."}], "input"),
+        ([user("a"), {"role": "tool", "content": "b"}], "input[1].role"),
+        ([{"content": "b"}], "input[0].role"),
+        ([{"role": "user"}], "input[0].content"),
+        ([user([{"type": "input_text", "text": "a"}, {"type": "input_image"}])], "input[0].content[1].type"),
+        ([user([{"type": "input_text"}])], "input[0].content[0].text"),
+        ([user([{"type": "refusal", "text": "a"}])], "input[0].content[0].refusal"),
+        ([user("a"), {"type": "function_call_output", "call_id": "c", "output": "d"}], "input[1].type"),
+        ([{"type": "item_reference", "id": "msg_1"}], "input[0].type"),
+    ],
+)
+def test_item_that_is_not_served_is_refused_with_its_path(items, param):
+    assert refused(items).param == param

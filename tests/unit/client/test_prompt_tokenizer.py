@@ -1,0 +1,155 @@
+"""The token ids of prompts: those of the tokenizer, without a wait for other prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_tokenizers import TEXTS, byte_fallback, byte_level, transformers_tokenizer, with_begin, word_pieces
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from vllm_mp.client.prompt import TooManyTokensError
+from vllm_mp.client.prompt_tokenizer import _SHORT_CHARS, PromptTokenizer
+
+BACKENDS = {
+    "byte-level": with_begin(byte_level()),
+    "byte fallback": byte_fallback(),
+    "word pieces": word_pieces(),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"add_special_tokens": False},
+    {"add_special_tokens": True},
+    {"truncation": True, "max_length": 4},
+    {"truncation": True},
+]
+
+
+def ids(tokenizer: Any, texts: list[str], options: dict[str, Any], max_tokens: int | None = None) -> list[Any]:
+    prompt_tokenizer = PromptTokenizer(tokenizer)
+
+    async def main() -> list[Any]:
+        calls = [prompt_tokenizer.ids(text, options, max_tokens) for text in texts]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    try:
+        return asyncio.run(main())
+    finally:
+        prompt_tokenizer.close()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_token_ids_are_those_of_a_call_of_the_tokenizer(name: str, options: dict[str, Any]) -> None:
+    tokenizer = transformers_tokenizer(BACKENDS[name])
+    texts = ["", "a", *TEXTS, "<s> [CLS]", "long " * _SHORT_CHARS]
+    assert ids(tokenizer, texts, options) == [tokenizer(text, **options).input_ids for text in texts]
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=st.lists(st.text(), max_size=20))
+def test_token_ids_of_any_texts_are_those_of_a_call_of_the_tokenizer(texts: list[str]) -> None:
+    tokenizer = transformers_tokenizer(BACKENDS["byte-level"])
+    assert ids(tokenizer, texts, {}) == [tokenizer(text).input_ids for text in texts]
+
+
+def test_settings_of_the_tokenizer_and_calls_of_it_change_no_token_ids() -> None:
+    backend = with_begin(byte_level())
+    backend.enable_padding(pad_id=3, pad_token="<s>", length=64)
+    backend.enable_truncation(2)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, split_special_tokens=True, pad_token="<s>")
+    prompt_tokenizer = PromptTokenizer(tokenizer)
+    texts = ["<s>", *TEXTS]
+
+    async def main() -> list[list[int]]:
+        tokenizer("a b c d", truncation=True, max_length=1, split_special_tokens=False)
+        return [await prompt_tokenizer.ids(text, {}) for text in texts]
+
+    assert asyncio.run(main()) == [tokenizer(text).input_ids for text in texts]
+
+
+def test_tokenizer_with_code_of_its_own_is_called() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+            return super()._encode_plus([part.upper() for part in text] if isinstance(text, list) else text.upper())
+
+    tokenizer = Shouting(tokenizer_object=byte_level())
+    loud = transformers_tokenizer(byte_level())
+    assert ids(tokenizer, ["abc", "d"], {}) == [loud("ABC").input_ids, loud("D").input_ids]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_more_tokens_than_the_limit_are_refused_and_as_many_are_not(name: str) -> None:
+    tokenizer = transformers_tokenizer(BACKENDS[name])
+    for text in (TEXTS[0], TEXTS[0] * 2000):
+        expected = tokenizer(text).input_ids
+        assert ids(tokenizer, [text], {}, len(expected)) == [expected]
+        (error,) = ids(tokenizer, [text], {}, len(expected) - 1)
+        assert isinstance(error, TooManyTokensError)
+        assert str(error) == f"{len(expected)} tokens"
+
+
+def test_text_that_cannot_fit_is_refused_without_being_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = transformers_tokenizer(BACKENDS["byte-level"])
+    monkeypatch.setattr("vllm_mp.client.prompt_tokenizer._encode", lambda *_: pytest.fail("it was tokenized"))
+    (error,) = ids(tokenizer, ["x" * 1_000_000], {}, 100)
+    assert isinstance(error, TooManyTokensError)
+    assert str(error).startswith("1000000 characters, which are at least ")
+
+
+def test_refused_text_affects_no_other_of_its_batch() -> None:
+    tokenizer = transformers_tokenizer(BACKENDS["byte-level"])
+    texts = ["a", TEXTS[0] * 10, "\ud800", "b"]
+    first, long, invalid, last = ids(tokenizer, texts, {}, 40)
+    assert [first, last] == [tokenizer("a").input_ids, tokenizer("b").input_ids]
+    assert isinstance(long, TooManyTokensError)
+    assert isinstance(invalid, Exception)
+
+
+def test_short_texts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_mp.client import prompt_tokenizer as module
+
+    tokenizer = transformers_tokenizer(BACKENDS["byte-level"])
+    entered, gate, encode = threading.Event(), threading.Event(), module._encode
+
+    def blocking(backend: Tokenizer, jobs: list[Any]) -> list[list[int]]:
+        if len(jobs[0].text) > _SHORT_CHARS:
+            entered.set()
+            assert gate.wait(60)
+        return encode(backend, jobs)
+
+    monkeypatch.setattr(module, "_encode", blocking)
+    prompt_tokenizer = PromptTokenizer(tokenizer)
+    text = "long " * _SHORT_CHARS
+
+    async def main() -> None:
+        long = [asyncio.ensure_future(prompt_tokenizer.ids(text, {})) for _ in range(3)]
+        await asyncio.to_thread(entered.wait, 60)
+        for short in ("a", "some words " * 200):
+            assert await prompt_tokenizer.ids(short, {}) == tokenizer(short).input_ids
+        cut = {"truncation": True, "max_length": 3}
+        assert await prompt_tokenizer.ids("some words", cut) == tokenizer("some words", **cut).input_ids
+        assert not any(task.done() for task in long)
+        long[1].cancel()
+        gate.set()
+        assert await long[0] == await long[2] == tokenizer(text).input_ids
+
+    asyncio.run(main())
+    prompt_tokenizer.close()
+
+
+def test_close_fails_callers_of_every_kind() -> None:
+    prompt_tokenizer = PromptTokenizer(transformers_tokenizer(BACKENDS["byte-level"]))
+
+    async def main() -> None:
+        prompt_tokenizer.close()
+        for text, options in (("a", {}), ("long " * _SHORT_CHARS, {}), ("a", {"truncation": True, "max_length": 1})):
+            with pytest.raises(RuntimeError, match="closed"):
+                await prompt_tokenizer.ids(text, options)
+
+    asyncio.run(main())

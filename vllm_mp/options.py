@@ -1,0 +1,139 @@
+"""Options that are declared once, in a dataclass, and from which flags, help and validation follow."""
+
+import argparse
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, ClassVar, Self
+
+MAX_INTEGER = 2**63 - 1
+"""The largest integer that an option may have; a larger integer would not reach the core unchanged."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    served: bool = True,
+) -> Any:
+    """Declare an option, from which its flag, help and validation follow.
+
+    `help` describes the default in words if it is None or empty; any other default is added to the flag's help. `low`
+    and `high` are the least and the greatest value. `served=False`: only the default is accepted.
+    """
+    return dataclasses.field(
+        default=default,
+        metadata={"help": help, "choices": choices, "low": low, "high": high, "served": served},
+    )
+
+
+@dataclasses.dataclass
+class Options:
+    """The base class of dataclasses whose fields are declared with `option`.
+
+    Construction raises TypeError for a value of the wrong type, ValueError for a value out of range, and
+    NotImplementedError for a value that this version does not serve.
+    """
+
+    CLI_GROUP: ClassVar[str] = "options"
+    """The heading of the flags in the help of a command."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            _check(field, hints[field.name], getattr(self, field.name))
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for every option to `parser` and return it."""
+        group = parser.add_argument_group(cls.CLI_GROUP)
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            value_type = _value_type(hints[field.name])
+            flag = "--" + field.name.replace("_", "-")
+            if value_type is bool:
+                action = group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+            elif value_type is tuple:
+                action = group.add_argument(flag, action="append", metavar=field.name.upper())
+            else:
+                action = group.add_argument(
+                    flag,
+                    type=json.loads if value_type is dict else value_type,
+                    default=field.default,
+                    choices=field.metadata["choices"],
+                )
+            action.help = _help(field).replace("%", "%%")
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> Self:
+        """Return the options from parsed flags; other attributes of `namespace` are ignored."""
+        hints = typing.get_type_hints(cls)
+        given = {
+            field.name: getattr(namespace, field.name)
+            for field in dataclasses.fields(cls)
+            if hasattr(namespace, field.name)
+        }
+        for name, value in given.items():
+            if _value_type(hints[name]) is tuple:
+                given[name] = tuple(value or ())
+        return cls(**given)
+
+
+def _help(field: "dataclasses.Field[Any]") -> str:
+    """Return the help of the option's flag, with its default."""
+    parts = [field.metadata["help"]]
+    if not field.metadata["served"]:
+        parts.append("(not served yet)")
+    if isinstance(field.default, bool):
+        parts.append(f"(default: {'on' if field.default else 'off'})")
+    elif field.default not in (None, "", ()):
+        parts.append(f"(default: {field.default})")
+    return " ".join(parts)
+
+
+def _check(field: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
+    """Raise the error that `Options` promises if `value` is not allowed for the option `field` of type `hint`."""
+    name, meta = field.name, field.metadata
+    if value is None and type(None) in typing.get_args(hint):
+        return
+    expected = _value_type(hint)
+    allowed = (int, float) if expected is float else expected
+    if not isinstance(value, allowed) or (isinstance(value, bool) and expected is not bool):
+        raise TypeError(f"{name} must be of type {expected.__name__}, got {value!r}")
+    if isinstance(value, tuple) and not all(isinstance(element, str) for element in value):
+        raise TypeError(f"{name} must be a tuple of strings, got {value!r}")
+    if meta["choices"] and value not in meta["choices"]:
+        raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got {value!r}")
+    for text in value if isinstance(value, tuple) else (value,):
+        _check_unicode(name, text)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low = meta["low"] if meta["low"] is not None else -MAX_INTEGER
+        high = meta["high"] if meta["high"] is not None else MAX_INTEGER
+        # This form of the comparison refuses NaN too.
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be at least {low} and at most {high}, got {value}")
+    if not meta["served"] and value != field.default:
+        raise NotImplementedError(f"{name}={value!r} is not served yet; leave it at its default ({field.default!r})")
+
+
+def _check_unicode(name: str, value: object) -> None:
+    """Raise ValueError if `value` is a string with surrogates, which no message can carry."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} must be valid Unicode, got {value!r}") from error
+
+
+def _value_type(hint: Any) -> type:
+    """Return the type of a value that is not None: `int` for `int | None`, `dict` for `dict[str, Any]`."""
+    if isinstance(hint, types.UnionType):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    origin = typing.get_origin(hint)
+    result: type = origin or hint
+    return result

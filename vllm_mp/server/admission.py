@@ -1,0 +1,103 @@
+"""Admission of requests: a limit on those that wait, and their end when the server stops."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from vllm_mp.server.errors import ApiError
+
+RETRY_AFTER = {"Retry-After": "1"}
+"""Seconds after which a client may repeat a request that was refused for a reason that passes."""
+
+
+class Admission:
+    """Counts the live requests, refuses more than a limit, and ends all of them at once.
+
+    A request is live from its admission to the last byte of its response, so requests whose prompts are being
+    tokenized count too. An HTTP request with several prompts counts as so many.
+    """
+
+    def __init__(self, max_live: int, counts: "list[int] | memoryview[int] | None" = None, index: int = 0) -> None:
+        """Admit up to `max_live` requests at a time.
+
+        `counts` holds the live requests of each server process that shares the core, in shared memory, and `index` is
+        this process's place in it; None: this process is the only one.
+        """
+        self._max_live = max_live
+        self._counts = [0] if counts is None else counts
+        self._index = index
+        self._refusal: ApiError | None = None
+        self._deadlines: set[asyncio.Timeout] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def refusal(self) -> ApiError | None:
+        """Why no request is admitted any more; None while requests are admitted."""
+        return self._refusal
+
+    @property
+    def num_live(self) -> int:
+        """Number of live requests of this process."""
+        return self._counts[self._index]
+
+    @contextlib.asynccontextmanager
+    async def admit(self, num_prompts: int) -> AsyncGenerator[None]:
+        """Count the prompts of the running task as live requests in this block.
+
+        Raises ApiError: 503 when the server drains, 429 when too many requests wait, 400 for more prompts than may
+        ever wait, and within the block 503 when `end_all` is called.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if num_prompts > self._max_live:
+            raise ApiError(400, f"too many prompts: {num_prompts}; send at most {self._max_live} in a request")
+        num_live = sum(self._counts)
+        if num_live + num_prompts > self._max_live:
+            raise ApiError(
+                429,
+                f"too many requests: {num_live} run or wait, the limit is {self._max_live}; repeat the request later",
+                type="rate_limit_error",
+                code="too_many_requests",
+                headers=RETRY_AFTER,
+            )
+        deadline = asyncio.timeout(None)
+        try:
+            async with deadline:
+                self._enter(deadline, num_prompts)
+                try:
+                    yield
+                finally:
+                    self._leave(deadline, num_prompts)
+        except TimeoutError as error:
+            if not deadline.expired() or self._refusal is None:
+                raise
+            raise self._refusal from error
+
+    def refuse(self, reason: str) -> None:
+        """Admit no further request; `reason` says why and is the end of a sentence about the server."""
+        self._refusal = ApiError(
+            503, f"the server {reason}", type="server_error", code="server_unavailable", headers=RETRY_AFTER
+        )
+
+    def end_all(self, reason: str) -> None:
+        """End all live requests with an error, and admit no further one; `reason` is as for `refuse`."""
+        self.refuse(reason)
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            deadline.reschedule(now)
+
+    async def wait_until_idle(self) -> None:
+        """Return when no request is live in this process."""
+        await self._is_idle.wait()
+
+    def _enter(self, deadline: asyncio.Timeout, num_prompts: int) -> None:
+        self._deadlines.add(deadline)
+        self._counts[self._index] += num_prompts
+        self._is_idle.clear()
+
+    def _leave(self, deadline: asyncio.Timeout, num_prompts: int) -> None:
+        self._deadlines.remove(deadline)
+        self._counts[self._index] -= num_prompts
+        if not self._deadlines:
+            self._is_idle.set()

@@ -1,0 +1,154 @@
+"""The chat template: a conversation becomes the text of a prompt, in a thread and within a limit of time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TIME_LIMIT_S = 2.0
+"""Longest time for one rendering."""
+_MAX_CHARACTERS = 2**26
+"""Longest text that a template may make."""
+_NUM_THREADS = 4
+
+
+class ChatTemplateError(ValueError):
+    """A template cannot be rendered for a conversation; the message says why."""
+
+
+class _Stopped(BaseException):
+    """Raised inside a rendering from another thread, to end it. No template can catch it."""
+
+
+class ChatTemplate:
+    """Renders the chat template of a tokenizer in worker threads, so that the event loop never waits for a template.
+
+    A template is code: it runs in Jinja's sandbox, and a rendering that takes too long is ended in its thread.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, time_limit: float = TIME_LIMIT_S) -> None:
+        """`tokenizer` is None for an engine without one; then nothing can be rendered. `time_limit` is in seconds."""
+        self._tokenizer = tokenizer
+        self._time_limit = time_limit
+        self._reserved: frozenset[str] = frozenset()
+        """Names that no variable of a template may have."""
+        if tokenizer is not None:
+            arguments = inspect.signature(tokenizer.apply_chat_template).parameters
+            self._reserved = frozenset(arguments) | {"messages"}
+        self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="vllm-mp-chat-template")
+
+    @property
+    def source(self) -> str:
+        """The template that applies if a request has none of its own; empty if there is none."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default", "")
+        return template or ""
+
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """Return the text of `messages` in `template`, by default the tokenizer's own.
+
+        The text holds the special tokens already. `variables` are what the template can read besides. Raises
+        ChatTemplateError, which says why, if the template refuses the messages, fails, or takes too long.
+        """
+        if self._tokenizer is None:
+            raise ChatTemplateError("the engine has no tokenizer; leave skip_tokenizer_init off")
+        if not (template or self.source):
+            raise ChatTemplateError("the model has no chat template; start the server with --chat-template")
+        if wrong := sorted((variables or {}).keys() & self._reserved):
+            raise ChatTemplateError(f"chat_template_kwargs must not hold {wrong[0]!r}; choose another name")
+        rendering = _Rendering(
+            self._tokenizer.apply_chat_template,
+            {
+                **(variables or {}),
+                "conversation": messages,
+                "tokenize": False,
+                "chat_template": template,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            },
+        )
+        future = self._executor.submit(rendering.run)
+        try:
+            text = await self._within_limit(rendering, future)
+        finally:
+            # Also when the caller is cancelled: its thread must not go on.
+            if not future.cancel():
+                rendering.stop()
+        if len(text) > _MAX_CHARACTERS:
+            raise ChatTemplateError(f"the chat template made {len(text)} characters, the limit is {_MAX_CHARACTERS}")
+        return text
+
+    def close(self) -> None:
+        """End the threads when their renderings end; no more can be started."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _within_limit(self, rendering: _Rendering, future: Future[str]) -> str:
+        """Return the rendered text. The limit counts from the start of the rendering, not the time in the queue."""
+        waiting = asyncio.wrap_future(future)
+        # If this caller leaves before the end, nothing else takes the error.
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        remaining = self._time_limit
+        while remaining > 0:
+            await asyncio.wait([waiting], timeout=remaining)
+            if waiting.done():
+                return waiting.result()
+            started = rendering.started
+            remaining = self._time_limit if started is None else started + self._time_limit - time.monotonic()
+        raise ChatTemplateError(f"the chat template did not end within {self._time_limit:g} s; correct the template")
+
+
+class _Rendering:
+    """A call of `apply_chat_template` that another thread can end."""
+
+    def __init__(self, apply: Any, arguments: dict[str, Any]) -> None:
+        self.started: float | None = None
+        """When the rendering began, in seconds of `time.monotonic()`; None before."""
+        self._apply = apply
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        """The thread of the rendering while it can be ended."""
+
+    def run(self) -> str:
+        """Return the rendered text. Raises ChatTemplateError if the template fails or is stopped."""
+        try:
+            with self._lock:
+                self._thread, self.started = threading.get_ident(), time.monotonic()
+            try:
+                text: str = self._apply(**self._arguments)
+            finally:
+                with self._lock:
+                    self._thread = None
+                # An exception that `stop` raised before the lock was taken arrives here at the latest.
+                for _ in range(2):
+                    pass
+            return text
+        except _Stopped:
+            raise ChatTemplateError("the rendering of the chat template was stopped") from None
+        except Exception as error:
+            message = f"{str(error) or type(error).__name__}"
+            raise ChatTemplateError(f"the chat template failed: {message:.500}") from error
+
+    def stop(self) -> None:
+        """End the rendering soon, if it runs."""
+        with self._lock:
+            if self._thread is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_Stopped))
+                self._thread = None

@@ -1,0 +1,22 @@
+"""What the operator reads on standard output."""
+
+import contextlib
+import json
+import shlex
+
+from vllm_mp.server.options import ServerOptions
+
+
+def say(line: str) -> None:
+    """Print a line for the operator. A closed standard output must not end a server."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
+def ready_line(name: str, options: ServerOptions, url: str) -> str:
+    """Return what the operator is told when the server is ready: the URL and a request to try."""
+    body = shlex.quote(json.dumps({"prompt": "The capital of France is", "max_tokens": 16}))
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if options.api_key else ""
+    return (
+        f"ready: {url} serves {name}; try: curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {body}"
+    )

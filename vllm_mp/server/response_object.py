@@ -1,0 +1,127 @@
+"""The response object of /v1/responses: what a client gets at once, or in the first and last events of a stream."""
+
+import time
+from typing import Literal
+
+import msgspec
+
+from vllm_mp.server.logprobs import TokenLogprob
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The text of a message, whole or so far."""
+
+    text: str = ""
+    annotations: list[None] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    """The answer of the model."""
+
+    id: str
+    status: Status
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class InputTokensDetails(msgspec.Struct):
+    """What the tokens of the input are made of."""
+
+    cached_tokens: int
+    """Tokens that the prefix cache held."""
+    cache_write_tokens: int = 0
+    """Always 0: the prefix cache keeps no account of tokens that it takes in."""
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """Tokens of a reasoning part, which no response has."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Numbers of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """The format of the text: no constraint."""
+
+    type: str = "text"
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """The settings of the text."""
+
+    format: TextFormat = TextFormat()
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response: the settings in force, and the output so far."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    """In seconds since 1970."""
+    completed_at: int | None = None
+    """In seconds since 1970; None unless the status is "completed"."""
+    status: Status = "in_progress"
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    prompt_cache_key: str | None
+    reasoning: None = None
+    safety_identifier: str | None
+    service_tier: str = "default"
+    store: bool = False
+    temperature: float
+    text: TextConfig = TextConfig()
+    tool_choice: str
+    tools: list[None] = []
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: Usage | None = None
+    user: str | None
+
+    def end(self, message: OutputMessage, finish_reason: str | None, usage: Usage) -> None:
+        """Take in the whole answer, `message`, and why it ended: a `finish_reason` of `CompletionOutput`."""
+        self.status = message.status = _STATUS.get(finish_reason, "failed")
+        self.output = [message]
+        self.usage = usage
+        if self.status == "completed":
+            self.completed_at = int(time.time())
+        elif self.status == "incomplete":
+            self.incomplete_details = {"reason": "max_output_tokens"}
+        else:
+            message.status = "incomplete"
+            self.error = ResponseError(
+                "server_error", f"the generation ended early: {finish_reason}; send the request again"
+            )
+
+
+_STATUS: dict[str | None, Status] = {"stop": "completed", "length": "incomplete"}
+"""Statuses by `finish_reason`; all other reasons are failures."""

@@ -1,0 +1,205 @@
+"""The life of a server process: listen, load, serve, drain, end."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.descriptor_limit import raise_descriptor_limit
+from vllm_mp.errors import EngineDeadError
+from vllm_mp.server.admission import Admission
+from vllm_mp.server.app import build_app
+from vllm_mp.server.console import say
+from vllm_mp.server.health import loading_app
+from vllm_mp.server.http_protocol import ConnectionLimits, LimitedHttpProtocol
+from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.shared_state import SharedState
+
+logger = logging.getLogger(__name__)
+
+_DEAD_CHECK_S = 0.2
+"""Time between two looks whether the core is gone for good."""
+_END_GRACE_S = 2.0
+"""Time that requests get to send their errors when the server ends."""
+_RESERVED_DESCRIPTORS = 256
+"""Open files of a server that are no connections of clients."""
+_INTERRUPTED = 130
+
+Load = Callable[[], Awaitable[AsyncLLM]]
+
+
+class ServerProcess:
+    """A server from its first to its last moment. It listens while the engine loads, and answers what it can."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        tls: ssl.SSLContext | None,
+        listener: socket.socket,
+        load: Load,
+        shared: SharedState | None = None,
+    ) -> None:
+        """`load` starts the engine or connects to it; it may be cancelled. `shared`: this is one of several fronts."""
+        self._options = options
+        self._tls = tls
+        self._listener = listener
+        self._load = load
+        self._shared = shared
+        self._app: ASGIApp = loading_app()
+        self._end: EngineDeadError | None = None
+        self._num_signals = 0
+        self._signalled = asyncio.Event()
+        """Set by each signal; cleared by its reader."""
+
+    async def run(self, on_listening: Callable[[], None], on_ready: Callable[[AsyncLLM], None]) -> int:
+        """Serve until a signal or the end of the core, and return the exit code.
+
+        0: drained after a signal; 130: a second signal cut the drain short. Raises EngineDeadError if the core is gone
+        for good, and what `load` raises.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        # Malformed requests are no events for the operator; uvicorn warns of each.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        http = _HttpServer(self._options, self._tls, self._serve)
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        engine = None
+        try:
+            await http.is_listening.wait()
+            on_listening()
+            engine = await self._start_engine()
+            if engine is None:
+                return 0
+            limit = self._options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs)
+            shared = self._shared
+            admission = Admission(limit, *(() if shared is None else (shared.live_counts, shared.index)))
+            self._app = build_app(engine, self._options, admission, self._shared)
+            if shared is not None:
+                if shared.metrics_folder is not None:
+                    engine.stats.cells.share(Path(shared.metrics_folder), f"front-{shared.index}")
+                shared.has_loaded[shared.index] = 1
+            on_ready(engine)
+            return await self._serve_until_end(engine, admission)
+        finally:
+            if self._num_signals > 1:
+                http.stop_at_once()
+            http.should_exit = True
+            await serving
+            if engine is not None:
+                engine.shutdown()
+
+    def end(self, cause: str) -> None:
+        """Fail all requests and make `run` raise EngineDeadError, because another process has seen the core's end."""
+        self._end = EngineDeadError(cause)
+        self._signalled.set()
+
+    async def _start_engine(self) -> AsyncLLM | None:
+        """Return the engine once it has loaded; None if a signal came first."""
+        loading = asyncio.ensure_future(self._load())
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if loading.done():
+            return loading.result()
+        loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loading
+        if self._end is not None:
+            raise self._end
+        return None
+
+    async def _serve_until_end(self, engine: AsyncLLM, admission: Admission) -> int:
+        """Serve until a signal, then drain; return the exit code. Raises EngineDeadError if the core dies for good."""
+        while not self._signalled.is_set():
+            if (error := engine.dead_error) is not None:
+                admission.refuse("has no core any more")
+                await _wait(admission.wait_until_idle(), _END_GRACE_S)  # the streams raise the same error
+                raise error
+            await _wait(self._signalled.wait(), _DEAD_CHECK_S)
+        if self._end is not None:
+            await self._end_all(admission, f"has no core any more: {self._end}")
+            raise self._end
+        admission.refuse("is shutting down")
+        self._signalled.clear()
+        if admission.num_live:
+            say(
+                f"shutting down: {admission.num_live} requests have up to {self._options.drain_timeout:g} s to end; "
+                "a second signal (Ctrl-C) ends them now"
+            )
+        idle = asyncio.ensure_future(admission.wait_until_idle())
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait((idle, signalled), timeout=self._options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if not idle.done():
+            await self._end_all(admission, "is shutting down")
+        if self._end is not None:
+            raise self._end
+        return _INTERRUPTED if self._num_signals > 1 else 0
+
+    async def _end_all(self, admission: Admission, reason: str) -> None:
+        """End all live requests with an error, and give them time to send it."""
+        admission.end_all(reason)
+        await _wait(admission.wait_until_idle(), _END_GRACE_S)
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._signalled.set()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn's server, which leaves signals to `ServerProcess`."""
+
+    def __init__(self, options: ServerOptions, tls: ssl.SSLContext | None, app: ASGIApp) -> None:
+        limits = ConnectionLimits.of(options, raise_descriptor_limit() - _RESERVED_DESCRIPTORS)
+        config = uvicorn.Config(
+            app,
+            interface="asgi3",
+            http=cast("type[asyncio.Protocol]", functools.partial(LimitedHttpProtocol, limits=limits)),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            headers=[("X-Content-Type-Options", "nosniff")],
+            timeout_keep_alive=cast("int", options.keep_alive_timeout),
+            timeout_graceful_shutdown=int(_END_GRACE_S),
+        )
+        config.load()
+        config.ssl = tls
+        super().__init__(config)
+        self.is_listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_listening.set()
+
+    def stop_at_once(self) -> None:
+        """Close all connections without waiting for their responses."""
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+async def _wait(awaitable: Awaitable[object], timeout: float) -> None:
+    """Wait for `awaitable` up to `timeout` seconds, then cancel it."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(awaitable, timeout)
