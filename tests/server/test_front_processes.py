@@ -1,8 +1,10 @@
 """Several front processes share a core and a port."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import urllib.request
 
 import psutil
 import pytest
@@ -28,7 +30,12 @@ def fronts(default_model, tmp_path_factory):
 
 def _front_pids(server):
     """Return the process ids of the front processes."""
-    return {child.pid for child in psutil.Process(server.pid).children() if "vllm_mp.server.front" in child.cmdline()}
+    pids = set()
+    for child in psutil.Process(server.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has just died
+            if "vllm_mp.server.front" in child.cmdline():
+                pids.add(child.pid)
+    return pids
 
 
 def _num_connections(pid):
@@ -62,14 +69,11 @@ def test_front_process_that_is_killed_is_started_again_and_the_core_lives_on(fro
     # Connections that the kernel gives to the new process wait until it serves.
     for _ in range(8):
         assert fronts.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1})[0] == 200
-    fronts.wait_for(lambda: len(_front_pids(fronts)) == 2)
-    assert _front_pids(fronts) != before
+    fronts.wait_for(lambda: len(_front_pids(fronts) - before) == 1)
     assert fronts.core_pid() == core
 
 
 def test_metrics_of_all_front_processes_are_added_up(fronts):
-    import urllib.request
-
     def count():
         with urllib.request.urlopen(fronts.url + "/metrics") as response:
             lines = response.read().decode().splitlines()

@@ -7,7 +7,7 @@ import signal
 from support.server_process import StreamedAnswers
 
 _NUM_STREAMS = 100
-_TOKENS = 24
+_TOKENS = 16
 
 
 def _kill_during_streams(server, number):

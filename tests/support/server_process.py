@@ -108,6 +108,8 @@ class StreamedAnswers:
         """What has arrived so far."""
         self.ends: list[str | None] = [None] * len(prompts)
         """The finish reason of each, or the error that ended it."""
+        self.all_run = asyncio.Event()
+        """Set once each has text."""
         self.is_halfway = asyncio.Event()
         """Set once one of them has half of its tokens."""
 
@@ -143,6 +145,8 @@ class StreamedAnswers:
                 self.texts[index] += choice["text"]
                 self.ends[index] = choice["finish_reason"] or self.ends[index]
             num_events += 1
+            if all(self.texts):
+                self.all_run.set()
             if num_events > self._max_tokens / 2:
                 self.is_halfway.set()
         writer.close()

@@ -15,6 +15,7 @@ from vllm_mp.server import (
     live,
     metrics,
     models,
+    openapi,
     responses,
     static_page,
     tokenization,
@@ -28,7 +29,19 @@ from vllm_mp.server.security import guards
 from vllm_mp.server.shared_state import SharedState
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (completions, chat, responses, embeddings, models, tokenization, health, metrics, live, static_page)
+_ENDPOINTS = (
+    completions,
+    chat,
+    responses,
+    embeddings,
+    models,
+    tokenization,
+    health,
+    metrics,
+    openapi,
+    live,
+    static_page,
+)
 """The modules that serve endpoints."""
 
 

@@ -16,4 +16,4 @@ async def live(request: Request) -> StreamingResponse:
     return StreamingResponse(server.live_feed.events(), headers=headers, media_type="text/event-stream")
 
 
-ROUTES = [Route("/live", live)]
+ROUTES = [Route("/live", live, include_in_schema=False)]

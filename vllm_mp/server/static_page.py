@@ -59,4 +59,4 @@ async def page(request: Request) -> Response:
     return Response(file.content, headers=file.headers)
 
 
-ROUTES = [Route("/", page), Route("/static/{name}", page)]
+ROUTES = [Route("/", page, include_in_schema=False), Route("/static/{name}", page, include_in_schema=False)]
