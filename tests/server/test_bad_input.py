@@ -38,6 +38,7 @@ JSON = {"Content-Type": "application/json"}
         (b'{"prompt": "x", "stream_options": {"include_usage": 1}}', 400, "stream_options.include_usage", "got `int`"),
         (b'{"prompt": "x", "temprature": 1}', 400, "temprature", "did you mean 'temperature'"),
         (b'{"prompt": "x", "stream_options": {"usage": true}}', 400, "stream_options.usage", "no field"),
+        (b'{"prompt": "x", "stream_options": {}}', 400, "stream_options", "needs stream=true"),
         (b'{"prompt": "x", "suffix": "y"}', 400, "suffix", "suffix is not served yet"),
         (b'{"prompt": "x", "guided_json": {}}', 400, "guided_json", "guided_json is not served yet"),
         (b'{"prompt": "x", "structured_outputs": {}}', 400, "structured_outputs", "not served yet"),
@@ -113,6 +114,11 @@ def test_body_that_is_not_declared_as_json_is_refused(in_process, headers):
     assert (response.status_code, response.json()["error"]["param"]) == (415, "Content-Type")
 
 
+def test_compressed_body_is_refused(in_process):
+    response = _send(in_process, "/v1/completions", b"\x1f\x8b", JSON | {"Content-Encoding": "gzip"})
+    assert (response.status_code, response.json()["error"]["param"]) == (415, "Content-Encoding")
+
+
 @pytest.mark.parametrize("headers", [JSON, JSON | {"Transfer-Encoding": "chunked"}])
 def test_body_that_is_too_large_is_refused(in_process, headers):
     response = _send(in_process, "/v1/completions", b'{"prompt": "%b"}' % (b"x" * 1000), headers, max_body_bytes=500)
@@ -169,3 +175,16 @@ def test_text_with_nul_bytes_is_completed(in_process):
     response = _send(in_process, "/v1/completions", b'{"prompt": "a\\u0000b", "max_tokens": 2, "echo": true}', JSON)
     assert response.status_code == 200
     assert response.json()["choices"][0]["text"].startswith("a\0b")
+
+
+def test_prompts_stay_out_of_the_log(server):
+    secret = "xyzzy-plugh"
+    for path, body in {
+        "/v1/completions": {"prompt": secret, "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": secret}], "max_tokens": 1},
+        "/tokenize": {"prompt": secret},
+    }.items():
+        assert server.post(path, body)[0] == 200
+        assert server.post(path, body | {"model": "no model"})[0] == 404
+    assert server.post("/v1/completions", {"prompt": f"{secret} " * 600})[0] == 400
+    assert secret not in server.log.read_text()

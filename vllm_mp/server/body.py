@@ -54,6 +54,10 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             "`Content-Type: application/json`",
             param="Content-Type",
         )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        message = f"Content-Encoding must be identity, got {encoding[:100]!r}; send the body uncompressed"
+        raise ApiError(415, message, param="Content-Encoding")
     options = server.options
     try:
         async with asyncio.timeout(options.body_timeout):

@@ -11,6 +11,7 @@ from vllm_mp.outputs import RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
 from vllm_mp.server.endpoint import Call, check_request_id
+from vllm_mp.server.errors import ApiError
 from vllm_mp.server.sampling_fields import SamplingFields, refuse_parameters
 from vllm_mp.server.tracing import trace_headers
 
@@ -146,6 +147,8 @@ async def start_generation(
     applies if `body` does not say it. The requests are aborted when `call` ends. Raises ApiError for a request that
     cannot run.
     """
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true; add it, or leave them out", param="stream_options")
     if body.request_id is not None:
         call.request_id = check_request_id(body.request_id, "request_id")
     request_id = f"{kind}-{call.request_id}"
@@ -167,12 +170,18 @@ async def start_generation(
         return stream
 
     try:
-        # A group, so that no prompt is still being tokenized when another prompt is refused.
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(add(index)) for index in range(len(prompts))]
+        if len(prompts) == 1:
+            streams = [await add(0)]
+        else:
+            # A group, so that no prompt is still being tokenized when another prompt is refused.
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(add(index)) for index in range(len(prompts))]
+            streams = [task.result() for task in tasks]
     except ExceptionGroup as errors:
         raise refuse_parameters(errors.exceptions[0]) from None
-    return Generation(request_id, [task.result() for task in tasks], call.resources)
+    except Exception as error:
+        raise refuse_parameters(error) from None
+    return Generation(request_id, streams, call.resources)
 
 
 async def _forward(
