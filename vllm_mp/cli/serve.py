@@ -108,7 +108,7 @@ def _serve_with_fronts(
 
     async def run() -> int:
         say(f"listening on {url}")
-        fronts = FrontProcesses(options, listeners, config)
+        fronts = FrontProcesses(options, listeners, config, engine_args.otlp_traces_endpoint)
         return await fronts.run(lambda: say(ready_line(name, options, url)))
 
     return asyncio.run(run())

@@ -29,6 +29,7 @@ async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
             key_file=launch.key_file,
             timeout=launch.connect_timeout,
             reconnect_timeout=launch.reconnect_timeout,
+            otlp_traces_endpoint=launch.otlp_traces_endpoint,
         )
     )
 

@@ -9,9 +9,11 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ import msgspec
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import Core, CoreLauncher
 from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, RestartLimit
+from vllm_mp.client.stats import RestartCounter
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path
 from vllm_mp.errors import EngineDeadError, EngineError
@@ -51,8 +54,10 @@ class SharedCore:
         self._starting: asyncio.Future[Core] | None = None
         self._is_closed = threading.Event()
         self.address = self._launcher.shared_address
-        self.folder = self._launcher.folder
-        """The private folder of the engine."""
+        self.metrics_folder = self._launcher.folder / "metrics"
+        self.metrics_folder.mkdir(mode=0o700)
+        self._num_restarts = RestartCounter()
+        self._num_restarts.share_as_parent(self.metrics_folder)
 
     async def keep(self, on_ready: Callable[[], None]) -> None:
         """Start the core and keep it alive; call `on_ready` when it serves first.
@@ -76,6 +81,7 @@ class SharedCore:
         # A core beats also while it has no work, so it is watched always.
         supervisor.watch(lambda: True)
         on_ready()
+        kind = ""
         has_news = asyncio.Event()
         asyncio.get_running_loop().add_reader(supervisor.news_fd, has_news.set)
         while True:
@@ -85,10 +91,12 @@ class SharedCore:
                 if isinstance(news, End):
                     raise EngineDeadError(news.cause)
                 if isinstance(news, Death):
+                    kind = news.kind
                     logger.warning("%s; its successor is being started", news.cause.partition(";")[0])
                 else:
                     supervisor.release(core)
                     core = news
+                    self._num_restarts.add(kind)
 
     async def close(self) -> None:
         """End the core and remove its files."""
@@ -108,9 +116,15 @@ class SharedCore:
 class FrontProcesses:
     """The parent of the front processes."""
 
-    def __init__(self, options: ServerOptions, listeners: list[socket.socket], config: VllmConfig | None) -> None:
-        """`listeners` holds a socket for each front process. `config` None: the core is at `options.connect`."""
+    def __init__(
+        self, options: ServerOptions, listeners: list[socket.socket], config: VllmConfig | None, traces: str | None
+    ) -> None:
+        """`listeners` holds a socket for each front process. `config` None: the core is at `options.connect`.
+
+        `traces` is the URL of the collector to which the front processes send traces.
+        """
         self._options = options
+        self._traces = traces
         self._listeners = listeners
         self._core = None if config is None else SharedCore(config)
         self._start_timeout_s = _CONNECT_TIMEOUT_S if config is None else config.liveness_config.start_timeout_s
@@ -123,12 +137,13 @@ class FrontProcesses:
         self._is_stopping = False
         self._num_signals = 0
         self._signalled = asyncio.Event()
-        self._metrics_folder: Path | None = None
-        if self._core is not None:
-            self._metrics_folder = self._core.folder / "metrics"
-            self._metrics_folder.mkdir(mode=0o700)
+        self._own_folder: Path | None = None
+        """A folder that this process removes; None if the core's folder holds the metrics."""
+        if self._core is None:
+            self._own_folder = Path(tempfile.mkdtemp(prefix="vllm_mp-"))
+        self._metrics_folder = str(self._own_folder if self._core is None else self._core.metrics_folder)
         self._memory = make_shared_memory(count)
-        self._shared = SharedState(self._memory, count, 0, None)
+        self._shared = SharedState(self._memory, count, 0, self._metrics_folder)
 
     async def run(self, on_ready: Callable[[], None]) -> int:
         """Serve until a signal, and return the exit code as `ServerProcess.run` does.
@@ -162,6 +177,8 @@ class FrontProcesses:
                     process.kill()
             if self._core is not None:
                 await self._core.close()
+            if self._own_folder is not None:
+                shutil.rmtree(self._own_folder, ignore_errors=True)
 
     async def _tell_when_ready(self, on_ready: Callable[[], None]) -> None:
         await self._all_ready.wait()
@@ -228,7 +245,8 @@ class FrontProcesses:
             count=len(self._listeners),
             is_restart=self._all_ready.is_set(),
             memory=self._memory,
-            metrics_folder=None if self._metrics_folder is None else str(self._metrics_folder),
+            metrics_folder=self._metrics_folder,
+            otlp_traces_endpoint=self._traces,
         )
         _send(process, launch)
         return process
