@@ -15,7 +15,6 @@ from vllm_mp.server.endpoint import Call, check_request_id, post
 from vllm_mp.server.errors import ApiError, as_refusal
 from vllm_mp.server.models import check_model
 from vllm_mp.server.tracing import trace_headers
-from vllm_mp.server.tracing import trace_headers
 
 _MAX_INPUTS = 2048
 """Maximum number of inputs of a request, as OpenAI has it."""
