@@ -142,7 +142,9 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
     )
     prompt = TextPrompt(prompt=text, cache_salt=body.cache_salt or "")
     # The template has written the special tokens.
-    generation = await start_generation(call, "chatcmpl", [prompt], params, body, add_special_tokens=False)
+    generation = await start_generation(
+        call, "chatcmpl", [prompt], params, body, field="messages", add_special_tokens=False
+    )
     created = int(time.time())
     if body.stream:
         chunk = ChatChunk(id=generation.request_id, created=created, model=model, choices=[])
@@ -172,7 +174,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
 
 def _params(body: ChatBody, defaults: dict[str, Any]) -> SamplingParams:
     """Return the sampling parameters. Raises ApiError for fields that contradict each other."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true; add it", param="top_logprobs")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return sampling_params(body, {"max_tokens": None, **defaults}, logprobs=num_logprobs)

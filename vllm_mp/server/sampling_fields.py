@@ -82,6 +82,9 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
         raise as_refusal(error, _FIELDS) from None
 
 
-def refuse_parameters(error: Exception) -> ApiError:
-    """Return the ApiError for what the engine raised for a request's prompt or parameters."""
-    return as_refusal(error, (*_FIELDS, "priority", "cache_salt"))
+def refused_parameters(error: Exception, prompt_path: str) -> ApiError:
+    """Return the ApiError for what the engine raised for a request's parameters, or for its prompt at `prompt_path`."""
+    refusal = as_refusal(error, (*_FIELDS, "priority", "cache_salt", "request_id"))
+    if refusal.param is None:
+        refusal.param = prompt_path
+    return refusal
