@@ -31,6 +31,8 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     """Text, token ids, or a list of texts or lists of token ids."""
+    max_completion_tokens: int | None = None
+    """Another name of `max_tokens`."""
     echo: bool | None = None
     """Repeat the prompt before the completion. With `max_tokens` 0 there is only the prompt."""
     suffix: Refused = None
