@@ -24,7 +24,9 @@ from vllm_mp.client.engine.launcher import Core, CoreLauncher
 from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, RestartLimit
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path
+from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.shared_state import SharedState, make_shared_memory
@@ -108,9 +110,19 @@ class SharedCore:
 class FrontProcesses:
     """The parent of the front processes."""
 
-    def __init__(self, options: ServerOptions, listeners: list[socket.socket], config: VllmConfig | None) -> None:
-        """`listeners` holds a socket for each front process. `config` None: the core is at `options.connect`."""
+    def __init__(
+        self,
+        options: ServerOptions,
+        engine_args: AsyncEngineArgs,
+        listeners: list[socket.socket],
+        config: VllmConfig | None,
+    ) -> None:
+        """`listeners` holds a socket for each front process.
+
+        `config` is what `engine_args` resolve to; None: the core is at `options.connect`.
+        """
         self._options = options
+        self._engine_args = engine_args
         self._listeners = listeners
         self._core = None if config is None else SharedCore(config)
         self._start_timeout_s = _CONNECT_TIMEOUT_S if config is None else config.liveness_config.start_timeout_s
@@ -221,6 +233,9 @@ class FrontProcesses:
             options=self._options,
             address=address,
             key_file=self._options.key_file,
+            # A core of this server names the tokenizer itself.
+            tokenizer=self._engine_args.tokenizer if self._core is None else None,
+            otlp_traces_endpoint=self._engine_args.otlp_traces_endpoint,
             connect_timeout=self._start_timeout_s,
             reconnect_timeout=min(reconnect_timeout, 1e9),
             listener=listener,
@@ -238,6 +253,7 @@ class FrontProcesses:
 
         Raises EngineDeadError if the core ends for good meanwhile.
         """
+        say(drain_line(sum(self._shared.live_counts), self._options))
         for listener in self._listeners:
             listener.close()  # so that no connection waits for a front process that has ended
         num_forwarded = 0

@@ -19,7 +19,7 @@ from vllm_mp.descriptor_limit import raise_descriptor_limit
 from vllm_mp.errors import EngineDeadError
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
-from vllm_mp.server.console import say
+from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.health import loading_app
 from vllm_mp.server.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from vllm_mp.server.options import ServerOptions
@@ -132,11 +132,7 @@ class ServerProcess:
             raise self._end
         admission.refuse("is shutting down")
         self._signalled.clear()
-        if admission.num_live:
-            say(
-                f"shutting down: {admission.num_live} requests have up to {self._options.drain_timeout:g} s to end; "
-                "a second signal (Ctrl-C) ends them now"
-            )
+        say(drain_line(admission.num_live, self._options))
         idle = asyncio.ensure_future(admission.wait_until_idle())
         signalled = asyncio.ensure_future(self._signalled.wait())
         await asyncio.wait((idle, signalled), timeout=self._options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
