@@ -18,10 +18,12 @@ from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
+from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
+from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
 from vllm_mp.config import ModelConfig, VllmConfig
@@ -165,7 +167,7 @@ class AsyncLLM(EngineControl):
             core.connection.close()
             raise
 
-    async def generate(
+    def generate(
         self,
         prompt: PromptType | None,
         sampling_params: SamplingParams | None = None,
@@ -187,26 +189,27 @@ class AsyncLLM(EngineControl):
         Raises ValueError or TypeError for a request that cannot run, NotImplementedError for a feature that is not
         served, EngineGenerateError if this request fails, and EngineDeadError if the core is gone for good.
         """
-        if isinstance(sampling_params, PoolingParams):
-            raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
-        stream = await self.add_request(
-            request_id,
-            prompt,
-            sampling_params,
-            arrival_time,
-            prompt_token_ids=prompt_token_ids,
-            lora_request=lora_request,
-            trace_headers=trace_headers,
-            priority=priority,
-            data_parallel_rank=data_parallel_rank,
-            tokenization_kwargs=tokenization_kwargs,
-            prompt_adapter_request=prompt_adapter_request,
-        )
-        async with contextlib.aclosing(stream):
-            async for output in stream:
-                yield output
 
-    async def encode(
+        async def start() -> OutputIterator:
+            if isinstance(sampling_params, PoolingParams):
+                raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
+            return await self.add_request(
+                request_id,
+                prompt,
+                sampling_params,
+                arrival_time,
+                prompt_token_ids=prompt_token_ids,
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                priority=priority,
+                data_parallel_rank=data_parallel_rank,
+                tokenization_kwargs=tokenization_kwargs,
+                prompt_adapter_request=prompt_adapter_request,
+            )
+
+        return OutputIterator(self._abandon, start)
+
+    def encode(
         self,
         prompt: PromptType | None,
         pooling_params: PoolingParams | None = None,
@@ -225,25 +228,26 @@ class AsyncLLM(EngineControl):
         `truncate_prompt_tokens` overrides the field of `pooling_params`. Raises what `generate` raises, and
         EngineGenerateError also if the request is aborted by its id, because then there is no vector to yield.
         """
-        if isinstance(pooling_params, SamplingParams):
-            raise TypeError("pooling_params must be PoolingParams, got SamplingParams; call generate() for text")
-        params = PoolingParams() if pooling_params is None else pooling_params
-        if truncate_prompt_tokens is not None and isinstance(params, PoolingParams):
-            params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
-        stream = await self.add_request(
-            request_id,
-            prompt,
-            params,
-            arrival_time,
-            prompt_token_ids=prompt_token_ids,
-            lora_request=lora_request,
-            trace_headers=trace_headers,
-            priority=priority,
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        async with contextlib.aclosing(stream):
-            async for output in stream:
-                yield output
+
+        async def start() -> OutputIterator:
+            if isinstance(pooling_params, SamplingParams):
+                raise TypeError("pooling_params must be PoolingParams, got SamplingParams; call generate() for text")
+            params = PoolingParams() if pooling_params is None else pooling_params
+            if truncate_prompt_tokens is not None and isinstance(params, PoolingParams):
+                params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+            return await self.add_request(
+                request_id,
+                prompt,
+                params,
+                arrival_time,
+                prompt_token_ids=prompt_token_ids,
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs,
+            )
+
+        return OutputIterator(self._abandon, start)
 
     async def add_request(
         self,
@@ -259,7 +263,7 @@ class AsyncLLM(EngineControl):
         data_parallel_rank: int | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_adapter_request: Any = None,
-    ) -> AsyncGenerator[Any, None]:
+    ) -> OutputIterator:
         """Send a request now and return its outputs: what `generate`, or with PoolingParams `encode`, would yield.
 
         Raises what `generate` raises.
@@ -295,10 +299,11 @@ class AsyncLLM(EngineControl):
             self._stat_logger.log_request(stream)
         else:
             self.stats.note_unsent()
-        outputs = self._consume(stream)
-        # Start the generator now, so that it aborts the request even if no output is ever taken.
-        await anext(outputs)
-        return outputs
+        return OutputIterator(self._abandon, None, stream)
+
+    def stream_group(self) -> StreamGroup:
+        """Return an empty group of requests, which one consumer reads with less work per token than `generate`."""
+        return StreamGroup(self.add_request, self._abandon)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End these requests; unknown ids are ignored.
@@ -371,6 +376,10 @@ class AsyncLLM(EngineControl):
     ) -> None:
         self.shutdown()
 
+    def _abandon(self, stream: RequestStream) -> None:
+        """Abort the request of a stream that has lost its consumer; from any thread."""
+        self._core_client.abandon(stream)
+
     async def is_tracing_enabled(self) -> bool:
         """Return whether spans of requests are sent to a collector."""
         return self.is_tracing
@@ -393,19 +402,6 @@ class AsyncLLM(EngineControl):
         if self._prompt_tokenizer is None:
             raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
         return self._prompt_tokenizer
-
-    async def _consume(self, stream: RequestStream) -> AsyncGenerator[Any, None]:
-        """Yield outputs, after a None which shows that the generator has started."""
-        try:
-            yield None
-            while True:
-                output = await stream.next()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            if not stream.is_over:
-                self._core_client.abort(stream.request_id)
 
 
 def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +19,12 @@ from vllm_mp.client.outputs.stream import PoolingStream, RequestStream
 from vllm_mp.client.stats.cells import Cells
 from vllm_mp.client.stats.finished_request import FinishedRequest
 from vllm_mp.client.stats.metrics import Counter, Histogram
+from vllm_mp.client.stats.restart_counter import RestartCounter
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-DEATH_KINDS = ("exit", "signal", "hang", "out_of_memory", "connection")
-"""How a core may die; `Death.kind` is one of them."""
 # The bounds are vLLM's. Where these begin late, there are finer ones below.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -131,7 +131,7 @@ class EngineStats:
         self.params_max_tokens = Histogram(cells, lengths)
         self.params_n = Histogram(cells, _COMPLETIONS)
         self.step_tokens = Histogram(cells, _STEP_TOKENS)
-        self.core_restarts = Counter(cells, DEATH_KINDS, takes_maximum=True)
+        self.core_restarts = RestartCounter()
         self.recovered_requests = Counter(cells)
         self.recovery_s = Histogram(cells, _RECOVERY_S)
         self.dropped_messages = Counter(cells)
@@ -166,6 +166,15 @@ class EngineStats:
     def add_report(self, report: Callable[[], None]) -> None:
         """Call `report` every 10 seconds, or when the next tokens arrive after that time."""
         self._reports.append(report)
+
+    def share(self, folder: Path, name: str) -> None:
+        """Count together with other processes, from now on in files called `name` in `folder`.
+
+        `folder` is private to one server. A process that takes the name of a process that has died counts on. Raises
+        OSError if a file cannot be made.
+        """
+        self.cells.share(folder, name)
+        self.core_restarts.share(folder, name)
 
     def note_sent(self, stream: RequestStream, arrival_time: float, trace_headers: Mapping[str, str]) -> None:
         """Count a request that was given to the core; `arrival_time` is in seconds of `time.time()`."""
@@ -266,7 +275,7 @@ class EngineStats:
             live.num_recoveries += 1
         restart = self.restarts[-1]
         restart.recovery_s, restart.num_recovered = time.monotonic() - died_at, len(recovered)
-        self.core_restarts.add(1, restart.kind)
+        self.core_restarts.add(restart.kind)
         self.recovered_requests.add(len(recovered))
         if recovered:
             self._recovers_since = died_at

@@ -38,14 +38,16 @@ JSON = {"Content-Type": "application/json"}
         (b'{"prompt": "x", "stream_options": {"include_usage": 1}}', 400, "stream_options.include_usage", "got `int`"),
         (b'{"prompt": "x", "temprature": 1}', 400, "temprature", "did you mean 'temperature'"),
         (b'{"prompt": "x", "stream_options": {"usage": true}}', 400, "stream_options.usage", "no field"),
+        (b'{"prompt": "x", "stream_options": {}}', 400, "stream_options", "needs stream=true"),
         (b'{"prompt": "x", "suffix": "y"}', 400, "suffix", "suffix is not served yet"),
         (b'{"prompt": "x", "guided_json": {}}', 400, "guided_json", "guided_json is not served yet"),
         (b'{"prompt": "x", "structured_outputs": {}}', 400, "structured_outputs", "not served yet"),
         (b'{"prompt": "x", "n": 0}', 400, "n", "n must be in [1, 1024], got 0"),
         (b'{"prompt": "x", "logit_bias": {"a": 1}}', 400, "logit_bias", "expected `int`"),
         (b'{"prompt": "x", "priority": 1}', 400, "priority", "scheduling_policy"),
-        (b'{"prompt": [9999999]}', 400, None, "vocabulary"),
-        (b'{"prompt": ""}', 400, None, "the prompt is empty"),
+        (b'{"prompt": [9999999]}', 400, "prompt", "vocabulary"),
+        (b'{"prompt": ""}', 400, "prompt", "the prompt is empty"),
+        (b'{"prompt": ["x", ""]}', 400, "prompt[1]", "the prompt is empty"),
         (b'{"prompt": "x", "request_id": "a b"}', 400, "request_id", "'a b'"),
         (b'{"prompt": "x", "model": "gpt-9"}', 404, "model", "the model 'gpt-9' does not exist"),
     ],
@@ -62,7 +64,7 @@ def test_wrong_body_is_refused_with_the_field_at_fault(in_process, content, stat
     [
         ('{"messages": []}', "messages", "messages is empty"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content", "missing"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role", "robot"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role", "'tool', got 'robot'"),
         ('{"messages": [{"role": "user", "contnt": "x"}]}', "messages[0].contnt", "did you mean 'content'"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}',
@@ -102,7 +104,7 @@ def test_prompt_that_is_too_long_names_its_tokens_and_the_limit(in_process, repl
     limit = replay_engine.model_config.max_model_len
     body = b'{"prompt": "%b"}' % (b"hello " * (limit + 10))
     error = _send(in_process, "/v1/completions", body, JSON).json()["error"]
-    assert error["code"] == "context_length_exceeded"
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert f"{limit + 11} tokens" in error["message"]
     assert f"max_model_len={limit}" in error["message"]
 
@@ -111,6 +113,11 @@ def test_prompt_that_is_too_long_names_its_tokens_and_the_limit(in_process, repl
 def test_body_that_is_not_declared_as_json_is_refused(in_process, headers):
     response = _send(in_process, "/v1/completions", b'{"prompt": "x"}', headers)
     assert (response.status_code, response.json()["error"]["param"]) == (415, "Content-Type")
+
+
+def test_compressed_body_is_refused(in_process):
+    response = _send(in_process, "/v1/completions", b"\x1f\x8b", JSON | {"Content-Encoding": "gzip"})
+    assert (response.status_code, response.json()["error"]["param"]) == (415, "Content-Encoding")
 
 
 @pytest.mark.parametrize("headers", [JSON, JSON | {"Transfer-Encoding": "chunked"}])
@@ -169,3 +176,16 @@ def test_text_with_nul_bytes_is_completed(in_process):
     response = _send(in_process, "/v1/completions", b'{"prompt": "a\\u0000b", "max_tokens": 2, "echo": true}', JSON)
     assert response.status_code == 200
     assert response.json()["choices"][0]["text"].startswith("a\0b")
+
+
+def test_prompts_stay_out_of_the_log(server):
+    secret = "xyzzy-plugh"
+    for path, body in {
+        "/v1/completions": {"prompt": secret, "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": secret}], "max_tokens": 1},
+        "/tokenize": {"prompt": secret},
+    }.items():
+        assert server.post(path, body)[0] == 200
+        assert server.post(path, body | {"model": "no model"})[0] == 404
+    assert server.post("/v1/completions", {"prompt": f"{secret} " * 600})[0] == 400
+    assert secret not in server.log.read_text()

@@ -44,6 +44,13 @@ def _num_connections(pid):
     return sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
 
 
+def _metric(server, prefix):
+    """Return the sum of the samples in /metrics that begin with `prefix`."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(prefix))
+
+
 def test_streams_through_two_front_processes_complete_after_a_kill_of_their_core(fronts):
     prompts = [f"The number {index} is" for index in range(_NUM_STREAMS)]
     expected = asyncio.run(StreamedAnswers(fronts, prompts, _TOKENS).run())
@@ -61,6 +68,9 @@ def test_streams_through_two_front_processes_complete_after_a_kill_of_their_core
     assert ends == ["length"] * _NUM_STREAMS
     assert texts == expected
     assert fronts.core_pid() != first
+    assert _metric(fronts, "vllm_mp:core_restarts_total") == 1, "only the parent counts restarts"
+    assert _metric(fronts, 'vllm_mp:core_restarts_total{cause="signal"') == 1
+    assert _metric(fronts, "vllm_mp:recovered_requests_total") == _NUM_STREAMS
 
 
 def test_front_process_that_is_killed_is_started_again_and_the_core_lives_on(fronts):
@@ -74,15 +84,10 @@ def test_front_process_that_is_killed_is_started_again_and_the_core_lives_on(fro
 
 
 def test_metrics_of_all_front_processes_are_added_up(fronts):
-    def count():
-        with urllib.request.urlopen(fronts.url + "/metrics") as response:
-            lines = response.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
-
-    before = count()
+    before = _metric(fronts, "vllm:generation_tokens_total")
     for _ in range(8):
         assert fronts.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True})[0] == 200
-    assert count() == before + 16
+    assert _metric(fronts, "vllm:generation_tokens_total") == before + 16
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     key_file: str | None
     tokenizer: str | None
     """Folder of the tokenizer; None: as the core says."""
-    otlp_traces_endpoint: str | None
     connect_timeout: float
     """Seconds that the core may take to load."""
     reconnect_timeout: float
@@ -36,8 +35,10 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     """The server has been ready before: connections wait in the socket until this process serves."""
     memory: int
     """Descriptor of shared memory, as `SharedState` describes it."""
-    metrics_folder: str | None
+    metrics_folder: str
     """Folder in which the front processes share their statistics."""
+    otlp_traces_endpoint: str | None
+    """URL of the collector to which traces are sent; None: no traces."""
 
 
 class CoreGone(msgspec.Struct):

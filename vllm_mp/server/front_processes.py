@@ -9,9 +9,11 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ import msgspec
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import Core, CoreLauncher
 from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, RestartLimit
+from vllm_mp.client.stats import RestartCounter
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path
 from vllm_mp.engine_args import AsyncEngineArgs
@@ -53,11 +56,13 @@ class SharedCore:
         self._starting: asyncio.Future[Core] | None = None
         self._is_closed = threading.Event()
         self.address = self._launcher.shared_address
-        self.folder = self._launcher.folder
-        """The private folder of the engine."""
+        self.metrics_folder = self._launcher.folder / "metrics"
+        self.metrics_folder.mkdir(mode=0o700)
+        self._num_restarts = RestartCounter()
+        self._num_restarts.share_as_parent(self.metrics_folder)
 
-    async def keep(self, on_ready: Callable[[], None]) -> None:
-        """Start the core and keep it alive; call `on_ready` when it serves first.
+    async def keep(self) -> None:
+        """Start the core and keep it alive.
 
         Raises EngineStartError if the first core does not start, and EngineDeadError once it is gone for good.
         """
@@ -77,7 +82,7 @@ class SharedCore:
         supervisor = self._supervisor = CoreSupervisor(self._launcher, core, restarts)
         # A core beats also while it has no work, so it is watched always.
         supervisor.watch(lambda: True)
-        on_ready()
+        kind = ""
         has_news = asyncio.Event()
         asyncio.get_running_loop().add_reader(supervisor.news_fd, has_news.set)
         while True:
@@ -87,10 +92,12 @@ class SharedCore:
                 if isinstance(news, End):
                     raise EngineDeadError(news.cause)
                 if isinstance(news, Death):
+                    kind = news.kind
                     logger.warning("%s; its successor is being started", news.cause.partition(";")[0])
                 else:
                     supervisor.release(core)
                     core = news
+                    self._num_restarts.add(kind)
 
     async def close(self) -> None:
         """End the core and remove its files."""
@@ -132,15 +139,17 @@ class FrontProcesses:
         self._not_ready = set(range(count))
         """Indices of the front processes that have not served yet."""
         self._all_ready = asyncio.Event()
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
+        """Set once no front process is started again."""
         self._num_signals = 0
         self._signalled = asyncio.Event()
-        self._metrics_folder: Path | None = None
-        if self._core is not None:
-            self._metrics_folder = self._core.folder / "metrics"
-            self._metrics_folder.mkdir(mode=0o700)
+        self._own_folder: Path | None = None
+        """A folder that this process removes; None if the core's folder holds the metrics."""
+        if self._core is None:
+            self._own_folder = Path(tempfile.mkdtemp(prefix="vllm_mp-"))
+        self._metrics_folder = str(self._own_folder if self._core is None else self._core.metrics_folder)
         self._memory = make_shared_memory(count)
-        self._shared = SharedState(self._memory, count, 0, None)
+        self._shared = SharedState(self._memory, count, 0, self._metrics_folder)
 
     async def run(self, on_ready: Callable[[], None]) -> int:
         """Serve until a signal, and return the exit code as `ServerProcess.run` does.
@@ -155,9 +164,9 @@ class FrontProcesses:
         tasks: list[asyncio.Task[object]] = [*fronts, asyncio.create_task(self._tell_when_ready(on_ready))]
         tasks.append(asyncio.create_task(self._signalled.wait()))
         if self._core is not None:
-            tasks.append(asyncio.create_task(self._core.keep(lambda: None)))
+            tasks.append(asyncio.create_task(self._core.keep()))
         try:
-            while not self._is_stopping:
+            while not self._stopping.is_set():
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()  # raises the error that ended it
@@ -174,6 +183,8 @@ class FrontProcesses:
                     process.kill()
             if self._core is not None:
                 await self._core.close()
+            if self._own_folder is not None:
+                shutil.rmtree(self._own_folder, ignore_errors=True)
 
     async def _tell_when_ready(self, on_ready: Callable[[], None]) -> None:
         await self._all_ready.wait()
@@ -185,7 +196,7 @@ class FrontProcesses:
         Raises EngineError if it dies too often, or before it has ever served.
         """
         restarts = RestartLimit(_MAX_RESTARTS, _RESTART_WINDOW_S)
-        while True:
+        while not self._stopping.is_set():
             process = await self._start_front(index)
             assert process.stdout is not None
             is_ready = False
@@ -198,7 +209,7 @@ class FrontProcesses:
             code = await process.wait()
             del self._processes[index]
             self._shared.live_counts[index] = 0
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
             end = f"front process {process.pid} ended with {_describe(code)}"
             if index in self._not_ready:
@@ -243,9 +254,11 @@ class FrontProcesses:
             count=len(self._listeners),
             is_restart=self._all_ready.is_set(),
             memory=self._memory,
-            metrics_folder=None if self._metrics_folder is None else str(self._metrics_folder),
+            metrics_folder=self._metrics_folder,
         )
         _send(process, launch)
+        if self._stopping.is_set():  # the signal came before this process was known
+            process.terminate()
         return process
 
     async def _drain(self, fronts: "list[asyncio.Task[None]]", tasks: "list[asyncio.Task[object]]") -> int:
@@ -277,7 +290,7 @@ class FrontProcesses:
 
     async def _end_fronts(self, fronts: "list[asyncio.Task[None]]", error: EngineError) -> None:
         """Tell the front processes why they end, so that they tell their clients, and wait for their ends."""
-        self._is_stopping = True
+        self._stopping.set()
         for process in self._processes.values():
             _send(process, CoreGone(str(error)))
         left = [task for task in fronts if not task.done()]
@@ -291,7 +304,7 @@ class FrontProcesses:
 
     def _on_signal(self) -> None:
         self._num_signals += 1
-        self._is_stopping = True
+        self._stopping.set()
         self._signalled.set()
 
 

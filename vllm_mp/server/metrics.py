@@ -117,7 +117,7 @@ class EngineCollector(Collector):
         )
         yield self._counter("vllm_mp:aborted_requests", "Requests that ended by an abort", finished["abort"])
         yield self._counter("vllm_mp:failed_requests", "Requests that ended with an error", finished["error"])
-        restarts = stats.core_restarts.read(values)
+        restarts = stats.core_restarts.read()
         yield self._labelled(
             "vllm_mp:core_restarts", "Restarts of the core, by the cause of the death before", "cause", restarts
         )

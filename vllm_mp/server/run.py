@@ -91,8 +91,7 @@ class ServerProcess:
             admission = Admission(limit, *(() if shared is None else (shared.live_counts, shared.index)))
             self._app = build_app(engine, self._options, admission, self._shared)
             if shared is not None:
-                if shared.metrics_folder is not None:
-                    engine.stats.cells.share(Path(shared.metrics_folder), f"front-{shared.index}")
+                engine.stats.share(Path(shared.metrics_folder), f"front-{shared.index}")
                 shared.has_loaded[shared.index] = 1
             if not self._listens_early:
                 await http.begin(self._listener)

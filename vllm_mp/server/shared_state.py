@@ -17,7 +17,7 @@ def make_shared_memory(count: int) -> int:
 class SharedState:
     """What the front processes of one server share, in memory and in a folder."""
 
-    def __init__(self, descriptor: int, count: int, index: int, metrics_folder: str | None) -> None:
+    def __init__(self, descriptor: int, count: int, index: int, metrics_folder: str) -> None:
         """`descriptor` is that of memory with two 64-bit integers for each of `count` processes.
 
         `index` is the number of this process among them, from 0.
