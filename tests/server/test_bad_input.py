@@ -45,8 +45,9 @@ JSON = {"Content-Type": "application/json"}
         (b'{"prompt": "x", "n": 0}', 400, "n", "n must be in [1, 1024], got 0"),
         (b'{"prompt": "x", "logit_bias": {"a": 1}}', 400, "logit_bias", "expected `int`"),
         (b'{"prompt": "x", "priority": 1}', 400, "priority", "scheduling_policy"),
-        (b'{"prompt": [9999999]}', 400, None, "vocabulary"),
-        (b'{"prompt": ""}', 400, None, "the prompt is empty"),
+        (b'{"prompt": [9999999]}', 400, "prompt", "vocabulary"),
+        (b'{"prompt": ""}', 400, "prompt", "the prompt is empty"),
+        (b'{"prompt": ["x", ""]}', 400, "prompt[1]", "the prompt is empty"),
         (b'{"prompt": "x", "request_id": "a b"}', 400, "request_id", "'a b'"),
         (b'{"prompt": "x", "model": "gpt-9"}', 404, "model", "the model 'gpt-9' does not exist"),
     ],
@@ -63,7 +64,7 @@ def test_wrong_body_is_refused_with_the_field_at_fault(in_process, content, stat
     [
         ('{"messages": []}', "messages", "messages is empty"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content", "missing"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role", "robot"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role", "'tool', got 'robot'"),
         ('{"messages": [{"role": "user", "contnt": "x"}]}', "messages[0].contnt", "did you mean 'content'"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}',
@@ -103,7 +104,7 @@ def test_prompt_that_is_too_long_names_its_tokens_and_the_limit(in_process, repl
     limit = replay_engine.model_config.max_model_len
     body = b'{"prompt": "%b"}' % (b"hello " * (limit + 10))
     error = _send(in_process, "/v1/completions", body, JSON).json()["error"]
-    assert error["code"] == "context_length_exceeded"
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert f"{limit + 11} tokens" in error["message"]
     assert f"max_model_len={limit}" in error["message"]
 

@@ -47,7 +47,7 @@ def test_prompt_is_the_models_chat_template(client, server):
 
 def test_text_parts_and_the_developer_role_are_what_a_template_knows(server):
     parts = [{"type": "text", "text": "Name the capital"}, {"type": "text", "text": "of France."}]
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "type": "text"}]
     plain = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Name the capital\nof France."},

@@ -3,7 +3,7 @@
 import asyncio
 import difflib
 import re
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -121,9 +121,13 @@ def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:
     what = what[:1].lower() + what[1:]
     if not path:
         return ApiError(400, f"the body is wrong: {what}")
-    for meta in _metadata(_type_at(path, kind)):
+    declared = _type_at(path, kind)
+    for meta in _metadata(declared):
         if meta.extra and "refused" in meta.extra:
             return ApiError(400, f"{path} {meta.extra['refused']}", param=path, code="unsupported_field")
+    given = what.removeprefix("invalid enum value ")
+    if given != what and (allowed := _literals(declared)):
+        return ApiError(400, f"{path} must be one of {', '.join(map(repr, allowed))}, got {given:.100}", param=path)
     return ApiError(400, f"{path} is wrong: {what}", param=path)
 
 
@@ -160,3 +164,10 @@ def _metadata(kind: Any) -> list[msgspec.Meta]:
     if isinstance(kind, msgspec.Meta):
         return [kind]
     return [meta for part in get_args(kind) for meta in _metadata(part)]
+
+
+def _literals(kind: Any) -> list[str | int]:
+    """Return the values of the literals that the type `kind` is made of."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [value for part in get_args(kind) for value in _literals(part)]

@@ -31,9 +31,12 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     """Text, token ids, or a list of texts or lists of token ids."""
+    max_completion_tokens: int | None = None
+    """Another name of `max_tokens`."""
     echo: bool | None = None
     """Repeat the prompt before the completion. With `max_tokens` 0 there is only the prompt."""
     suffix: Refused = None
+    response_format: Refused = None
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -67,7 +70,7 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     model = check_model(call.server, body.model)
     prompts = _prompts(body)
     params = _params(body, engine.model_config.default_sampling_params)
-    generation = await start_generation(call, "cmpl", prompts, params, body, add_special_tokens=True)
+    generation = await start_generation(call, "cmpl", prompts, params, body, field="prompt", add_special_tokens=True)
     head = CompletionResponse(id=generation.request_id, created=int(time.time()), model=model, choices=[])
     generation.discards_completions = _is_echo_alone(body)
     choices = _Choices(engine, body, params)

@@ -154,7 +154,7 @@ async def _embed(
     try:
         return await anext(encoding)
     except (ValueError, TypeError, NotImplementedError) as error:
-        refusal = as_refusal(error, (*_POOLING_FIELDS, "priority", "cache_salt"))
+        refusal = as_refusal(error, (*_POOLING_FIELDS, "priority", "cache_salt", "request_id"))
         refusal.param = refusal.param or (f"input[{index}]" if isinstance(body.input, list) else "input")
         raise refusal from None
     finally:

@@ -12,7 +12,7 @@ from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
 from vllm_mp.server.endpoint import Call, check_request_id
 from vllm_mp.server.errors import ApiError
-from vllm_mp.server.sampling_fields import SamplingFields, refuse_parameters
+from vllm_mp.server.sampling_fields import SamplingFields, refused_parameters
 from vllm_mp.server.tracing import trace_headers
 
 
@@ -139,13 +139,14 @@ async def start_generation(
     params: SamplingParams,
     body: GenerationBody,
     *,
+    field: str,
     add_special_tokens: bool,
 ) -> Generation:
     """Send a request to the engine for each prompt, once the server admits them.
 
-    `kind` begins the id of the generation, as "cmpl"; the rest is the id of `body` or of `call`. `add_special_tokens`
-    applies if `body` does not say it. The requests are aborted when `call` ends. Raises ApiError for a request that
-    cannot run.
+    `kind` begins the id of the generation, as "cmpl"; the rest is the id of `body` or of `call`. `field` is the
+    field of the prompts. `add_special_tokens` applies if `body` does not say it. The requests are aborted when `call`
+    ends. Raises ApiError, naming the field at fault, for a request that cannot run.
     """
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true; add it, or leave them out", param="stream_options")
@@ -158,14 +159,17 @@ async def start_generation(
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
 
     async def add(index: int) -> AsyncGenerator[RequestOutput, None]:
-        stream = await call.server.engine.add_request(
-            ids[index],
-            prompts[index],
-            params,
-            priority=body.priority or 0,
-            trace_headers=trace_headers(call),
-            tokenization_kwargs={"add_special_tokens": add_special_tokens},
-        )
+        try:
+            stream = await call.server.engine.add_request(
+                ids[index],
+                prompts[index],
+                params,
+                priority=body.priority or 0,
+                trace_headers=trace_headers(call),
+                tokenization_kwargs={"add_special_tokens": add_special_tokens},
+            )
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise refused_parameters(error, field if len(prompts) == 1 else f"{field}[{index}]") from None
         call.resources.push_async_callback(stream.aclose)
         return stream
 
@@ -178,9 +182,7 @@ async def start_generation(
                 tasks = [group.create_task(add(index)) for index in range(len(prompts))]
             streams = [task.result() for task in tasks]
     except ExceptionGroup as errors:
-        raise refuse_parameters(errors.exceptions[0]) from None
-    except Exception as error:
-        raise refuse_parameters(error) from None
+        raise errors.exceptions[0] from None
     return Generation(request_id, streams, call.resources)
 
 

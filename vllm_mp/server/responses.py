@@ -151,7 +151,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     params = sampling_params(body, {"max_tokens": None, **defaults}, **own)
     prompt = TextPrompt(prompt=await _prompt(call, body), cache_salt=body.cache_salt or "")
     # The template has written the special tokens.
-    generation = await start_generation(call, "resp", [prompt], params, body, add_special_tokens=False)
+    generation = await start_generation(call, "resp", [prompt], params, body, field="input", add_special_tokens=False)
     response = ResponseObject(
         id=f"resp_{call.request_id}",
         created_at=int(time.time()),
