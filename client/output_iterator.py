@@ -82,9 +82,9 @@ class OutputIterator(AsyncGenerator[Any, None]):
         except BaseException:
             self._close()
             raise
-        return self._take(stream)
+        return self._take_from(stream)
 
-    def _take(self, stream: RequestStream) -> Any:
+    def _take_from(self, stream: RequestStream) -> Any:
         """Return the output of a stream that has news; the iterator ends with its last output or its error."""
         try:
             output = stream.take()

@@ -1,9 +1,9 @@
 /* The path of a token from a step's message to its consumer, compiled.
  *
- * Each function does what the function of the same name in output_path.py does, and handles the common case here: a
- * stream with one completion in DELTA mode, without stop strings and log-probabilities ("plain"). Everything else goes
- * to the Python methods. The state stays in the slots (__slots__) of the Python objects, which are read and written at
- * the offsets that `configure` looks up.
+ * Each function does what the function of the same name in output_path.py does, and handles the common case here:
+ * plain streams, as `GenerationStream.is_plain` defines them, and of their outputs those of DELTA mode. Everything else
+ * goes to the Python methods. The state stays in the slots (__slots__) of the Python objects, which are read and written
+ * at the offsets that `configure` looks up.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -18,7 +18,7 @@ static struct {
     Py_ssize_t is_live, token_ids, finish, num_taken, num_read, append_text, byte_text, index;
 } completion_;
 static struct {
-    Py_ssize_t is_plain, first, error, request_id, prompt, prompt_token_ids, metrics, num_cached_tokens, group,
+    Py_ssize_t is_plain, is_delta, first, error, request_id, prompt, prompt_token_ids, metrics, num_cached_tokens, group,
         is_ready, waiter;
 } stream_;
 static Py_ssize_t group_streams, text_held, text_texts, metrics_first, metrics_last;
@@ -26,7 +26,7 @@ static PyTypeObject *stream_type, *byte_text_type;
 static PyObject *request_output, *completion_output;
 static PyObject *invalid_state, *get_running_loop;
 static PyObject *str_arrival, *str_blocking, *str_close, *str_create_future, *str_has_news, *str_set_result, *str_take,
-    *str_wake;
+    *str_take_from, *str_wake;
 
 static void set_slot(PyObject *object, Py_ssize_t offset, PyObject *value) {
     PyObject *old = SLOT(object, offset);
@@ -68,6 +68,7 @@ static PyObject *configure(PyObject *module, PyObject *args) {
         {completion, "_byte_text", &completion_.byte_text},
         {completion, "index", &completion_.index},
         {stream, "is_plain", &stream_.is_plain},
+        {stream, "_is_delta", &stream_.is_delta},
         {stream, "_first", &stream_.first},
         {stream, "error", &stream_.error},
         {stream, "request_id", &stream_.request_id},
@@ -202,7 +203,7 @@ static PyObject *new_text(PyObject *completion, PyObject *new_ids) {
     return PyObject_CallOneArg(SLOT(completion, completion_.append_text), new_ids);
 }
 
-/* Return whether the next output of `stream` can be made here: it is plain, and the stream has not ended. */
+/* Return whether `stream` is plain and has not ended: then a new token is its only news. */
 static int is_simple(PyObject *stream) {
     return Py_IS_TYPE(stream, stream_type) && SLOT(stream, stream_.is_plain) == Py_True &&
            SLOT(stream, stream_.error) == Py_None &&
@@ -215,6 +216,7 @@ static PyObject *simple_output(PyObject *stream) {
     Py_ssize_t count = PyList_GET_SIZE(token_ids);
     Py_ssize_t start = PyLong_AsSsize_t(SLOT(completion, completion_.num_taken));
     if (start >= count) return NULL;
+    if (SLOT(stream, stream_.is_delta) != Py_True) return PyObject_CallMethodNoArgs(stream, str_take);
     PyObject *result = NULL, *text = NULL, *output = NULL, *outputs = NULL, *taken = NULL;
     PyObject *new_ids = PyList_GetSlice(token_ids, start, count);
     if (new_ids == NULL) return NULL;
@@ -356,7 +358,7 @@ static PySendResult NextOutput_send(NextOutput *self, PyObject *value, PyObject 
         Py_XDECREF(news);
         if (is_true > 0) {
             /* Closes the iterator after the last output, and on an error. */
-            *result = PyObject_CallMethodOneArg(self->iterator, str_take, self->stream);
+            *result = PyObject_CallMethodOneArg(self->iterator, str_take_from, self->stream);
             return *result == NULL ? PYGEN_ERROR : PYGEN_RETURN;
         }
     }
@@ -435,7 +437,8 @@ PyMODINIT_FUNC PyInit__output_path(void) {
     str_create_future = PyUnicode_InternFromString("create_future");
     str_has_news = PyUnicode_InternFromString("has_news");
     str_set_result = PyUnicode_InternFromString("set_result");
-    str_take = PyUnicode_InternFromString("_take");
+    str_take = PyUnicode_InternFromString("take");
+    str_take_from = PyUnicode_InternFromString("_take_from");
     str_wake = PyUnicode_InternFromString("wake");
     PyObject *asyncio = PyImport_ImportModule("asyncio");
     if (asyncio == NULL) return NULL;
