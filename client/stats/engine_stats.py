@@ -42,7 +42,6 @@ _REQUEST_S = (
 _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _COMPLETIONS = (1, 2, 5, 10, 20)
-_FIRST_SLOTS = 256
 _MAX_RESTARTS = 20
 """Restarts that are remembered with their causes."""
 _REPORT_S = 10.0
@@ -141,13 +140,14 @@ class EngineStats:
         self._live: dict[RequestStream, _LiveRequest] = {}
         self._awaited: dict[int, tuple[RequestStream, bool]] = {}
         """By slot: the stream of a completion or vector that no step has begun, and whether it is its first."""
-        self._last_token = np.full(_FIRST_SLOTS, np.nan)
-        """[num_slots] when the latest token arrived; NaN before the first. The slots of the latest step excepted."""
+        self._last_token = np.zeros(wire.MAX_LIVE_REQUESTS)
+        """[slot] when the latest token arrived; 0 before the first. The slots of the latest step excepted. Entries of
+        slots that were never in use take no memory."""
         self._step_slots = b""
         """The slots of the latest step with tokens, as in its message; none after a slot changed hands."""
-        self._step_indexes: npt.NDArray[np.uint16 | np.uint32] = np.zeros(0, np.uint16)
+        self._step_indexes: npt.NDArray[np.integer[Any]] = np.zeros(0, np.uint16)
         """[num_tokens] the same as numbers."""
-        self._step_time = 0.0
+        self._step_time = -1.0
         """When the latest step with tokens arrived."""
         self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
         """The latest deaths of this client's cores, the oldest first."""
@@ -183,11 +183,7 @@ class EngineStats:
         self._live[stream] = _LiveRequest(arrival, now, trace_headers)
         self._write_step()
         for awaited in stream.awaited:
-            if awaited.slot >= len(self._last_token):
-                grown = np.full(2 * awaited.slot, np.nan)
-                grown[: len(self._last_token)] = self._last_token
-                self._last_token = grown
-            self._last_token[awaited.slot] = np.nan
+            self._last_token[awaited.slot] = 0.0
             self._awaited[awaited.slot] = (stream, awaited.index == 0)
         if isinstance(stream.params, SamplingParams):
             self.params_n.observe(stream.params.n)
@@ -234,31 +230,13 @@ class EngineStats:
             if entry is not None and entry[0] is stream:
                 del self._awaited[awaited.slot]
         now = time.monotonic()
-        # What is added to a moment gives seconds of `time.time()`.
-        epoch = time.time() - now
-        record = FinishedRequest(
-            request_id=stream.request_id,
-            params=stream.params,
-            arrival_time=live.arrival + epoch,
-            sent_time=live.sent + epoch,
-            queue_s=live.queue_s,
-            first_token_time=None if live.first_token is None else live.first_token + epoch,
-            end_time=now + epoch,
-            num_prompt_tokens=len(stream.prompt_token_ids),
-            num_cached_tokens=live.num_cached_tokens,
-            num_output_tokens=sum(awaited.num_tokens for awaited in stream.awaited),
-            finish_reason=_finish_reason(stream),
-            error=None if stream.error is None else str(stream.error),
-            num_recoveries=live.num_recoveries,
-            trace_headers=live.trace_headers,
-        )
-        self._count(record, max(awaited.num_tokens for awaited in stream.awaited))
-        for listener in list(self._listeners):
-            try:
-                listener(record)
-            except Exception:
-                logger.exception("a listener to finished requests failed, and is not called again")
-                self._listeners.remove(listener)
+        reason = _finish_reason(stream)
+        lengths = [awaited.num_tokens for awaited in stream.awaited]
+        self.finished_requests.add(1, reason)
+        if reason == "length" or reason == "stop":
+            self._count_finished(stream, live, lengths, now)
+        if self._listeners:
+            self._hand_over(stream, live, sum(lengths), reason, now)
 
     def note_death(self, kind: str, at: float, cause: str) -> None:
         """Note that the core died `at` a moment; `kind` is one of `DEATH_KINDS`, `cause` says more."""
@@ -309,15 +287,16 @@ class EngineStats:
         self._write_step()
         if len(slots) not in (2 * num_tokens, 4 * num_tokens):
             return  # the streams refuse the message
-        indexes = np.frombuffer(slots, "<u2" if len(slots) == 2 * num_tokens else "<u4")
-        indexes = indexes[indexes < len(self._last_token)]  # a core may name slots that were never given out
-        last = self._last_token[indexes]
-        num_usual = int(np.count_nonzero(last == self._step_time))
+        indexes: npt.NDArray[np.integer[Any]] = np.frombuffer(slots, "<u2" if len(slots) == 2 * num_tokens else "<u4")
+        if len(slots) == 4 * num_tokens:
+            indexes = indexes[indexes < wire.MAX_LIVE_REQUESTS]  # a core may name slots that cannot exist
+        last = self._last_token.take(indexes)
+        usual = last == self._step_time
+        num_usual = int(np.count_nonzero(usual))
         if num_usual:
             self.between_tokens_s.observe(now - self._step_time, num_usual)
         if num_usual < len(last):
-            others = last[(last != self._step_time) & ~np.isnan(last)]
-            self.between_tokens_s.observe_all(now - others)
+            self.between_tokens_s.observe_all([now - moment for moment in last[~usual].tolist() if moment])
         self._last_token[indexes] = now
         if len(indexes) == num_tokens:
             self._step_slots, self._step_indexes = slots, indexes
@@ -328,33 +307,64 @@ class EngineStats:
             self._last_token[self._step_indexes] = self._step_time
             self._step_slots = b""
 
-    def _count(self, request: FinishedRequest, num_longest: int) -> None:
-        """Count a request that has ended; `num_longest` is the number of tokens of its longest completion."""
-        self.finished_requests.add(1, request.finish_reason)
-        if request.finish_reason not in ("stop", "length"):
+    def _count_finished(self, stream: RequestStream, live: _LiveRequest, lengths: list[int], now: float) -> None:
+        """Count a request that ended `now` with "stop" or "length"; `lengths` are the tokens of its completions."""
+        self.e2e_s.observe(now - live.arrival)
+        self.tokenize_s.observe(live.sent - live.arrival)
+        self.request_prompt_tokens.observe(len(stream.prompt_token_ids))
+        first, queue_s = live.first_token, live.queue_s
+        if first is None or queue_s is None:
             return
-        self.e2e_s.observe(request.end_time - request.arrival_time)
-        self.tokenize_s.observe(request.sent_time - request.arrival_time)
-        self.request_prompt_tokens.observe(request.num_prompt_tokens)
-        scheduled, first = request.scheduled_time, request.first_token_time
-        if request.queue_s is None or scheduled is None or first is None:
-            return
-        decode_s = request.end_time - first
-        self.queue_s.observe(request.queue_s)
-        self.prefill_s.observe(max(0.0, first - scheduled))
-        self.inference_s.observe(max(0.0, request.end_time - scheduled))
-        if num_longest:
-            self.decode_s.observe(decode_s)
-            self.request_generation_tokens.observe(request.num_output_tokens)
-            self.longest_completion_tokens.observe(num_longest)
-        if num_longest > 1:
-            self.token_s.observe(decode_s / (num_longest - 1))
+        scheduled = live.sent + queue_s
+        self.queue_s.observe(queue_s)
+        self.prefill_s.observe(first - scheduled)
+        self.inference_s.observe(now - scheduled)
+        longest = max(lengths)
+        if longest:
+            self.decode_s.observe(now - first)
+            self.request_generation_tokens.observe(sum(lengths))
+            self.longest_completion_tokens.observe(longest)
+        if longest > 1:
+            self.token_s.observe((now - first) / (longest - 1))
+
+    def _hand_over(
+        self, stream: RequestStream, live: _LiveRequest, num_output_tokens: int, reason: str, now: float
+    ) -> None:
+        """Hand the record of a request that ended `now` to the listeners."""
+        # What is added to a moment gives seconds of `time.time()`.
+        epoch = time.time() - now
+        record = FinishedRequest(
+            request_id=stream.request_id,
+            params=stream.params,
+            arrival_time=live.arrival + epoch,
+            sent_time=live.sent + epoch,
+            queue_s=live.queue_s,
+            first_token_time=None if live.first_token is None else live.first_token + epoch,
+            end_time=now + epoch,
+            num_prompt_tokens=len(stream.prompt_token_ids),
+            num_cached_tokens=live.num_cached_tokens,
+            num_output_tokens=num_output_tokens,
+            finish_reason=reason,
+            error=None if stream.error is None else str(stream.error),
+            num_recoveries=live.num_recoveries,
+            trace_headers=live.trace_headers,
+        )
+        for listener in list(self._listeners):
+            try:
+                listener(record)
+            except Exception:
+                logger.exception("a listener to finished requests failed, and is not called again")
+                self._listeners.remove(listener)
 
 
 def _finish_reason(stream: RequestStream) -> str:
+    """Return one of `FINISH_REASONS`; of several completions, that of the worst end."""
     if stream.error is not None:
         return "error"
-    reasons = {awaited.finish.reason for awaited in stream.awaited if awaited.finish is not None}
+    reasons = [awaited.finish.reason for awaited in stream.awaited if awaited.finish is not None]
+    if len(reasons) == 1 and reasons[0] in FINISH_REASONS:
+        return reasons[0]
+    # A core may send a reason that does not exist.
     return next((reason for reason in reversed(FINISH_REASONS) if reason in reasons), "stop")
 
 

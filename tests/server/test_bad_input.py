@@ -115,6 +115,18 @@ def test_body_that_is_not_declared_as_json_is_refused(in_process, headers):
     assert (response.status_code, response.json()["error"]["param"]) == (415, "Content-Type")
 
 
+def test_error_repeats_a_bounded_part_of_the_body(in_process):
+    long = b"x" * 10_000
+    for body in (
+        b'{"%b": 1}' % long,
+        b'{"messages": [{"role": "%b"}]}' % long,
+        b'{"model": "%b", "messages": []}' % long,
+    ):
+        response = _send(in_process, "/v1/chat/completions", body, JSON)
+        assert 400 <= response.status_code <= 404
+        assert len(response.content) < 1000
+
+
 def test_compressed_body_is_refused(in_process):
     response = _send(in_process, "/v1/completions", b"\x1f\x8b", JSON | {"Content-Encoding": "gzip"})
     assert (response.status_code, response.json()["error"]["param"]) == (415, "Content-Encoding")

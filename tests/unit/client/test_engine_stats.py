@@ -206,7 +206,7 @@ def test_quantiles_are_estimated_within_their_bucket() -> None:
     cells = Cells()
     histogram = Histogram(cells, (1, 2, 4))
     assert histogram.read(cells.total()).quantile(0.5) is None
-    histogram.observe_all(np.array([0.5, 1.5, 1.5, 3.0]))
+    histogram.observe_all([0.5, 1.5, 1.5, 3.0])
     histogram.observe(100.0, 4)
     reading = histogram.read(cells.total())
     assert reading.counts == [1, 2, 1, 4]
@@ -215,14 +215,15 @@ def test_quantiles_are_estimated_within_their_bucket() -> None:
     assert reading.quantile(0.99) == 4
 
 
-def test_a_value_on_a_bound_counts_below_it() -> None:
+@pytest.mark.parametrize("repeats", [1, 10])
+def test_a_value_on_a_bound_counts_below_it(repeats: int) -> None:
     cells = Cells()
     single, many = Histogram(cells, (1, 2)), Histogram(cells, (1, 2))
     for value in (1.0, 2.0, 2.5):
-        single.observe(value)
-    many.observe_all(np.array([1.0, 2.0, 2.5]))
+        single.observe(value, repeats)
+    many.observe_all([1.0, 2.0, 2.5] * repeats)
     assert single.read(cells.total()) == many.read(cells.total())
-    assert single.read(cells.total()).counts == [1, 1, 1]
+    assert single.read(cells.total()).counts == [repeats] * 3
 
 
 def processes(count: int) -> list[tuple[Cells, Counter, Counter]]:
