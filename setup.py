@@ -1,4 +1,4 @@
-"""Builds the C++ kernels; everything else about the package is in pyproject.toml."""
+"""Builds the C++ kernels and the client's output path in C; everything else about the package is in pyproject.toml."""
 
 import glob
 import platform
@@ -23,5 +23,12 @@ setup(
             optional=True,  # without a compiler, torch computes
         )
         for name, flags in BUILDS.items()
+    ]
+    + [
+        Extension(
+            "vllm_mp.client.outputs._output_path",
+            ["client/outputs/csrc/output_path.c"],
+            optional=True,  # without a compiler, the same path runs in Python
+        )
     ]
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 import types
@@ -17,17 +18,22 @@ from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
+from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
+from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
+from vllm_mp.client.tracing import RequestTracer, check_trace_headers
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM(EngineControl):
@@ -37,12 +43,21 @@ class AsyncLLM(EngineControl):
     loop runs. Requests belong to the loop in which they are made; only one loop at a time may use the engine.
     """
 
-    def __init__(self, supervisor: CoreSupervisor, prompt_tokenizer: PromptTokenizer | None) -> None:
-        """`prompt_tokenizer` is None with skip_tokenizer_init."""
+    def __init__(
+        self,
+        supervisor: CoreSupervisor,
+        prompt_tokenizer: PromptTokenizer | None,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        """`prompt_tokenizer` is None with skip_tokenizer_init; both it and `tracer` are closed with the engine."""
+        self._tracer = tracer
+        self._has_warned_of_headers = False
         self._prompt_tokenizer = prompt_tokenizer
         self._inputs = InputProcessor(supervisor.core.config, prompt_tokenizer)
-        self._finalizer = weakref.finalize(self, _release, supervisor, prompt_tokenizer)
+        self._finalizer = weakref.finalize(self, _release, supervisor, prompt_tokenizer, tracer)
         super().__init__(supervisor)
+        if tracer is not None:
+            self.stats.add_listener(tracer)
 
     @classmethod
     def from_engine_args(
@@ -106,15 +121,18 @@ class AsyncLLM(EngineControl):
         """Start a core and return the engine when it is ready. `check` is called meanwhile, and raises to end that."""
         limits = vllm_config.liveness_config
         restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
+        tracer = _tracer(vllm_config, vllm_config.observability_config.otlp_traces_endpoint)
         source, core = CoreLauncher(vllm_config), None
         try:
             source.begin()
             # The tokenizer loads while the core starts.
             prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
             core = source.finish(check)
-            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer)
+            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer, tracer)
         except BaseException:
             source.close(None, core)
+            if tracer is not None:
+                tracer.close()
             raise
 
     @classmethod
@@ -126,12 +144,14 @@ class AsyncLLM(EngineControl):
         timeout: float = 30.0,
         tokenizer: str | None = None,
         reconnect_timeout: float = 300.0,
+        otlp_traces_endpoint: str | None = None,
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
         `key_file` is needed for TCP. `tokenizer` is the folder of the tokenizer, if it differs from the core's.
         Several clients may share a core; `shutdown` leaves it running. After its death, streams wait up to
         `reconnect_timeout` seconds for another core that serves the same model at the address, and continue there.
+        Traces of this client's requests are sent to `otlp_traces_endpoint`.
         """
         source = RemoteCore(address, key_file, timeout)
         core = source.finish(lambda: None)
@@ -141,12 +161,13 @@ class AsyncLLM(EngineControl):
         try:
             if tokenizer is not None:
                 core.config.model_config.tokenizer = tokenizer
-            return cls(CoreSupervisor(source, core, restarts), _load_prompt_tokenizer(core.config.model_config))
+            loaded = _load_prompt_tokenizer(core.config.model_config)
+            return cls(CoreSupervisor(source, core, restarts), loaded, _tracer(core.config, otlp_traces_endpoint))
         except BaseException:
             core.connection.close()
             raise
 
-    async def generate(
+    def generate(
         self,
         prompt: PromptType | None,
         sampling_params: SamplingParams | None = None,
@@ -168,26 +189,27 @@ class AsyncLLM(EngineControl):
         Raises ValueError or TypeError for a request that cannot run, NotImplementedError for a feature that is not
         served, EngineGenerateError if this request fails, and EngineDeadError if the core is gone for good.
         """
-        if isinstance(sampling_params, PoolingParams):
-            raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
-        stream = await self.add_request(
-            request_id,
-            prompt,
-            sampling_params,
-            arrival_time,
-            prompt_token_ids=prompt_token_ids,
-            lora_request=lora_request,
-            trace_headers=trace_headers,
-            priority=priority,
-            data_parallel_rank=data_parallel_rank,
-            tokenization_kwargs=tokenization_kwargs,
-            prompt_adapter_request=prompt_adapter_request,
-        )
-        async with contextlib.aclosing(stream):
-            async for output in stream:
-                yield output
 
-    async def encode(
+        async def start() -> OutputIterator:
+            if isinstance(sampling_params, PoolingParams):
+                raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
+            return await self.add_request(
+                request_id,
+                prompt,
+                sampling_params,
+                arrival_time,
+                prompt_token_ids=prompt_token_ids,
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                priority=priority,
+                data_parallel_rank=data_parallel_rank,
+                tokenization_kwargs=tokenization_kwargs,
+                prompt_adapter_request=prompt_adapter_request,
+            )
+
+        return OutputIterator(self._abandon, start)
+
+    def encode(
         self,
         prompt: PromptType | None,
         pooling_params: PoolingParams | None = None,
@@ -206,25 +228,26 @@ class AsyncLLM(EngineControl):
         `truncate_prompt_tokens` overrides the field of `pooling_params`. Raises what `generate` raises, and
         EngineGenerateError also if the request is aborted by its id, because then there is no vector to yield.
         """
-        if isinstance(pooling_params, SamplingParams):
-            raise TypeError("pooling_params must be PoolingParams, got SamplingParams; call generate() for text")
-        params = PoolingParams() if pooling_params is None else pooling_params
-        if truncate_prompt_tokens is not None and isinstance(params, PoolingParams):
-            params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
-        stream = await self.add_request(
-            request_id,
-            prompt,
-            params,
-            arrival_time,
-            prompt_token_ids=prompt_token_ids,
-            lora_request=lora_request,
-            trace_headers=trace_headers,
-            priority=priority,
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        async with contextlib.aclosing(stream):
-            async for output in stream:
-                yield output
+
+        async def start() -> OutputIterator:
+            if isinstance(pooling_params, SamplingParams):
+                raise TypeError("pooling_params must be PoolingParams, got SamplingParams; call generate() for text")
+            params = PoolingParams() if pooling_params is None else pooling_params
+            if truncate_prompt_tokens is not None and isinstance(params, PoolingParams):
+                params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+            return await self.add_request(
+                request_id,
+                prompt,
+                params,
+                arrival_time,
+                prompt_token_ids=prompt_token_ids,
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs,
+            )
+
+        return OutputIterator(self._abandon, start)
 
     async def add_request(
         self,
@@ -240,17 +263,17 @@ class AsyncLLM(EngineControl):
         data_parallel_rank: int | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_adapter_request: Any = None,
-    ) -> AsyncGenerator[Any, None]:
+    ) -> OutputIterator:
         """Send a request now and return its outputs: what `generate`, or with PoolingParams `encode`, would yield.
 
         Raises what `generate` raises.
         """
         check_unserved(
             lora_request=lora_request,
-            trace_headers=trace_headers or None,
             data_parallel_rank=data_parallel_rank,
             prompt_adapter_request=prompt_adapter_request,
         )
+        trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
         self._attach()
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -272,14 +295,15 @@ class AsyncLLM(EngineControl):
             self._requests.cancel(request_id)
             raise
         if is_sent:
-            self.stats.note_sent(stream, arrival_time, trace_headers or {})
+            self.stats.note_sent(stream, arrival_time, trace_context)
             self._stat_logger.log_request(stream)
         else:
             self.stats.note_unsent()
-        outputs = self._consume(stream)
-        # Start the generator now, so that it aborts the request even if no output is ever taken.
-        await anext(outputs)
-        return outputs
+        return OutputIterator(self._abandon, None, stream)
+
+    def stream_group(self) -> StreamGroup:
+        """Return an empty group of requests, which one consumer reads with less work per token than `generate`."""
+        return StreamGroup(self.add_request, self._abandon)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End these requests; unknown ids are ignored.
@@ -317,7 +341,7 @@ class AsyncLLM(EngineControl):
         """
         prompt_tokenizer = self._tokenizes()
         vocab_size = len(prompt_tokenizer.tokenizer)
-        for token_id in token_ids:
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"token ids must be in [0, {vocab_size}), the tokenizer's vocabulary, got {token_id}")
         return await prompt_tokenizer.decode(token_ids, options)
@@ -334,6 +358,8 @@ class AsyncLLM(EngineControl):
         if self._prompt_tokenizer is not None:
             self._prompt_tokenizer.close()
         self._core_client.close(EngineDeadError("the engine was shut down"), timeout)
+        if self._tracer is not None:
+            self._tracer.close()
 
     def shutdown_background_loop(self) -> None:
         """Call `shutdown`, of which this is the older name."""
@@ -350,24 +376,32 @@ class AsyncLLM(EngineControl):
     ) -> None:
         self.shutdown()
 
+    def _abandon(self, stream: RequestStream) -> None:
+        """Abort the request of a stream that has lost its consumer; from any thread."""
+        self._core_client.abandon(stream)
+
+    async def is_tracing_enabled(self) -> bool:
+        """Return whether spans of requests are sent to a collector."""
+        return self.is_tracing
+
+    @property
+    def is_tracing(self) -> bool:
+        """What `is_tracing_enabled` returns."""
+        return self._tracer is not None
+
+    def _trace_context(self, headers: Mapping[str, str] | None) -> dict[str, str]:
+        """Return the headers that continue the caller's trace. Raises TypeError unless all are str."""
+        context = check_trace_headers(headers)
+        if context and not self.is_tracing and not self._has_warned_of_headers:
+            self._has_warned_of_headers = True
+            logger.warning("trace_headers have no effect: set otlp_traces_endpoint, or leave them out")
+        return context
+
     def _tokenizes(self) -> PromptTokenizer:
         """Return the tokenizer. Raises ValueError if the engine has none."""
         if self._prompt_tokenizer is None:
             raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
         return self._prompt_tokenizer
-
-    async def _consume(self, stream: RequestStream) -> AsyncGenerator[Any, None]:
-        """Yield outputs, after a None which shows that the generator has started."""
-        try:
-            yield None
-            while True:
-                output = await stream.next()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            if not stream.is_over:
-                self._core_client.abort(stream.request_id)
 
 
 def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:
@@ -380,11 +414,19 @@ class _Cancelled(Exception):
     """The start of an engine was cancelled."""
 
 
-def _release(supervisor: CoreSupervisor, prompt_tokenizer: PromptTokenizer | None) -> None:
+def _release(
+    supervisor: CoreSupervisor, prompt_tokenizer: PromptTokenizer | None, tracer: RequestTracer | None
+) -> None:
     """End everything that an engine holds, when it is garbage-collected or when the interpreter exits."""
     if prompt_tokenizer is not None:
         prompt_tokenizer.close()
     supervisor.stop()
+    if tracer is not None:
+        tracer.close()
+
+
+def _tracer(config: VllmConfig, endpoint: str | None) -> RequestTracer | None:
+    return None if endpoint is None else RequestTracer(endpoint, config.model_config.served_model_name)
 
 
 AsyncLLMEngine = AsyncLLM

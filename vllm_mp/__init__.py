@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
+    from vllm_mp.client.stream_group import StreamGroup
     from vllm_mp.config import VllmConfig
     from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
     from vllm_mp.errors import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         Logprob,
         PoolingOutput,
         PoolingRequestOutput,
+        RequestFailure,
         RequestMetrics,
         RequestOutput,
     )
@@ -50,10 +52,12 @@ _MODULE_OF = {
     "PoolingOutput": "outputs",
     "PoolingParams": "pooling_params",
     "PoolingRequestOutput": "outputs",
+    "RequestFailure": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StreamGroup": "client.stream_group",
     "VllmConfig": "config",
 }
 
@@ -74,10 +78,12 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "RequestFailure",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StreamGroup",
     "VllmConfig",
 ]
 

@@ -149,12 +149,14 @@ class DecodingConfig(msgspec.Struct, kw_only=True):
 
 
 class ObservabilityConfig(msgspec.Struct, kw_only=True):
-    """What the client writes to its log."""
+    """What the client writes to its log, and where it sends traces."""
 
     disable_log_stats: bool
     disable_log_requests: bool = True
     max_log_len: int | None = None
     """Maximum number of characters of a prompt in the log; None: no limit."""
+    otlp_traces_endpoint: str | None = None
+    """URL of a collector of OpenTelemetry; None: no traces."""
 
 
 class LivenessConfig(msgspec.Struct, kw_only=True):

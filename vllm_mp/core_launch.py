@@ -1,9 +1,11 @@
 """How a core process is launched: the line on its standard input, and its environment."""
 
 import os
+from pathlib import Path
 
 import msgspec
 
+import vllm_mp
 from vllm_mp.config import VllmConfig
 
 
@@ -23,6 +25,14 @@ def core_environment() -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in os.environ:
         usual["GOMP_SPINCOUNT"] = "50000"
     return usual | os.environ
+
+
+def package_path() -> dict[str, str]:
+    """Return the environment variable with which a Python process finds this package; none if it is installed."""
+    parent = Path(vllm_mp.__file__).resolve().parents[1]
+    if {"site-packages", "dist-packages"} & set(parent.parts):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))}
 
 
 class CoreLaunch(msgspec.Struct, kw_only=True):

@@ -208,4 +208,6 @@ class AsyncEngineArgs(EngineArgs):
     max_log_len: int | None = option(
         None, "Maximum number of characters of a prompt in the log; by default prompts are not cut", low=0
     )
-    otlp_traces_endpoint: str | None = option(None, "Address to which traces are sent", served=False)
+    otlp_traces_endpoint: str | None = option(
+        None, "URL of the OpenTelemetry collector to which traces of requests are sent; by default there are no traces"
+    )

@@ -1,14 +1,18 @@
-"""The outputs that a consumer of a stream receives."""
+"""The outputs that a consumer of a stream receives.
+
+Most are msgspec structs, because one is made for each token. They hold no reference cycles, so the garbage collector
+does not track them.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 
-@dataclass(slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, gc=False):
     """A token's probability as natural logarithm, its rank among all tokens (1: the most likely), and its text."""
 
     logprob: float
@@ -20,8 +24,7 @@ LogprobsOnePosition = dict[int, Logprob]
 """Log-probabilities by token id: the chosen token first, then the most likely tokens."""
 
 
-@dataclass(slots=True)
-class RequestMetrics:
+class RequestMetrics(msgspec.Struct, gc=False):
     """Times of a request, in seconds of `time.time()`; None for a moment that has not come yet."""
 
     arrival_time: float
@@ -30,8 +33,7 @@ class RequestMetrics:
     finished_time: float | None = None
 
 
-@dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, gc=False):
     """A completion: one of the `n` results of a prompt."""
 
     index: int
@@ -56,8 +58,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, gc=False):
     """The state of a request; with `RequestOutputKind.DELTA` only what is new since the last output."""
 
     request_id: str
@@ -75,6 +76,15 @@ class RequestOutput:
     """Number of prompt tokens that the prefix cache held."""
     lora_request: Any = None
     """Always None: this version serves no LoRA adapters."""
+
+
+class RequestFailure(msgspec.Struct, gc=False):
+    """The end of a request that failed, in place of an output, from `StreamGroup`."""
+
+    request_id: str
+    error: Exception
+    """What `AsyncLLM.generate` would raise."""
+    finished: bool = True
 
 
 @dataclass(slots=True)

@@ -12,6 +12,8 @@ from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUES
 
 _MAX_BAD_TOKENS = 2**16
 """Maximum number of tokens in all bad words of a request."""
+_MAX_CONTEXT = "this model's maximum context length is"
+"""Words of OpenAI's error, by which gateways such as LiteLLM tell a prompt that is too long from other errors."""
 
 
 def validate_generation(
@@ -74,15 +76,15 @@ def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: Poo
 def generation_prompt_too_long(size: str, model: ModelConfig) -> ValueError:
     """Return the error for a prompt of `size`, the number of its tokens in words, that leaves no room for a token."""
     return ValueError(
-        f"the prompt is too long: {size}, and max_model_len={model.max_model_len} holds prompt and completion; shorten "
-        "it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
+        f"the prompt is too long: {size}, and {_MAX_CONTEXT} max_model_len={model.max_model_len} for prompt and "
+        "completion; shorten it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
     )
 
 
 def pooling_prompt_too_long(size: str, model: ModelConfig) -> ValueError:
     """Return the error for a prompt of `size`, the number of its tokens in words, of which no vector can be made."""
     return ValueError(
-        f"the prompt is too long: {size}, the limit is max_model_len={model.max_model_len}; shorten it, set "
+        f"the prompt is too long: {size}, and {_MAX_CONTEXT} max_model_len={model.max_model_len}; shorten it, set "
         "truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
     )
 

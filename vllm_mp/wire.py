@@ -403,22 +403,21 @@ def pack_tokens(
 
 def unpack_tokens(output: StepOutput) -> tuple[list[int], list[int], list[int]]:
     """Return slots, tokens and lower position bits of a `StepOutput`. Raises ValueError if the columns disagree."""
-    count = len(output.tokens) // 4
-    slot_bytes = len(output.slots)
-    if (
-        len(output.tokens) != 4 * count
-        or len(output.positions) != 2 * count
-        or slot_bytes not in (2 * count, 4 * count)
-    ):
+    return unpack_columns(output.slots, output.tokens, output.positions)
+
+
+def unpack_columns(slots: bytes, tokens: bytes, positions: bytes) -> tuple[list[int], list[int], list[int]]:
+    """Return the values of the columns of a `StepOutput`. Raises ValueError if the columns disagree."""
+    count = len(tokens) // 4
+    if len(tokens) != 4 * count or len(positions) != 2 * count or len(slots) not in (2 * count, 4 * count):
         raise ValueError(
-            f"the columns disagree: {slot_bytes} bytes of slots, {len(output.tokens)} of tokens, "
-            f"{len(output.positions)} of positions"
+            f"the columns disagree: {len(slots)} bytes of slots, {len(tokens)} of tokens, {len(positions)} of positions"
         )
-    slot_type = "<u2" if slot_bytes == 2 * count else "<u4"
+    slot_type = "<u2" if len(slots) == 2 * count else "<u4"
     return (
-        np.frombuffer(output.slots, slot_type).tolist(),
-        np.frombuffer(output.tokens, "<u4").tolist(),
-        np.frombuffer(output.positions, "<u2").tolist(),
+        np.frombuffer(slots, slot_type).tolist(),
+        np.frombuffer(tokens, "<u4").tolist(),
+        np.frombuffer(positions, "<u2").tolist(),
     )
 
 

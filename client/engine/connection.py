@@ -138,7 +138,11 @@ class CoreConnection:
         """Send `message`; call this from the loop's thread. Raises ValueError if it is too large for the core."""
         self._socket.send(wire.encode_bounded(message), zmq.NOBLOCK)
         # The socket's descriptor signals changes only, and sending may consume the signal of a message that arrived.
-        if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if (
+            self._loop is not None
+            and not self._loop.is_closed()
+            and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        ):
             self._loop.call_soon(self._receive)
 
     @property

@@ -7,6 +7,8 @@
 import asyncio
 import itertools
 import logging
+import os
+import sys
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -68,6 +70,7 @@ class EngineCoreClient:
         self._sleep_calls: set[int] = set()
         """The ids of the calls that put the core into `_sleep` and have no reply yet."""
         self._suspects = Suspects()
+        self._owner = os.getpid()
         calls = self._calls
         supervisor.watch(lambda: bool(requests.num_slots_in_use or calls))
 
@@ -121,6 +124,16 @@ class EngineCoreClient:
     def abort(self, request_id: str) -> None:
         """End a live request: for its consumer now, in the core when the message arrives. No-op for other ids."""
         self._abort_slots(self.requests.abort(request_id))
+
+    def abandon(self, stream: RequestStream) -> None:
+        """End a stream that has lost its consumer; from any thread, no-op in a forked child and at the exit."""
+        if stream.is_over or os.getpid() != self._owner or sys.is_finalizing():
+            return
+        loop = self._core.connection.loop
+        if loop is None:
+            self._abort_stream(stream)
+        else:
+            run_on(loop, self._abort_stream, stream)
 
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core, or in its successor if the core dies before it answers.
@@ -216,6 +229,10 @@ class EngineCoreClient:
 
     def _send_call(self, call: _PendingCall) -> None:
         self._send(wire.Call(self.incarnation, call.call_id, call.name, list(call.args)))
+
+    def _abort_stream(self, stream: RequestStream) -> None:
+        if not stream.is_over:  # else its id may belong to another request
+            self.abort(stream.request_id)
 
     def _abort_slots(self, slots: list[int]) -> None:
         if slots:

@@ -43,8 +43,10 @@ Check = Callable[[], None]
 class CoreLauncher:
     """Starts cores as processes of this client, with their files in one private folder, which `close` removes."""
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, is_shared: bool = False) -> None:
+        """`is_shared`: other clients connect to the cores too, at `shared_address`."""
         self._config = config
+        self._is_shared = is_shared
         self._limits = config.liveness_config
         self._owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
@@ -58,6 +60,11 @@ class CoreLauncher:
         """The process id of the standby; None if there is none."""
         return self._standby.pid if self._standby is not None else None
 
+    @property
+    def shared_address(self) -> str:
+        """The address of every core, if the cores are shared."""
+        return f"ipc://{self.folder}/core.sock"
+
     def begin(self) -> None:
         """Start a core, or make the standby the core; `finish` waits for it. Raises OSError if no process can start."""
         self._num_started += 1
@@ -66,7 +73,7 @@ class CoreLauncher:
             self._process.stop()
             self._process = None
         if self._process is None:
-            self._process = CoreProcess(self.folder, self._num_started)
+            self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
         self._process.launch(self._config)
         self._connection = CoreConnection(self._process.address)
 
@@ -105,7 +112,7 @@ class CoreLauncher:
         if self._limits.warm_standby and (self._standby is None or not self._standby.is_alive()):
             if self._standby is not None:
                 self._standby.stop()
-            self._standby = CoreProcess(self.folder, self._num_started + 1, standby=True)
+            self._standby = CoreProcess(self.folder, self._num_started + 1, True, self._is_shared)
 
     def discard(self, process: CoreProcess) -> None:
         """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""

@@ -12,9 +12,8 @@ from typing import IO
 
 import msgspec
 
-import vllm_mp
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_launch import CoreLaunch, core_environment
+from vllm_mp.core_launch import CoreLaunch, core_environment, package_path
 from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
@@ -34,24 +33,20 @@ class CoreProcess:
     killed, the core exits.
     """
 
-    def __init__(self, folder: Path, incarnation: int, standby: bool = False) -> None:
+    def __init__(self, folder: Path, incarnation: int, standby: bool = False, is_shared: bool = False) -> None:
         """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
 
+        `is_shared`: the address is the same for every incarnation, so that other clients find the successor there.
         Raises OSError if the system cannot start a process.
         """
         self._owner = os.getpid()
         self.incarnation = incarnation
         self._folder = folder
-        self._socket_path = folder / f"core-{incarnation}.sock"
-        self._status_path = folder / f"core-{incarnation}.status"
+        self._socket_path = folder / ("core.sock" if is_shared else f"core-{incarnation}.sock")
+        self._status_path = folder / ("core.sock.status" if is_shared else f"core-{incarnation}.status")
         self.address = f"ipc://{self._socket_path}"
         self.log_path = folder / f"core-{incarnation}.log"
         self._page: StatusPage | None = None
-        parent = Path(vllm_mp.__file__).resolve().parents[1]
-        environment = core_environment()
-        if not {"site-packages", "dist-packages"} & set(parent.parts):
-            # Without this, the core does not find a source tree that is not installed.
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))
         folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         with self._open_log() as log:
             # The core has its own process group, so that Ctrl-C in the terminal reaches this process alone, which
@@ -62,7 +57,7 @@ class CoreProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=core_environment() | package_path(),
                 process_group=0,
             )
         self.pid = self._popen.pid

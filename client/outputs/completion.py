@@ -1,10 +1,11 @@
 """A completion as it arrives: its tokens, their log-probabilities, and their text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from vllm_mp.client.outputs.cumulative import CumulativeOutput, GrowingText
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.outputs.stop_strings import StopStrings
 from vllm_mp.outputs import CompletionOutput, Logprob, LogprobsOnePosition
@@ -17,6 +18,30 @@ TokenText = Callable[[int], str]
 
 class Completion:
     """Takes tokens in by position and turns them into text: when the consumer asks, or at once to find stop strings."""
+
+    __slots__ = (
+        "__weakref__",
+        "_append_text",
+        "_byte_text",
+        "_cumulative_logprobs",
+        "_detokenizer",
+        "_end_is_taken",
+        "_is_delta",
+        "_logprobs",
+        "_num_read",
+        "_num_taken",
+        "_stops",
+        "_text",
+        "_text_is_complete",
+        "_token_text",
+        "finish",
+        "index",
+        "is_live",
+        "is_plain",
+        "params",
+        "slot",
+        "token_ids",
+    )
 
     def __init__(
         self,
@@ -37,13 +62,20 @@ class Completion:
         """Every token received; after a death they are sent to the next core."""
         self.finish: Finished | None = None
         """The end of the completion; None while it runs."""
+        self.is_live = True
+        """Whether tokens may still arrive: neither the completion nor, with an error, its stream has ended."""
         self._detokenizer = detokenizer
+        self._append_text = detokenizer.append if detokenizer is not None else _no_text
+        self._byte_text = getattr(detokenizer, "byte_text", None)
         self._token_text = token_text
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._logprobs: list[LogprobsOnePosition] | None = None if params.logprobs is None else []
         self._cumulative_logprobs: list[float] = []
         """Entry i is the sum of the log-probabilities of tokens 0 to i."""
-        self._text = ""
+        self._is_delta = params.output_kind == RequestOutputKind.DELTA
+        self.is_plain = self._stops is None and self._logprobs is None
+        """Before the end, an output has tokens and their text, and nothing else."""
+        self._text = GrowingText()
         """All text so far; with DELTA the text that the consumer has not taken yet."""
         self._num_read = 0
         """Number of tokens that have been turned into text."""
@@ -109,16 +141,16 @@ class Completion:
         if new_ids and finish and finish.reason == "stop" and not self.params.include_stop_str_in_output:
             new_ids.pop()  # the stop token: it arrives together with the end, so it is the last of these
         if self._stops is None:
-            self._text += detokenizer.append(new_ids)
+            self._text.append(detokenizer.append(new_ids))
             if finish:
-                self._text += detokenizer.flush()
+                self._text.append(detokenizer.flush())
             return
         for count, token_id in enumerate(new_ids, start + 1):
             piece = detokenizer.append((token_id,))
             if count <= self.params.min_tokens:
-                self._text += piece
+                self._text.append(piece)
                 continue
-            self._text += self._stops.feed(piece)
+            self._text.append(self._stops.feed(piece))
             if self._stops.found is not None:
                 self._cut(count, self._stops.found)
                 return
@@ -129,29 +161,46 @@ class Completion:
                 if self._stops.found is not None:
                     self._cut(len(self.token_ids), self._stops.found)
                 rest += self._stops.flush()
-            self._text += rest
+            self._text.append(rest)
 
     def output(self) -> CompletionOutput:
         """Return all that has arrived, or with DELTA only what the consumer has not seen; mark it as seen."""
-        # Before its end, only OutputProcessor reads a text that is searched, because the core must be told of a stop.
-        if not self.wants_stop_strings or self.finish is not None:
-            self.read()
-        delta = self.params.output_kind == RequestOutputKind.DELTA
-        start = self._num_taken if delta else 0
         finish = self.finish
-        self._num_taken = len(self.token_ids)
+        if self._is_delta and self.is_plain and finish is None:
+            new_ids = self.token_ids[self._num_taken :]
+            self._num_taken = self._num_read = len(self.token_ids)
+            return CompletionOutput(self.index, self._append_text(new_ids), new_ids)
+        # Before its end, only OutputProcessor reads a text that is searched, because the core must be told of a stop.
+        if self._stops is None or finish is not None:
+            self.read()
+        start, self._num_taken = self._num_taken, len(self.token_ids)
         self._end_is_taken = finish is not None
-        text = self._text
-        if delta:
-            self._text = ""
+        cumulative_logprob = self._cumulative_logprobs[-1] if self._cumulative_logprobs else None
+        reason, stop_reason = (finish.reason, finish.stop_reason) if finish is not None else (None, None)
+        if not self._is_delta:
+            return CumulativeOutput(
+                self.index,
+                "",
+                [],
+                cumulative_logprob,
+                None,
+                reason,
+                stop_reason,
+                None,
+                self._text,
+                len(self._text),
+                self.token_ids,
+                self._num_taken,
+                self._logprobs,
+            )
         return CompletionOutput(
             index=self.index,
-            text=text,
+            text=self._text.take(),
             token_ids=self.token_ids[start:],
-            cumulative_logprob=self._cumulative_logprobs[-1] if self._cumulative_logprobs else None,
+            cumulative_logprob=cumulative_logprob,
             logprobs=None if self._logprobs is None else self._logprobs[start:],
-            finish_reason=finish.reason if finish else None,
-            stop_reason=finish.stop_reason if finish else None,
+            finish_reason=reason,
+            stop_reason=stop_reason,
         )
 
     def _cut(self, count: int, stop: str) -> None:
@@ -160,7 +209,13 @@ class Completion:
         if self._logprobs is not None:
             del self._logprobs[count:], self._cumulative_logprobs[count:]
         self.finish = Finished(self.slot, count, "stop", stop)
+        self.is_live = False
         self._text_is_complete = True
+
+
+def _no_text(token_ids: Sequence[int]) -> str:
+    """Return no text, in place of a detokenizer."""
+    return ""
 
 
 def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenText | None) -> None:

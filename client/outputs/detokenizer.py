@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
+_utf_8_decode = codecs.utf_8_decode
+"""Called as (bytes, errors, final), it returns the text and the number of bytes that it has read; unless `final` is
+set, it leaves an incomplete character at the end unread."""
 _MAX_CHAR_TOKENS = 4
 """Tokens that may hold parts of one character: UTF-8 uses at most 4 bytes for it."""
 _CONTEXT_SIZES = (6, 5, 7, 4, 3, 2, 1)
@@ -42,7 +45,7 @@ class IncrementalDetokenizer:
             between them. Without effect if special tokens are skipped.
     """
 
-    __slots__ = ("append", "flush")
+    __slots__ = ("append", "byte_text", "flush")
 
     def __init__(
         self,
@@ -53,10 +56,12 @@ class IncrementalDetokenizer:
         spaces_between_special_tokens: bool = True,
     ) -> None:
         vocabulary = _vocabulary_of(tokenizer)
-        text: _ByteStream | _TextWindow
-        if vocabulary.token_bytes is not None:
+        text: ByteText | _TextWindow
+        self.byte_text: ByteText | None = None
+        """What `append` and `flush` belong to, for a byte-level tokenizer."""
+        if vocabulary.byte_level is not None:
             # These tokenizers never put a space between special tokens, so spaces_between_special_tokens has no effect.
-            text = _ByteStream(vocabulary.token_bytes[skip_special_tokens], prompt_token_ids)
+            text = self.byte_text = ByteText(vocabulary.byte_level[skip_special_tokens], prompt_token_ids)
         else:
             skipped: frozenset[int] = vocabulary.special_ids if skip_special_tokens else frozenset()
             joined = {} if skip_special_tokens or spaces_between_special_tokens else vocabulary.added_tokens
@@ -67,32 +72,40 @@ class IncrementalDetokenizer:
         """Return the text that is still held back at the end: an incomplete character as U+FFFD, or ""."""
 
 
-class _ByteStream:
+class ByteText:
     """Detokenization for byte-level tokenizers, whose tokens are fixed strings of bytes.
 
-    Python's incremental decoder reads these bytes as UTF-8, regardless of the borders of tokens.
+    The bytes are read as UTF-8, regardless of the borders of tokens. The bytes of an incomplete character at the end
+    are held back. While there are none, the text of a token that consists of whole characters depends on no other
+    token, and is made once for all streams.
     """
 
-    __slots__ = ("_decode", "_token_bytes")
+    __slots__ = ("_held", "_texts", "_token_bytes")
 
-    def __init__(self, token_bytes: _TokenBytes, prompt_token_ids: Sequence[int]) -> None:
-        self._token_bytes = token_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    def __init__(self, vocabulary: _ByteVocabulary, prompt_token_ids: Sequence[int]) -> None:
+        self._token_bytes = token_bytes = vocabulary.token_bytes
+        self._texts = vocabulary.texts
         tail = b""
         for token_id in reversed(prompt_token_ids):
             tail = token_bytes[token_id] + tail
             if len(tail) >= _MAX_CHAR_TOKENS:
                 break
-        self._decode(tail)
+        self._held = tail[_utf_8_decode(tail, "replace", False)[1] :]
 
     def append(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1 and not self._held:
+            text = self._texts[token_ids[0]]
+            if text is not None:
+                return text
         token_bytes = self._token_bytes
-        if len(token_ids) == 1:
-            return self._decode(token_bytes[token_ids[0]])
-        return self._decode(b"".join([token_bytes[token_id] for token_id in token_ids]))
+        data = self._held + b"".join([token_bytes[token_id] for token_id in token_ids])
+        text, num_read = _utf_8_decode(data, "replace", False)
+        self._held = data[num_read:]
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")
 
 
 class _TextWindow:
@@ -280,6 +293,32 @@ class _TokenBytes(dict[int, bytes]):
         return token_bytes
 
 
+class _WholeTexts(dict[int, str | None]):
+    """The text of each token that consists of whole characters, None for other tokens; computed on first use."""
+
+    def __init__(self, token_bytes: _TokenBytes) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None
+        try:
+            text = self._token_bytes[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
+class _ByteVocabulary:
+    """The tokens of a byte-level tokenizer."""
+
+    def __init__(self, id_to_token: Callable[[int], str | None], skipped: frozenset[int]) -> None:
+        """Tokens in `skipped` have no bytes."""
+        self.token_bytes = _TokenBytes(id_to_token, skipped)
+        self.texts = _WholeTexts(self.token_bytes)
+
+
 class _Vocabulary:
     """The data that detokenizers of one tokenizer share. It holds no reference to the tokenizer itself."""
 
@@ -287,8 +326,8 @@ class _Vocabulary:
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_ids: frozenset[int]
-        self.token_bytes: tuple[_TokenBytes, _TokenBytes] | None = None
-        """The bytes of tokens for skip_special_tokens False and True; None unless the tokenizer is byte-level."""
+        self.byte_level: tuple[_ByteVocabulary, _ByteVocabulary] | None = None
+        """The tokens for skip_special_tokens False and True; None unless the tokenizer is byte-level."""
         self.known_ids: frozenset[int] | None = None
         """All ids of a slow tokenizer, which fails on other ids; None for a fast tokenizer."""
         if not tokenizer.is_fast:
@@ -301,9 +340,9 @@ class _Vocabulary:
         backend = tokenizer.backend_tokenizer
         if isinstance(backend.decoder, ByteLevel):
             id_to_token = backend.id_to_token
-            self.token_bytes = (
-                _TokenBytes(id_to_token, frozenset()),
-                _TokenBytes(id_to_token, self.special_ids),
+            self.byte_level = (
+                _ByteVocabulary(id_to_token, frozenset()),
+                _ByteVocabulary(id_to_token, self.special_ids),
             )
 
 

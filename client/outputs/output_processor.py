@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 
 from vllm_mp import wire
+from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.output_path import Entry
 from vllm_mp.client.outputs.stream import Awaited, GenerationStream, PoolingStream, RequestStream
 from vllm_mp.errors import EngineGenerateError
 
@@ -26,14 +28,12 @@ class OutputProcessor:
         """In the order of arrival; None while the prompt is being tokenized."""
         self._aborted_during_tokenization: set[str] = set()
         """Ids of requests that were aborted while their prompt was being tokenized."""
-        self._completions: dict[int, tuple[GenerationStream, Completion]] = {}
-        """The completions that have a slot, with their streams, by slot."""
-        self._vectors: dict[int, PoolingStream] = {}
-        """The streams whose vector has a slot, by slot."""
+        self._entries: list[Entry | None] = []
+        """The stream, and what it awaits, in each slot that was ever in use; None for a free slot."""
         self._free_slots: list[int] = []
-        """A heap of the slots below `_num_slots` that are free."""
-        self._num_slots = 0
-        """Number of slots that were ever in use at the same time."""
+        """A heap of the slots in `_entries` that are free."""
+        self._num_searched = 0
+        """Number of slots whose text is searched for stop strings."""
 
     def __len__(self) -> int:
         """Return the number of requests whose streams have not ended."""
@@ -41,7 +41,7 @@ class OutputProcessor:
 
     @property
     def num_slots_in_use(self) -> int:
-        return len(self._completions) + len(self._vectors)
+        return len(self._entries) - len(self._free_slots)
 
     def reserve(self, request_id: str) -> None:
         """Reserve an id for a request whose prompt must be tokenized.
@@ -69,7 +69,7 @@ class OutputProcessor:
             stream.end_all("abort")
             return False
         missing = len(stream.awaited) - len(self._free_slots)
-        if self._num_slots + missing > wire.MAX_LIVE_REQUESTS:
+        if len(self._entries) + missing > wire.MAX_LIVE_REQUESTS:
             raise ValueError(
                 f"too many live completions: {self.num_slots_in_use}, and the limit is {wire.MAX_LIVE_REQUESTS}; wait "
                 "for some to end"
@@ -78,12 +78,10 @@ class OutputProcessor:
             if self._free_slots:
                 awaited.slot = heapq.heappop(self._free_slots)
             else:
-                awaited.slot = self._num_slots
-                self._num_slots += 1
-        if isinstance(stream, GenerationStream):
-            self._completions |= {completion.slot: (stream, completion) for completion in stream.completions}
-        elif isinstance(stream, PoolingStream):
-            self._vectors[stream.vector.slot] = stream
+                awaited.slot = len(self._entries)
+                self._entries.append(None)
+            self._entries[awaited.slot] = stream, awaited
+            self._num_searched += awaited.wants_stop_strings
         self._by_id[stream.request_id] = stream
         return True
 
@@ -103,46 +101,41 @@ class OutputProcessor:
 
         Raises ValueError if the columns of the message disagree.
         """
-        completions = self._completions
-        touched: dict[int, tuple[GenerationStream, Completion]] = {}
         unwanted: list[int] = []
         for logprobs in message.prompt_logprobs:
-            if (entry := completions.get(logprobs.slot)) is not None and not entry[0].is_over:
+            stream, _ = self._at(logprobs.slot)
+            if isinstance(stream, GenerationStream) and not stream.is_over:
                 try:
-                    entry[0].take_in_prompt_logprobs(logprobs)
+                    stream.take_in_prompt_logprobs(logprobs)
                 except ValueError as error:  # it concerns this request alone
-                    unwanted += self.fail(entry[0], f"request {entry[0].request_id}: {error}")
-        for slot, token, position in zip(*wire.unpack_tokens(message), strict=True):
-            entry = completions.get(slot)
-            # A stream with a completion that has not ended is over only after an error.
-            if entry is None or entry[1].finish is not None or entry[0].error is not None:
-                continue
-            if entry[1].take_in(token, position):
-                touched[slot] = entry
-            else:
-                unwanted += self._fail_for_lost_tokens(*entry)
-        for logprobs in message.logprobs:
-            if (entry := touched.get(logprobs.slot)) is not None:
-                try:
-                    entry[1].take_in_logprobs(logprobs)
-                except ValueError as error:
-                    unwanted += self.fail(entry[0], f"request {entry[0].request_id}: {error}")
+                    unwanted += self.fail(stream, f"request {stream.request_id}: {error}")
+        searches, now = self._num_searched > 0, time.time()
+        touched, lost = output_path.current.take_in(
+            self._entries, message.slots, message.tokens, message.positions, now
+        )
+        for stream, completion in lost:
+            unwanted += self._fail_for_lost_tokens(stream, completion)
+        if message.logprobs:
+            unwanted += self._take_in_logprobs(message.logprobs, touched)
         for slot, vector in message.vectors:
-            if (pooling := self._vectors.get(slot)) is not None and not pooling.is_over:
+            pooling, _ = self._at(slot)
+            if isinstance(pooling, PoolingStream) and not pooling.is_over:
                 try:
                     pooling.vector.take_in(vector)
                 except ValueError as error:
                     unwanted += self.fail(pooling, f"request {pooling.request_id}: {error}")
         for slot, count in message.cached:
-            if (found := self._at(slot)) is not None and found[1].index == 0:
-                found[0].num_cached_tokens = count
+            owner, awaited = self._at(slot)
+            if owner is not None and awaited is not None and awaited.index == 0:
+                owner.num_cached_tokens = count
         for finish in message.finished:
             if (found := self._free(finish.slot)) is not None:
                 unwanted += self._end(*found, finish)
-        now = time.time()
-        for stream, completion in touched.values():
-            if completion.wants_stop_strings:
-                unwanted += self._end_at_stop_string(stream, completion)
+        if searches:
+            for stream, completion in touched:
+                if completion.wants_stop_strings:
+                    unwanted += self._end_at_stop_string(stream, completion)
+        for stream, _ in touched:
             stream.wake_for_tokens(now)
         return unwanted
 
@@ -174,8 +167,9 @@ class OutputProcessor:
         for stream in self.streams():
             stream.fail(error)
             self._forget(stream)
-        self._completions.clear()
-        self._vectors.clear()
+        self._entries.clear()
+        self._free_slots.clear()
+        self._num_searched = 0
 
     def streams(self) -> list[RequestStream]:
         """Return the live streams that have slots, in the order of arrival."""
@@ -188,29 +182,44 @@ class OutputProcessor:
     def forget_core(self) -> None:
         """Free the slots of ended requests, after the death of the core that had to report these ends."""
         kept = {awaited.slot for _, awaited in self.live()}
-        for slot in (self._completions.keys() | self._vectors.keys()) - kept:
-            self._free(slot)
+        for slot, entry in enumerate(self._entries):
+            if entry is not None and slot not in kept:
+                self._free(slot)
 
-    def _at(self, slot: int) -> tuple[RequestStream, Awaited] | None:
-        """Return the completion or vector in `slot`, with its stream; None if the slot is free."""
-        if (pooling := self._vectors.get(slot)) is not None:
-            return pooling, pooling.vector
-        return self._completions.get(slot)
+    def _at(self, slot: int) -> Entry | tuple[None, None]:
+        """Return the stream in `slot` and what it awaits; None and None if the slot is free."""
+        entry = self._entries[slot] if 0 <= slot < len(self._entries) else None
+        return (None, None) if entry is None else entry
 
-    def _free(self, slot: int) -> tuple[RequestStream, Awaited] | None:
-        """Free a slot that the core does not know, or has forgotten; return its entry as `_at` does."""
-        entry = self._at(slot)
-        if entry is not None:
-            self._completions.pop(slot, None)
-            self._vectors.pop(slot, None)
-            heapq.heappush(self._free_slots, slot)
+    def _free(self, slot: int) -> Entry | None:
+        """Free a slot that the core does not know, or has forgotten; return its entry, or None if it is free."""
+        if not 0 <= slot < len(self._entries) or (entry := self._entries[slot]) is None:
+            return None
+        self._entries[slot] = None
+        self._num_searched -= entry[1].wants_stop_strings
+        heapq.heappush(self._free_slots, slot)
         return entry
 
     def _slots_of(self, stream: RequestStream) -> list[int]:
         """Return the slots under which the core may still be working for `stream`."""
         live = (awaited.slot for awaited in stream.awaited if awaited.finish is None)
         # A slot that the stream had before may belong to another request now.
-        return [slot for slot in live if (entry := self._at(slot)) is not None and entry[0] is stream]
+        return [slot for slot in live if self._at(slot)[0] is stream]
+
+    def _take_in_logprobs(
+        self, messages: list[wire.TokenLogprobs], touched: list[tuple[GenerationStream, Completion]]
+    ) -> list[int]:
+        """Give log-probabilities to the completions that got the tokens; return the slots that the core must abort."""
+        unwanted: list[int] = []
+        touched_at = {completion.slot: (stream, completion) for stream, completion in touched}
+        for message in messages:
+            if (entry := touched_at.get(message.slot)) is not None:
+                stream, completion = entry
+                try:
+                    completion.take_in_logprobs(message)
+                except ValueError as error:
+                    unwanted += self.fail(stream, f"request {stream.request_id}: {error}")
+        return unwanted
 
     def _end(self, stream: RequestStream, awaited: Awaited, finish: wire.Finished) -> list[int]:
         """End `awaited` as the core reports; return the slots to abort if this fails the request."""

@@ -25,6 +25,9 @@ class PooledVector:
     index = 0
     num_tokens = 0
     """Number of output tokens: a vector has none."""
+    is_live = False
+    """As for a completion: no tokens arrive."""
+    wants_stop_strings = False
 
     def __init__(self) -> None:
         self.slot = -1
@@ -49,6 +52,22 @@ class RequestStream(ABC):
     Only `OutputProcessor` ends a stream or anything that the stream awaits.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_metrics",
+        "_request",
+        "_waiter",
+        "error",
+        "group",
+        "is_held",
+        "is_ready",
+        "num_cached_tokens",
+        "params",
+        "prompt",
+        "prompt_token_ids",
+        "request_id",
+    )
+
     def __init__(self, request: GenerationRequest | PoolingRequest) -> None:
         self.request_id = request.request_id
         self.params: SamplingParams | PoolingParams = request.params
@@ -60,6 +79,11 @@ class RequestStream(ABC):
         """Prompt tokens whose keys and values were already in the core's cache when the first completion began."""
         self.error: Exception | None = None
         """The error that ended the stream; None without an error."""
+        self.group: ReadyStreams | None = None
+        """Where the stream is announced when there is an output, if a group consumes it; None if a consumer waits for
+        this stream alone."""
+        self.is_ready = False
+        """The stream is in `group`."""
         self._metrics = RequestMetrics(request.arrival_time)
         self._waiter: asyncio.Future[None] | None = None
 
@@ -86,6 +110,7 @@ class RequestStream(ABC):
         """Record the end of `awaited` and wake the consumer; no-op after an earlier end or error."""
         if awaited.finish is None and self.error is None:
             awaited.finish = finish
+            awaited.is_live = False
             self.note_end()
 
     def end_all(self, reason: str) -> None:
@@ -97,44 +122,106 @@ class RequestStream(ABC):
         """End the stream with an error and wake the consumer; no-op if the stream is over."""
         if not self.is_over:
             self.error = error
-            self._wake()
+            for awaited in self.awaited:
+                awaited.is_live = False
+            self.wake()
 
     def note_end(self) -> None:
         """Wake the consumer, after an end, if there is an output for it; record the time if the stream is over."""
         if self.is_over:
             self._metrics.finished_time = time.time()
-        if self._has_news():
-            self._wake()
+        if self.has_news():
+            self.wake()
 
     async def next(self) -> RequestOutput | PoolingRequestOutput:
         """Return the next output as soon as there is news.
 
-        Raises a copy of the error that `fail` was given, and EngineGenerateError if a pooling request ended without its
-        vector. At most one consumer may wait at a time.
+        Raises what `take` and `arrival` raise.
         """
-        while not self._has_news():
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        while not self.has_news():
+            await self.arrival()
+        return self.take()
+
+    def arrival(self) -> "asyncio.Future[None]":
+        """Return a future that is done when there may be news.
+
+        Raises RuntimeError if another consumer waits already.
+        """
+        if self._waiter is not None and not self._waiter.done():
+            raise RuntimeError(f"request {self.request_id} has a consumer that waits; use one consumer for each stream")
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def wake(self) -> None:
+        """Announce an output to the consumer, if it waits."""
+        if self.group is not None:
+            if not self.is_ready:
+                self.is_ready = True
+                self.group.append(self)
+            return
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            set_done(waiter)
+
+    @abstractmethod
+    def has_news(self) -> bool:
+        """Return whether there is an output for the consumer."""
+
+    def take(self) -> RequestOutput | PoolingRequestOutput:
+        """Return the output for the consumer, and mark its content as seen; call this if there is news.
+
+        Raises a copy of the error that `fail` was given, and EngineGenerateError if a pooling request ended without its
+        vector.
+        """
         if self.error is not None:
             # A copy each time: the traceback of a shared exception would grow with every stream.
             raise type(self.error)(*self.error.args)
         return self._output()
 
     @abstractmethod
-    def _has_news(self) -> bool:
-        """Return whether there is an output for the consumer."""
-
-    @abstractmethod
     def _output(self) -> RequestOutput | PoolingRequestOutput:
         """Return the output for the consumer, and mark its content as seen."""
 
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
-            waiter.set_result(None)
+
+class ReadyStreams:
+    """The streams of a group that have an output, in the order in which it arrived."""
+
+    __slots__ = ("_streams", "_waiter")
+
+    def __init__(self) -> None:
+        self._streams: list[RequestStream] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def append(self, stream: RequestStream) -> None:
+        """Add a stream that is not among them. The first one wakes the consumer."""
+        self._streams.append(stream)
+        if len(self._streams) == 1:
+            self.wake()
+
+    def take(self) -> list[RequestStream]:
+        """Return the streams, and forget them; the caller resets `is_ready` of each."""
+        streams, self._streams = self._streams, []
+        return streams
+
+    def arrival(self) -> "asyncio.Future[None]":
+        """Return a future that is done after the next `append` or `wake`."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def wake(self) -> None:
+        """Wake the consumer, if it waits."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            set_done(waiter)
+
+
+def set_done(waiter: "asyncio.Future[None]") -> None:
+    """Complete a future, unless its consumer was cancelled or its event loop is closed."""
+    if not waiter.done() and not waiter.get_loop().is_closed():
+        waiter.set_result(None)
 
 
 class GenerationStream(RequestStream):
@@ -143,6 +230,17 @@ class GenerationStream(RequestStream):
     Tokens accumulate until the consumer asks again: a slow consumer gets fewer and larger outputs, delays no other
     stream and loses nothing. Text is made when it is taken, unless it must be searched for stop strings.
     """
+
+    __slots__ = (
+        "_first",
+        "_interval",
+        "_is_delta",
+        "_prompt_logprobs",
+        "_token_text",
+        "_wakes_for_each_token",
+        "completions",
+        "is_plain",
+    )
 
     def __init__(
         self,
@@ -153,7 +251,7 @@ class GenerationStream(RequestStream):
     ) -> None:
         """`completions` differ in index and seed alone; `interval` is the number of tokens between two outputs."""
         super().__init__(request)
-        self.params: SamplingParams = request.params
+        self.params: SamplingParams
         self.completions = completions
         self._request = request
         self._interval = interval
@@ -161,6 +259,14 @@ class GenerationStream(RequestStream):
         self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
         if self.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
+        self._is_delta = self.params.output_kind == RequestOutputKind.DELTA
+        self._wakes_for_each_token = (
+            self.params.output_kind != RequestOutputKind.FINAL_ONLY and interval == 1 and self._prompt_logprobs is None
+        )
+        """Each token is news."""
+        self._first = completions[0]
+        self.is_plain = len(completions) == 1 and self._wakes_for_each_token and completions[0].is_plain
+        """Before the end, each token is news, and an output has only tokens of a single completion, and their text."""
 
     @property
     def awaited(self) -> Sequence[Completion]:
@@ -195,10 +301,10 @@ class GenerationStream(RequestStream):
         self._metrics.last_token_time = now
         if self._metrics.first_token_time is None:
             self._metrics.first_token_time = now
-        if self._has_news():
-            self._wake()
+        if self._wakes_for_each_token or self.has_news():
+            self.wake()
 
-    def _has_news(self) -> bool:
+    def has_news(self) -> bool:
         if self.params.output_kind == RequestOutputKind.FINAL_ONLY:
             return self.is_over
         known = self._prompt_logprobs
@@ -213,27 +319,34 @@ class GenerationStream(RequestStream):
         return False
 
     def _output(self) -> RequestOutput:
-        delta = self.params.output_kind == RequestOutputKind.DELTA
-        completions = self.completions
-        shown = [completion for completion in completions if completion.has_news(1)] if delta else completions
-        outputs = [completion.output() for completion in shown]
-        prompt_logprobs = self._prompt_logprobs
-        if delta:
+        completions, prompt_logprobs = self.completions, self._prompt_logprobs
+        if len(completions) == 1:
+            outputs = [completions[0].output()]
+            finished = completions[0].is_taken
+        else:
+            shown = completions
+            if self._is_delta:
+                shown = [completion for completion in completions if completion.has_news(1)]
+            outputs = [completion.output() for completion in shown]
+            finished = all(completion.is_taken for completion in completions)
+        if self._is_delta:
             self._prompt_logprobs = None
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=outputs,
-            finished=all(completion.is_taken for completion in completions),
-            prompt_logprobs=prompt_logprobs,
-            metrics=self._metrics,
-            num_cached_tokens=self.num_cached_tokens,
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            finished,
+            prompt_logprobs,
+            self._metrics,
+            self.num_cached_tokens,
         )
 
 
 class PoolingStream(RequestStream):
     """Waits for the vector of one prompt, which is its only output."""
+
+    __slots__ = ("vector",)
 
     def __init__(self, request: PoolingRequest) -> None:
         super().__init__(request)
@@ -257,7 +370,7 @@ class PoolingStream(RequestStream):
             isolate_until_num_tokens=isolate_until_num_tokens,
         )
 
-    def _has_news(self) -> bool:
+    def has_news(self) -> bool:
         return self.is_over
 
     def _output(self) -> PoolingRequestOutput:

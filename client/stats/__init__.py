@@ -4,5 +4,15 @@ from vllm_mp.client.stats.cells import Cells
 from vllm_mp.client.stats.engine_stats import CoreReading, EngineStats, Restart
 from vllm_mp.client.stats.finished_request import FinishedRequest
 from vllm_mp.client.stats.metrics import Counter, Histogram
+from vllm_mp.client.stats.restart_counter import RestartCounter
 
-__all__ = ["Cells", "CoreReading", "Counter", "EngineStats", "FinishedRequest", "Histogram", "Restart"]
+__all__ = [
+    "Cells",
+    "CoreReading",
+    "Counter",
+    "EngineStats",
+    "FinishedRequest",
+    "Histogram",
+    "Restart",
+    "RestartCounter",
+]

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +19,12 @@ from vllm_mp.client.outputs.stream import PoolingStream, RequestStream
 from vllm_mp.client.stats.cells import Cells
 from vllm_mp.client.stats.finished_request import FinishedRequest
 from vllm_mp.client.stats.metrics import Counter, Histogram
+from vllm_mp.client.stats.restart_counter import RestartCounter
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-DEATH_KINDS = ("exit", "signal", "hang", "out_of_memory", "connection")
-"""How a core may die; `Death.kind` is one of them."""
 # The bounds are vLLM's. Where these begin late, there are finer ones below.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -42,7 +42,6 @@ _REQUEST_S = (
 _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _COMPLETIONS = (1, 2, 5, 10, 20)
-_FIRST_SLOTS = 256
 _MAX_RESTARTS = 20
 """Restarts that are remembered with their causes."""
 _REPORT_S = 10.0
@@ -127,10 +126,11 @@ class EngineStats:
         self.tokenize_s = Histogram(cells, _REQUEST_S)
         self.request_prompt_tokens = Histogram(cells, lengths)
         self.request_generation_tokens = Histogram(cells, lengths)
+        self.longest_completion_tokens = Histogram(cells, lengths)
         self.params_max_tokens = Histogram(cells, lengths)
         self.params_n = Histogram(cells, _COMPLETIONS)
         self.step_tokens = Histogram(cells, _STEP_TOKENS)
-        self.core_restarts = Counter(cells, DEATH_KINDS, takes_maximum=True)
+        self.core_restarts = RestartCounter()
         self.recovered_requests = Counter(cells)
         self.recovery_s = Histogram(cells, _RECOVERY_S)
         self.dropped_messages = Counter(cells)
@@ -140,13 +140,14 @@ class EngineStats:
         self._live: dict[RequestStream, _LiveRequest] = {}
         self._awaited: dict[int, tuple[RequestStream, bool]] = {}
         """By slot: the stream of a completion or vector that no step has begun, and whether it is its first."""
-        self._last_token = np.full(_FIRST_SLOTS, np.nan)
-        """[num_slots] when the latest token arrived; NaN before the first. The slots of the latest step excepted."""
+        self._last_token = np.zeros(wire.MAX_LIVE_REQUESTS)
+        """[slot] when the latest token arrived; 0 before the first. The slots of the latest step excepted. Entries of
+        slots that were never in use take no memory."""
         self._step_slots = b""
         """The slots of the latest step with tokens, as in its message; none after a slot changed hands."""
-        self._step_indexes: npt.NDArray[np.uint16 | np.uint32] = np.zeros(0, np.uint16)
+        self._step_indexes: npt.NDArray[np.integer[Any]] = np.zeros(0, np.uint16)
         """[num_tokens] the same as numbers."""
-        self._step_time = 0.0
+        self._step_time = -1.0
         """When the latest step with tokens arrived."""
         self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
         """The latest deaths of this client's cores, the oldest first."""
@@ -166,6 +167,15 @@ class EngineStats:
         """Call `report` every 10 seconds, or when the next tokens arrive after that time."""
         self._reports.append(report)
 
+    def share(self, folder: Path, name: str) -> None:
+        """Count together with other processes, from now on in files called `name` in `folder`.
+
+        `folder` is private to one server. A process that takes the name of a process that has died counts on. Raises
+        OSError if a file cannot be made.
+        """
+        self.cells.share(folder, name)
+        self.core_restarts.share(folder, name)
+
     def note_sent(self, stream: RequestStream, arrival_time: float, trace_headers: Mapping[str, str]) -> None:
         """Count a request that was given to the core; `arrival_time` is in seconds of `time.time()`."""
         now = time.monotonic()
@@ -173,11 +183,7 @@ class EngineStats:
         self._live[stream] = _LiveRequest(arrival, now, trace_headers)
         self._write_step()
         for awaited in stream.awaited:
-            if awaited.slot >= len(self._last_token):
-                grown = np.full(2 * awaited.slot, np.nan)
-                grown[: len(self._last_token)] = self._last_token
-                self._last_token = grown
-            self._last_token[awaited.slot] = np.nan
+            self._last_token[awaited.slot] = 0.0
             self._awaited[awaited.slot] = (stream, awaited.index == 0)
         if isinstance(stream.params, SamplingParams):
             self.params_n.observe(stream.params.n)
@@ -224,31 +230,13 @@ class EngineStats:
             if entry is not None and entry[0] is stream:
                 del self._awaited[awaited.slot]
         now = time.monotonic()
-        # What is added to a moment gives seconds of `time.time()`.
-        epoch = time.time() - now
-        record = FinishedRequest(
-            request_id=stream.request_id,
-            params=stream.params,
-            arrival_time=live.arrival + epoch,
-            sent_time=live.sent + epoch,
-            queue_s=live.queue_s,
-            first_token_time=None if live.first_token is None else live.first_token + epoch,
-            end_time=now + epoch,
-            num_prompt_tokens=len(stream.prompt_token_ids),
-            num_cached_tokens=live.num_cached_tokens,
-            num_output_tokens=sum(awaited.num_tokens for awaited in stream.awaited),
-            finish_reason=_finish_reason(stream),
-            error=None if stream.error is None else str(stream.error),
-            num_recoveries=live.num_recoveries,
-            trace_headers=live.trace_headers,
-        )
-        self._count(record, max(awaited.num_tokens for awaited in stream.awaited))
-        for listener in list(self._listeners):
-            try:
-                listener(record)
-            except Exception:
-                logger.exception("a listener to finished requests failed, and is not called again")
-                self._listeners.remove(listener)
+        reason = _finish_reason(stream)
+        lengths = [awaited.num_tokens for awaited in stream.awaited]
+        self.finished_requests.add(1, reason)
+        if reason == "length" or reason == "stop":
+            self._count_finished(stream, live, lengths, now)
+        if self._listeners:
+            self._hand_over(stream, live, sum(lengths), reason, now)
 
     def note_death(self, kind: str, at: float, cause: str) -> None:
         """Note that the core died `at` a moment; `kind` is one of `DEATH_KINDS`, `cause` says more."""
@@ -265,7 +253,7 @@ class EngineStats:
             live.num_recoveries += 1
         restart = self.restarts[-1]
         restart.recovery_s, restart.num_recovered = time.monotonic() - died_at, len(recovered)
-        self.core_restarts.add(1, restart.kind)
+        self.core_restarts.add(restart.kind)
         self.recovered_requests.add(len(recovered))
         if recovered:
             self._recovers_since = died_at
@@ -299,15 +287,16 @@ class EngineStats:
         self._write_step()
         if len(slots) not in (2 * num_tokens, 4 * num_tokens):
             return  # the streams refuse the message
-        indexes = np.frombuffer(slots, "<u2" if len(slots) == 2 * num_tokens else "<u4")
-        indexes = indexes[indexes < len(self._last_token)]  # a core may name slots that were never given out
-        last = self._last_token[indexes]
-        num_usual = int(np.count_nonzero(last == self._step_time))
+        indexes: npt.NDArray[np.integer[Any]] = np.frombuffer(slots, "<u2" if len(slots) == 2 * num_tokens else "<u4")
+        if len(slots) == 4 * num_tokens:
+            indexes = indexes[indexes < wire.MAX_LIVE_REQUESTS]  # a core may name slots that cannot exist
+        last = self._last_token.take(indexes)
+        usual = last == self._step_time
+        num_usual = int(np.count_nonzero(usual))
         if num_usual:
             self.between_tokens_s.observe(now - self._step_time, num_usual)
         if num_usual < len(last):
-            others = last[(last != self._step_time) & ~np.isnan(last)]
-            self.between_tokens_s.observe_all(now - others)
+            self.between_tokens_s.observe_all([now - moment for moment in last[~usual].tolist() if moment])
         self._last_token[indexes] = now
         if len(indexes) == num_tokens:
             self._step_slots, self._step_indexes = slots, indexes
@@ -318,32 +307,64 @@ class EngineStats:
             self._last_token[self._step_indexes] = self._step_time
             self._step_slots = b""
 
-    def _count(self, request: FinishedRequest, num_longest: int) -> None:
-        """Count a request that has ended; `num_longest` is the number of tokens of its longest completion."""
-        self.finished_requests.add(1, request.finish_reason)
-        if request.finish_reason not in ("stop", "length"):
+    def _count_finished(self, stream: RequestStream, live: _LiveRequest, lengths: list[int], now: float) -> None:
+        """Count a request that ended `now` with "stop" or "length"; `lengths` are the tokens of its completions."""
+        self.e2e_s.observe(now - live.arrival)
+        self.tokenize_s.observe(live.sent - live.arrival)
+        self.request_prompt_tokens.observe(len(stream.prompt_token_ids))
+        first, queue_s = live.first_token, live.queue_s
+        if first is None or queue_s is None:
             return
-        self.e2e_s.observe(request.end_time - request.arrival_time)
-        self.tokenize_s.observe(request.sent_time - request.arrival_time)
-        self.request_prompt_tokens.observe(request.num_prompt_tokens)
-        scheduled, first = request.scheduled_time, request.first_token_time
-        if request.queue_s is None or scheduled is None or first is None:
-            return
-        decode_s = request.end_time - first
-        self.queue_s.observe(request.queue_s)
-        self.prefill_s.observe(max(0.0, first - scheduled))
-        self.inference_s.observe(max(0.0, request.end_time - scheduled))
-        if num_longest:
-            self.decode_s.observe(decode_s)
-            self.request_generation_tokens.observe(request.num_output_tokens)
-        if num_longest > 1:
-            self.token_s.observe(decode_s / (num_longest - 1))
+        scheduled = live.sent + queue_s
+        self.queue_s.observe(queue_s)
+        self.prefill_s.observe(first - scheduled)
+        self.inference_s.observe(now - scheduled)
+        longest = max(lengths)
+        if longest:
+            self.decode_s.observe(now - first)
+            self.request_generation_tokens.observe(sum(lengths))
+            self.longest_completion_tokens.observe(longest)
+        if longest > 1:
+            self.token_s.observe((now - first) / (longest - 1))
+
+    def _hand_over(
+        self, stream: RequestStream, live: _LiveRequest, num_output_tokens: int, reason: str, now: float
+    ) -> None:
+        """Hand the record of a request that ended `now` to the listeners."""
+        # What is added to a moment gives seconds of `time.time()`.
+        epoch = time.time() - now
+        record = FinishedRequest(
+            request_id=stream.request_id,
+            params=stream.params,
+            arrival_time=live.arrival + epoch,
+            sent_time=live.sent + epoch,
+            queue_s=live.queue_s,
+            first_token_time=None if live.first_token is None else live.first_token + epoch,
+            end_time=now + epoch,
+            num_prompt_tokens=len(stream.prompt_token_ids),
+            num_cached_tokens=live.num_cached_tokens,
+            num_output_tokens=num_output_tokens,
+            finish_reason=reason,
+            error=None if stream.error is None else str(stream.error),
+            num_recoveries=live.num_recoveries,
+            trace_headers=live.trace_headers,
+        )
+        for listener in list(self._listeners):
+            try:
+                listener(record)
+            except Exception:
+                logger.exception("a listener to finished requests failed, and is not called again")
+                self._listeners.remove(listener)
 
 
 def _finish_reason(stream: RequestStream) -> str:
+    """Return one of `FINISH_REASONS`; of several completions, that of the worst end."""
     if stream.error is not None:
         return "error"
-    reasons = {awaited.finish.reason for awaited in stream.awaited if awaited.finish is not None}
+    reasons = [awaited.finish.reason for awaited in stream.awaited if awaited.finish is not None]
+    if len(reasons) == 1 and reasons[0] in FINISH_REASONS:
+        return reasons[0]
+    # A core may send a reason that does not exist.
     return next((reason for reason in reversed(FINISH_REASONS) if reason in reasons), "stop")
 
 

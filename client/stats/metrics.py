@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_mp.client.stats.cells import Cells, Values
+
+_FEW = 12
+"""Number of observations up to which counting them one by one is faster than with arrays."""
 
 
 class Counter:
@@ -84,12 +86,16 @@ class Histogram:
         view[self._start + bisect_left(self.bounds, value)] += count
         view[self._sum] += value * count
 
-    def observe_all(self, observations: npt.NDArray[np.float64]) -> None:
-        """Count each of `observations` [n]."""
+    def observe_all(self, observations: Sequence[float]) -> None:
+        """Count each of `observations`."""
+        if len(observations) <= _FEW:
+            for observation in observations:
+                self.observe(observation)
+            return
         buckets = np.bincount(np.searchsorted(self._array, observations), minlength=len(self.bounds) + 1)
         values = self._cells.values
         values[self._start : self._sum] += buckets
-        values[self._sum] += observations.sum()
+        values[self._sum] += sum(observations)
 
     def read(self, values: Values) -> HistogramReading:
         """Return the numbers in a reading of the cells."""

@@ -58,7 +58,7 @@ def test_bad_prompt_is_refused_by_name(llm, prompt, words):
     ("arguments", "words"),
     [
         ({"lora_request": object()}, "lora_request"),
-        ({"trace_headers": {"traceparent": "00-0-0-00"}}, "trace_headers"),
+        ({"trace_headers": {"traceparent": 7}}, "trace_headers"),
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
         ({"priority": 3}, "scheduling_policy"),
         ({"priority": 1.5}, "priority"),

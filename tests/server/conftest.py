@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 from support.server_process import ServedModel, served
 
@@ -16,11 +17,15 @@ from vllm_mp.testing.engines import replay_core
 @pytest.fixture(scope="session")
 def server(default_model, tmp_path_factory) -> Iterator[ServedModel]:
     """A server of the default model, ready. Its core may die (it is started again), but nothing may stop the server."""
-    with served(DEFAULT_MODEL, tmp_path_factory.mktemp("server")) as process:
+    folder = tmp_path_factory.mktemp("server")
+    with served(DEFAULT_MODEL, folder, TMPDIR=str(folder)) as process:
         process.wait_until_ready()
         yield process
+        children = psutil.Process(process.pid).children(recursive=True)
         process.process.terminate()
         assert process.process.wait(30) == 0, process.log.read_text()
+        assert not any(child.is_running() for child in children)
+        assert [path.name for path in folder.iterdir()] == ["server.log"]
 
 
 @pytest.fixture(scope="session")

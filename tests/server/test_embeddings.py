@@ -145,6 +145,22 @@ def test_failed_input_leaves_no_request_of_its_batch_behind(encoder):
     asyncio.run(ask())
 
 
+def test_client_that_leaves_aborts_all_its_inputs(encoder):
+    async def ask():
+        await encoder.pause_generation("keep")
+        async with serving(encoder) as client:
+            task = asyncio.create_task(client.post("/v1/embeddings", json={"input": ["a"] * 20}))
+            while await encoder.get_num_unfinished_requests() < 20:  # noqa: ASYNC110, because nothing announces it
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+        assert await encoder.get_num_unfinished_requests() == 0
+        await encoder.resume_generation()
+
+    asyncio.run(ask())
+
+
 def test_decoder_gives_vectors_too(llm):
     [expected] = encoded(llm, TEXTS[:1])
     np.testing.assert_allclose(np.float32(vectors(llm, input=TEXTS[:1]))[0], expected, atol=2e-6)

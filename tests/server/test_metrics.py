@@ -37,6 +37,7 @@ OF_VLLM = {
     "vllm:request_decode_time_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
+    "vllm:request_max_num_generation_tokens": "histogram",
     "vllm:request_params_n": "histogram",
     "vllm:request_params_max_tokens": "histogram",
     "vllm:cache_config_info": "gauge",
@@ -180,7 +181,7 @@ def test_each_server_process_shows_the_sum_of_all(replay_address, tmp_path):
         clients = []
         for number, engine in enumerate(engines):
             clients.append(client_of(build_app(engine, ServerOptions())))
-            engine.stats.cells.share(tmp_path, str(number))
+            engine.stats.share(tmp_path, f"front-{number}")
         for client in clients:
             await client.post("/v1/completions", json=BODY)
         return [await scrape(client) for client in clients]

@@ -6,17 +6,16 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from vllm_mp.server.logprobs import TokenLogprob, TopLogprob
 from vllm_mp.server.response_events import ResponseEvents
 from vllm_mp.server.response_object import (
     InputTokensDetails,
     OutputTokensDetails,
     ResponseObject,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 
-USAGE = Usage(5, InputTokensDetails(), 2, OutputTokensDetails(), 7)
+USAGE = Usage(5, InputTokensDetails(0), 2, OutputTokensDetails(), 7)
 
 
 @pytest.fixture

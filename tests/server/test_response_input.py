@@ -10,7 +10,7 @@ from vllm_mp.server.response_input import InputItem, chat_messages
 def messages(input, instructions=None):
     if not isinstance(input, str):
         input = msgspec.convert(input, list[InputItem])
-    return chat_messages(input, instructions)
+    return [{"role": message.role, "content": message.content} for message in chat_messages(input, instructions)]
 
 
 def refused(input):
@@ -39,7 +39,7 @@ def test_instructions_and_leading_system_messages_become_one_system_message():
 
 def test_later_system_messages_keep_their_place():
     items = [user("Hello"), {"role": "developer", "content": "Be short."}, user("Go on")]
-    assert messages(items, "Be true.") == [system("Be true."), user("Hello"), system("Be short."), user("Go on")]
+    assert messages(items, "Be true.") == [system("Be true."), *items]
 
 
 def test_parts_of_text_are_joined_by_line_breaks():

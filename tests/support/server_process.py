@@ -1,5 +1,6 @@
 """A real `vllm-mp serve` process, and what tests ask of it."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -91,3 +92,61 @@ def served(
     finally:
         process.kill()
         process.communicate()
+
+
+class StreamedAnswers:
+    """Completions that are streamed over HTTP, greedy and of a fixed number of tokens, all at the same time.
+
+    All connections are open before the first request is sent, so that the streams run side by side.
+    """
+
+    def __init__(self, server: ServedModel, prompts: list[str], max_tokens: int) -> None:
+        self._port = server.port
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self.texts = [""] * len(prompts)
+        """What has arrived so far."""
+        self.ends: list[str | None] = [None] * len(prompts)
+        """The finish reason of each, or the error that ended it."""
+        self.all_run = asyncio.Event()
+        """Set once each has text."""
+        self.is_halfway = asyncio.Event()
+        """Set once one of them has half of its tokens."""
+
+    async def run(self) -> list[str]:
+        """Return the texts when all have ended."""
+        connections = [await asyncio.open_connection("127.0.0.1", self._port) for _ in self._prompts]
+        for prompt, (_, writer) in zip(self._prompts, connections, strict=True):
+            writer.write(self._request(prompt))
+        async with asyncio.TaskGroup() as group:
+            for index, (reader, writer) in enumerate(connections):
+                group.create_task(self._read(index, reader, writer))
+        return self.texts
+
+    def _request(self, prompt: str) -> bytes:
+        fields = {"max_tokens": self._max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = json.dumps({"prompt": prompt} | fields).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nConnection: close"
+        return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+    async def _read(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the events of one response. The server sends each line of an event within one chunk."""
+        status = await reader.readline()
+        assert b" 200 " in status, status + await reader.read()
+        num_events = 0
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                self.ends[index] = event["error"]["message"]
+                continue
+            for choice in event["choices"]:
+                self.texts[index] += choice["text"]
+                self.ends[index] = choice["finish_reason"] or self.ends[index]
+            num_events += 1
+            if all(self.texts):
+                self.all_run.set()
+            if num_events > self._max_tokens / 2:
+                self.is_halfway.set()
+        writer.close()

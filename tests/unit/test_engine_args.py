@@ -43,7 +43,6 @@ NOT_SERVED = {
     "enable_lora",
     "max_loras",
     "max_lora_rank",
-    "otlp_traces_endpoint",
 }
 """The options that accept only their default."""
 SERVED = [name for name in FIELDS if name not in NOT_SERVED]
@@ -365,6 +364,7 @@ def test_configuration_holds_the_values_of_the_options(model):
         disable_log_stats=True,
         disable_log_requests=True,
         max_log_len=10,
+        otlp_traces_endpoint="http://localhost:4318",
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_logprobs=33,
@@ -387,7 +387,7 @@ def test_configuration_holds_the_values_of_the_options(model):
     assert config.liveness_config.start_timeout_s == 9
     observability = config.observability_config
     assert (observability.disable_log_stats, observability.disable_log_requests) == (True, True)
-    assert observability.max_log_len == 10
+    assert (observability.max_log_len, observability.otlp_traces_endpoint) == (10, "http://localhost:4318")
     assert config.parallel_config.world_size == 1
     assert config.lora_config is None
 

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
+from vllm_mp.client.stats import EngineStats
 from vllm_mp.core.scheduler.memory_quota import MAX_BYTES, MemoryQuota
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
@@ -34,27 +36,29 @@ def test_core_reads_a_frame_or_refuses_it_with_a_documented_error(seed):
             assert isinstance(message, wire.ClientMessage)
 
 
-def stream_in(processor, request_id, **params):
-    """Return the stream of a new request in the output processor."""
+def stream_in(processor, stats, request_id, **params):
+    """Return the stream of a new request in the output processor and the statistics."""
     request = GenerationRequest(request_id, None, [1, 2, 3], wire.pack_ids([1, 2, 3]), SamplingParams(**params), 0.0)
     stream = GenerationStream(request, [Completion(0, request.params, token_text=chr)])
     processor.reserve(request_id)
     processor.enter(stream)
+    stats.note_sent(stream, 0.0, {})
     return stream
 
 
 @settings(deadline=None)
 @given(SEEDS)
 def test_message_about_some_requests_does_not_change_others(seed):
-    processor, frames = OutputProcessor(), CoreFrames(seed, 1, VOCAB_SIZE)
+    stats = EngineStats(max_model_len=100)
+    processor, frames = OutputProcessor(stats.note_end), CoreFrames(seed, 1, VOCAB_SIZE)
     kinds = ({}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0})
-    calm = [stream_in(processor, f"calm {i}", **kinds[i]) for i in range(4)]
+    calm = [stream_in(processor, stats, f"calm {i}", **kinds[i]) for i in range(4)]
     spared = {stream.completions[0].slot for stream in calm}
     victims = {}
     names = itertools.count()
     for _ in range(60):
         while len(victims) < 6:
-            stream = stream_in(processor, f"victim {next(names)}", **random.Random(seed).choice(kinds))
+            stream = stream_in(processor, stats, f"victim {next(names)}", **random.Random(seed).choice(kinds))
             victims[stream.completions[0].slot] = 0
         for frame in frames.draw(victims, spared).frames:
             try:
@@ -62,15 +66,17 @@ def test_message_about_some_requests_does_not_change_others(seed):
             except (ValueError, RecursionError):
                 continue
             if isinstance(message, wire.StepOutput) and not slots_named(message) & spared:
+                stats.note_step(message)
                 try:
                     unwanted = processor.process(message)
                 except ValueError as error:
                     assert "disagree" in str(error)  # noqa: PT017
                     unwanted = []
                 assert not {*unwanted} & spared
-        victims = {slot: count for slot, count in victims.items() if slot in processor._completions}
+        victims = {slot: count for slot, count in victims.items() if processor._entries[slot]}
     assert all(not stream.is_over and stream.completions[0].token_ids == [] for stream in calm)
-    assert spared <= processor._completions.keys()
+    assert all(processor._entries[slot] for slot in spared)
+    assert np.isfinite(stats.cells.total()).all()
 
 
 @pytest.mark.parametrize("field", UNTYPED_FIELDS)

@@ -221,7 +221,7 @@ def pool(params=None, num_prompt_tokens=5, request_id="id"):
 
 def test_pooling_accepts_a_prompt_of_the_whole_context_and_refuses_values_beyond_the_limits():
     pool(PoolingParams(dimensions=HIDDEN), CONTEXT)
-    with pytest.raises(ValueError, match=f"too long: {CONTEXT + 1} tokens, the limit is max_model_len={CONTEXT}"):
+    with pytest.raises(ValueError, match=f"too long: {CONTEXT + 1} tokens, and .* max_model_len={CONTEXT}"):
         pool(num_prompt_tokens=CONTEXT + 1)
     with pytest.raises(ValueError, match="empty"):
         pool(num_prompt_tokens=0)

@@ -2,20 +2,24 @@
 
 import argparse
 import dataclasses
-import json
 import os
-import shlex
 import sys
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.connect_flags import check_connect
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from vllm_mp.client.async_llm import AsyncLLM
+    import socket
+    import ssl
 
 USAGE = "[MODEL] [OPTIONS]"
 HELP = "Serve a model over HTTP with OpenAI's API."
+
+
+_DEFAULTS: dict[str, object] = {"disable_log_requests": True}
+"""Defaults that differ from the options': those who read the log of a server need not be the authors of prompts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,57 +31,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ServerOptions.add_cli_args(parser)
     AsyncEngineArgs.add_cli_args(parser)
-    # The log of a server may be read by others than the authors of prompts.
-    parser.set_defaults(disable_log_requests=True)
+    parser.set_defaults(**_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
     options = ServerOptions.from_cli_args(args)
     if args.served_model is not None:
         args.model = args.served_model
+    check_connect(args, ("tokenizer", "otlp_traces_endpoint"), _DEFAULTS)
     engine_args = AsyncEngineArgs.from_cli_args(args)
 
-    from vllm_mp.server.listening import is_loopback, listen, url_of
+    from vllm_mp.server.listening import is_loopback, listen_together, url_of
     from vllm_mp.server.security import read_api_keys, tls_context
 
     options = dataclasses.replace(options, api_key=read_api_keys(options, os.environ))
     tls = tls_context(options)
     # Before the engine: a port in use must cost no loading of a model.
-    listener = listen(options.host, options.port)
-    url = url_of(listener, tls is not None)
-    if not options.api_key and options.ssl_ca_certs is None and not is_loopback(listener):
+    listeners = listen_together(options.host, options.port, options.api_server_count)
+    if not options.api_key and options.ssl_ca_certs is None and not is_loopback(listeners[0]):
         print(
             f"warning: everyone who reaches {options.host} can use the server; give --api-key, or --host 127.0.0.1",
             file=sys.stderr,
         )
+    url = url_of(listeners[0], tls is not None)
+    serve = _serve_with_fronts if options.api_server_count > 1 else _serve_alone
+    return serve(options, engine_args, tls, listeners, url)
 
+
+def _serve_alone(
+    options: ServerOptions,
+    engine_args: AsyncEngineArgs,
+    tls: "ssl.SSLContext | None",
+    listeners: "list[socket.socket]",
+    url: str,
+) -> int:
+    """Serve in this process, and return the exit code."""
     import asyncio
 
     import uvloop
 
     from vllm_mp.client.async_llm import AsyncLLM
     from vllm_mp.client.background_call import call_in_thread
-    from vllm_mp.server.run import ServerProcess, say
+    from vllm_mp.server.console import ready_line, say
+    from vllm_mp.server.run import ServerProcess
 
     async def load() -> AsyncLLM:
         if options.connect is None:
             return await AsyncLLM.start(engine_args)
         address = options.connect
-        return await call_in_thread(lambda: AsyncLLM.connect(address, key_file=options.key_file))
+        return await call_in_thread(
+            lambda: AsyncLLM.connect(
+                address,
+                key_file=options.key_file,
+                tokenizer=engine_args.tokenizer,
+                otlp_traces_endpoint=engine_args.otlp_traces_endpoint,
+            )
+        )
 
     def on_ready(engine: AsyncLLM) -> None:
-        say(ready_line(engine, options, url))
+        say(ready_line(engine.model_config.served_model_name, options, url))
+
+    async def run() -> int:
+        process = ServerProcess(options, tls, listeners[0], load)
+        return await process.run(lambda: say(f"listening on {url}"), on_ready)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        process = ServerProcess(options, tls, listener, load)
-        return runner.run(process.run(lambda: say(f"listening on {url}"), on_ready))
+        return runner.run(run())
 
 
-def ready_line(engine: "AsyncLLM", options: ServerOptions, url: str) -> str:
-    """Return what the operator is told when the server is ready: the URL and a request to try."""
-    name = engine.model_config.served_model_name
-    body = shlex.quote(json.dumps({"model": name, "prompt": "The capital of France is", "max_tokens": 16}))
-    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if options.api_key else ""
-    return (
-        f"ready: {url} serves {name}; try: curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {body}"
-    )
+def _serve_with_fronts(
+    options: ServerOptions,
+    engine_args: AsyncEngineArgs,
+    tls: "ssl.SSLContext | None",
+    listeners: "list[socket.socket]",
+    url: str,
+) -> int:
+    """Serve in several processes, and return the exit code."""
+    import asyncio
+
+    from vllm_mp.server.console import ready_line, say
+    from vllm_mp.server.front_processes import FrontProcesses
+
+    config = engine_args.create_engine_config() if options.connect is None else None
+    name = str(options.connect) if config is None else config.model_config.served_model_name
+
+    async def run() -> int:
+        say(f"listening on {url}")
+        fronts = FrontProcesses(options, engine_args, listeners, config)
+        return await fronts.run(lambda: say(ready_line(name, options, url)))
+
+    return asyncio.run(run())

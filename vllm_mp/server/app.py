@@ -7,23 +7,50 @@ from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineError
-from vllm_mp.server import chat, completions, embeddings, health, metrics, models, tokenization
+from vllm_mp.server import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    live,
+    metrics,
+    models,
+    openapi,
+    responses,
+    static_page,
+    tokenization,
+)
 from vllm_mp.server.access_log import AccessLog
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.errors import ApiError, error_response
 from vllm_mp.server.http_stats import HttpStats, HttpStatsMiddleware
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.security import guards
+from vllm_mp.server.shared_state import SharedState
 from vllm_mp.server.state import ServerState
 
-_ENDPOINTS = (completions, chat, embeddings, models, tokenization, health, metrics)
+_ENDPOINTS = (
+    completions,
+    chat,
+    responses,
+    embeddings,
+    models,
+    tokenization,
+    health,
+    metrics,
+    openapi,
+    live,
+    static_page,
+)
 """The modules that serve endpoints."""
 
 
-def build_app(engine: AsyncLLM, options: ServerOptions, admission: Admission | None = None) -> Starlette:
+def build_app(
+    engine: AsyncLLM, options: ServerOptions, admission: Admission | None = None, shared: SharedState | None = None
+) -> Starlette:
     """Return the application that serves `engine`, which the caller shuts down afterwards.
 
-    By default, its admission counts the requests of this process alone.
+    By default, its admission counts the requests of this process alone. `shared` is what it shares with others.
     """
     if admission is None:
         admission = Admission(options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs))
@@ -37,5 +64,5 @@ def build_app(engine: AsyncLLM, options: ServerOptions, admission: Admission | N
     middleware += guards(options)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(handled, error_response))
     app.state.metrics = metrics.metrics_registry(engine, http_stats)
-    app.state.server = ServerState(engine, options, admission)
+    app.state.server = ServerState(engine, options, admission, shared)
     return app

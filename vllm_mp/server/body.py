@@ -3,7 +3,7 @@
 import asyncio
 import difflib
 import re
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -32,6 +32,8 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that is no character without its other half."""
+_MAX_QUOTED = 200
+"""Number of characters of a body that an error may repeat."""
 
 
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +56,10 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             "`Content-Type: application/json`",
             param="Content-Type",
         )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        message = f"Content-Encoding must be identity, got {encoding[:100]!r}; send the body uncompressed"
+        raise ApiError(415, message, param="Content-Encoding")
     options = server.options
     try:
         async with asyncio.timeout(options.body_timeout):
@@ -114,20 +120,24 @@ def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:
     if (missing := _MISSING_FIELD.fullmatch(what)) is not None:
         name = _join(path, missing[1])
         return ApiError(400, f"the field {name} is missing; add it", param=name)
-    what = what[:1].lower() + what[1:]
+    what = what[:1].lower() + what[1:_MAX_QUOTED]
     if not path:
         return ApiError(400, f"the body is wrong: {what}")
-    for meta in _metadata(_type_at(path, kind)):
+    declared = _type_at(path, kind)
+    for meta in _metadata(declared):
         if meta.extra and "refused" in meta.extra:
             return ApiError(400, f"{path} {meta.extra['refused']}", param=path, code="unsupported_field")
+    given = what.removeprefix("invalid enum value ")
+    if given != what and (allowed := _literals(declared)):
+        return ApiError(400, f"{path} must be one of {', '.join(map(repr, allowed))}, got {given:.100}", param=path)
     return ApiError(400, f"{path} is wrong: {what}", param=path)
 
 
 def _unknown_field(name: str, path: str, kind: type[msgspec.Struct]) -> ApiError:
     """Return the error for the field `name`, which the object at `path` does not have."""
-    where = _join(path, name)[:200]
+    where = _join(path, name)[:_MAX_QUOTED]
     known = [field.encode_name for struct in _structs(_type_at(path, kind)) for field in msgspec.structs.fields(struct)]
-    near = difflib.get_close_matches(name[:100], known, 1)
+    near = difflib.get_close_matches(name[:_MAX_QUOTED], known, 1)
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
     return ApiError(400, f"there is no field {where!r}; {advice}", param=where, code="unknown_field")
 
@@ -156,3 +166,10 @@ def _metadata(kind: Any) -> list[msgspec.Meta]:
     if isinstance(kind, msgspec.Meta):
         return [kind]
     return [meta for part in get_args(kind) for meta in _metadata(part)]
+
+
+def _literals(kind: Any) -> list[str | int]:
+    """Return the values of the literals that the type `kind` is made of."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [value for part in get_args(kind) for value in _literals(part)]

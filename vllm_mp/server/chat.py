@@ -142,11 +142,13 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
     )
     prompt = TextPrompt(prompt=text, cache_salt=body.cache_salt or "")
     # The template has written the special tokens.
-    generation = await start_generation(call, "chatcmpl", [prompt], params, body, add_special_tokens=False)
+    generation = await start_generation(
+        call, "chatcmpl", [prompt], params, body, field="messages", add_special_tokens=False
+    )
     created = int(time.time())
     if body.stream:
         chunk = ChatChunk(id=generation.request_id, created=created, model=model, choices=[])
-        return EventStream(_events(generation, chunk, body, params))
+        return EventStream(_events(generation, chunk, body))
     [result] = await generation.results()
     response = ChatResponse(
         id=generation.request_id,
@@ -172,25 +174,17 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
 
 def _params(body: ChatBody, defaults: dict[str, Any]) -> SamplingParams:
     """Return the sampling parameters. Raises ApiError for fields that contradict each other."""
-    old, new = getattr(body, "max_tokens", None), body.max_completion_tokens
-    if new is not None and old is not None and new != old:
-        message = f"max_completion_tokens={new} and its older name max_tokens={old} differ; leave out max_tokens"
-        raise ApiError(400, message, param="max_completion_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true; add it", param="top_logprobs")
-    own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    if new is not None:
-        own["max_tokens"] = new
-    return sampling_params(body, {"max_tokens": None, **defaults}, **own)
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return sampling_params(body, {"max_tokens": None, **defaults}, logprobs=num_logprobs)
 
 
 def _logprobs(output: CompletionOutput, body: ChatBody) -> ChatLogprobs | None:
     return None if output.logprobs is None else chat_logprobs(output.logprobs, body.top_logprobs or 0)
 
 
-async def _events(
-    generation: Generation, chunk: ChatChunk, body: ChatBody, params: SamplingParams
-) -> AsyncGenerator[bytes, None]:
+async def _events(generation: Generation, chunk: ChatChunk, body: ChatBody) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream: for each answer its role, its text, its end; then the usage."""
     options = body.stream_options or StreamOptions()
     chunk.usage = None if options.include_usage else UNSET

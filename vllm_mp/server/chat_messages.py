@@ -49,6 +49,8 @@ class ChatMessage(RequestBody):
     reasoning_content: str | None = None
     refusal: str | None = None
     """What the assistant said when it refused; it stands for the content."""
+    type: Literal["text", "message"] | None = None
+    """Written by some clients; it has no effect."""
     audio: Refused = None
     function_call: Refused = None
     annotations: Ignored = None

@@ -14,6 +14,7 @@ from vllm_mp.server.body import Ignored, RequestBody
 from vllm_mp.server.endpoint import Call, check_request_id, post
 from vllm_mp.server.errors import ApiError, as_refusal
 from vllm_mp.server.models import check_model
+from vllm_mp.server.tracing import trace_headers
 
 _MAX_INPUTS = 2048
 """Maximum number of inputs of a request, as OpenAI has it."""
@@ -143,12 +144,17 @@ async def _embed(
     """Return the vector of an input. Raises ApiError, naming the input or the field at fault, if it cannot have any."""
     options = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
     encoding = call.server.engine.encode(
-        prompt, params, request_id, priority=body.priority or 0, tokenization_kwargs=options
+        prompt,
+        params,
+        request_id,
+        priority=body.priority or 0,
+        trace_headers=trace_headers(call),
+        tokenization_kwargs=options,
     )
     try:
         return await anext(encoding)
     except (ValueError, TypeError, NotImplementedError) as error:
-        refusal = as_refusal(error, (*_POOLING_FIELDS, "priority", "cache_salt"))
+        refusal = as_refusal(error, (*_POOLING_FIELDS, "priority", "cache_salt", "request_id"))
         refusal.param = refusal.param or (f"input[{index}]" if isinstance(body.input, list) else "input")
         raise refusal from None
     finally:

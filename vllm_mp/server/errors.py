@@ -2,6 +2,7 @@
 
 import http
 import logging
+import re
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -100,10 +101,10 @@ def as_refusal(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:
     if not isinstance(error, ValueError | TypeError | NotImplementedError):
         return as_api_error(error)
     message = str(error).removeprefix("SamplingParams.")
-    name = next(
-        (field for field in fields if message.startswith(field) and not message[len(field) :][:1].isalnum()), None
-    )
-    return ApiError(400, message, param=name)
+    name = re.match(r"\w*", message)
+    # OpenAI's clients know this code.
+    code = "context_length_exceeded" if message.startswith("the prompt is too long") else None
+    return ApiError(400, message, param=name[0] if name and name[0] in fields else None, code=code)
 
 
 def _framework_error(error: HTTPException) -> ApiError:
@@ -115,7 +116,7 @@ def _framework_error(error: HTTPException) -> ApiError:
 
 async def error_response(request: Request, error: Exception) -> Response:
     """Return the response for an error that no endpoint handled; an exception handler of the app."""
-    path = f"{request.method} {request.url.path}"
+    path = f"{request.method} {request.url.path:.200}"
     if isinstance(error, HTTPException) and error.status_code == 404:
         return ApiError(404, f"there is no endpoint {path}; /openapi.json lists them", code="not_found").response()
     if isinstance(error, HTTPException) and error.status_code == 405:

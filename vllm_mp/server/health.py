@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_mp import __version__
 from vllm_mp.errors import EngineError
+from vllm_mp.server import static_page
 from vllm_mp.server.admission import RETRY_AFTER
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.state import ServerState
@@ -30,6 +31,8 @@ async def ready(request: Request) -> Response:
     server: ServerState = request.app.state.server
     if (refusal := server.admission.refusal) is not None:
         return _not_ready(refusal.message)
+    if server.shared is not None and (num_loading := server.shared.num_loading):
+        return _not_ready(f"{num_loading} of the server's processes are loading")
     try:
         await server.engine.ping(server.options.ready_timeout)
     except EngineError as error:
@@ -61,7 +64,10 @@ ROUTES = [
 
 
 def loading_app() -> Starlette:
-    """Return the application that answers until the engine has loaded: /health with 200, requests with 503."""
+    """Return the application that answers until the engine has loaded: /health with 200, requests with 503.
+
+    The page waits until it gets another answer.
+    """
 
     async def loading_health(request: Request) -> Response:
         return _json({"status": "ok"})
@@ -74,6 +80,7 @@ def loading_app() -> Starlette:
             Route("/health", loading_health),
             Route("/ready", loading_ready),
             Route("/version", version),
+            *static_page.ROUTES,
             Mount("/", _refuse),
         ]
     )

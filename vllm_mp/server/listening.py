@@ -47,6 +47,18 @@ def listen(host: str, port: int, share_port: bool = False) -> socket.socket:
     return listener
 
 
+def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
+    """Return `count` sockets that listen on the same address, over which the kernel spreads connections.
+
+    Raises OSError as `listen` does, also if the address is in use by sockets that could share it.
+    """
+    if count == 1:
+        return [listen(host, port)]
+    with listen(host, port) as probe:
+        port = probe.getsockname()[1]
+    return [listen(host, port, share_port=True) for _ in range(count)]
+
+
 def url_of(listener: socket.socket, is_tls: bool) -> str:
     """Return the URL at which clients on this machine reach the socket."""
     host, port = listener.getsockname()[:2]

@@ -73,6 +73,10 @@ class EngineCollector(Collector):
                 "Tokens of all completions, of finished requests",
                 stats.request_generation_tokens,
             ),
+            "vllm:request_max_num_generation_tokens": (
+                "Tokens of the longest completion, of finished requests",
+                stats.longest_completion_tokens,
+            ),
             "vllm:request_params_n": ("The parameter n of requests sent to the core", stats.params_n),
             "vllm:request_params_max_tokens": (
                 "The parameter max_tokens of requests sent to the core that set it",
@@ -113,7 +117,7 @@ class EngineCollector(Collector):
         )
         yield self._counter("vllm_mp:aborted_requests", "Requests that ended by an abort", finished["abort"])
         yield self._counter("vllm_mp:failed_requests", "Requests that ended with an error", finished["error"])
-        restarts = stats.core_restarts.read(values)
+        restarts = stats.core_restarts.read()
         yield self._labelled(
             "vllm_mp:core_restarts", "Restarts of the core, by the cause of the death before", "cause", restarts
         )

@@ -4,12 +4,12 @@ from typing import ClassVar
 
 import msgspec
 
+from vllm_mp.server.logprobs import TokenLogprob
 from vllm_mp.server.response_object import (
     OutputMessage,
     OutputText,
     ResponseError,
     ResponseObject,
-    TokenLogprob,
     Usage,
 )
 

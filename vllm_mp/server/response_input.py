@@ -1,22 +1,19 @@
-"""The `input` of /v1/responses: items with the turns of a conversation, turned into the messages of a chat template."""
+"""The `input` of /v1/responses: items with the turns of a conversation, turned into chat messages."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Literal, get_args
 
 import msgspec
 
+from vllm_mp.server.chat_messages import ChatMessage
 from vllm_mp.server.errors import ApiError
 
-ChatMessage = dict[str, Any]
-"""A message of a chat template: `role` and `content`, a string."""
-
-_SYSTEM = "system"
-_ROLES = {"user": "user", "assistant": "assistant", "system": _SYSTEM, "developer": _SYSTEM}
-"""Roles of items, and of the messages that they become: chat templates know no developer."""
+_Role = Literal["system", "developer", "user", "assistant"]
+_SYSTEM_ROLES = ("system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=False):
+class ContentPart(msgspec.Struct):
     """A part of an item's content: text, or the text of a refusal."""
 
     type: str
@@ -24,7 +21,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=False):
     refusal: str | None = None
 
 
-class InputItem(msgspec.Struct, forbid_unknown_fields=False):
+class InputItem(msgspec.Struct):
     """A turn of the conversation, or another item of a response that the client sends back."""
 
     type: str = "message"
@@ -32,44 +29,66 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=False):
     content: str | list[ContentPart] | None = None
 
 
-def chat_messages(input: str | list[InputItem], instructions: str | None) -> list[ChatMessage]:
+def chat_messages(given: str | list[InputItem], instructions: str | None) -> list[ChatMessage]:
     """Return the messages of a request; `instructions` are the first system message.
 
     System messages that begin the conversation become one message, because many chat templates accept one only.
-    Items with a model's reasoning are left out: a chat template gets the answers of earlier turns alone.
-    Raises ApiError, naming the path of the field, for items that are not served.
+    Items with a model's reasoning are left out: the answers of earlier turns stand without it. Raises ApiError, naming
+    the path of the field, for items that are not served.
     """
+    leading = [instructions] if instructions else []
     messages: list[ChatMessage] = []
-    if instructions:
-        messages.append({"role": _SYSTEM, "content": instructions})
-    for message in _messages(input):
-        if message["role"] == _SYSTEM and len(messages) == 1 and messages[0]["role"] == _SYSTEM:
-            messages[0]["content"] += "\n\n" + message["content"]
+    for role, text in _turns(given):
+        if role in _SYSTEM_ROLES and not messages:
+            leading.append(text)
         else:
-            messages.append(message)
-    if all(message["role"] == _SYSTEM for message in messages):
-        raise ApiError(
-            400, "input must have at least one message of a user; add an item with role 'user'", param="input"
-        )
+            messages.append(ChatMessage(role=role, content=text))
+    if not messages:
+        raise ApiError(400, "input has no message of a user; add an item with the role 'user'", param="input")
+    if leading:
+        messages.insert(0, ChatMessage(role="system", content="\n\n".join(leading)))
     return messages
 
 
-def _messages(input: str | list[InputItem]) -> Iterator[ChatMessage]:
-    """Yield the messages of `input` in their order."""
-    if isinstance(input, str):
-        yield {"role": "user", "content": input}
+def without_oldest_turns(messages: list[ChatMessage]) -> list[list[ChatMessage]]:
+    """Return what remains of `messages` after each cut that ends before a message of a user, the longest rest first.
+
+    Messages of the system are in all of them. The whole conversation comes first.
+    """
+    starts = [index for index, message in enumerate(messages) if message.role == "user"][1:]
+    return [
+        messages,
+        *(
+            [message for index, message in enumerate(messages) if index >= start or message.role in _SYSTEM_ROLES]
+            for start in starts
+        ),
+    ]
+
+
+def _turns(given: str | list[InputItem]) -> Iterator[tuple[_Role, str]]:
+    """Yield the role and the text of each message."""
+    if isinstance(given, str):
+        yield "user", given
         return
-    for index, item in enumerate(input):
+    for index, item in enumerate(given):
         path = f"input[{index}]"
         if item.type == "reasoning":
             continue
+        if item.type == "item_reference":
+            message = f"{path} refers to a stored item, and this server stores none; send the item itself"
+            raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
         if item.type != "message":
-            raise ApiError(400, _refusal_of_item(path, item.type), param=f"{path}.type")
-        if item.role not in _ROLES:
-            raise ApiError(
-                400, f"{path}.role must be one of {', '.join(_ROLES)}, got {item.role!r:.100}", param=f"{path}.role"
-            )
-        yield {"role": _ROLES[item.role], "content": _text(item.content, f"{path}.content")}
+            message = f"{path}.type {item.type!r:.100} is not served yet; send items of the type 'message'"
+            raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
+        yield _role(item.role, f"{path}.role"), _text(item.content, f"{path}.content")
+
+
+def _role(given: str | None, path: str) -> _Role:
+    role: _Role
+    for role in get_args(_Role):
+        if given == role:
+            return role
+    raise ApiError(400, f"{path} must be one of {', '.join(get_args(_Role))}, got {given!r:.100}", param=path)
 
 
 def _text(content: str | list[ContentPart] | None, path: str) -> str:
@@ -77,23 +96,18 @@ def _text(content: str | list[ContentPart] | None, path: str) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        raise ApiError(400, f"{path} is missing; give a string or a list of parts", param=path)
+        raise ApiError(400, f"{path} is missing; give a text or a list of parts", param=path)
     texts: list[str] = []
     for index, part in enumerate(content):
-        text, field = (part.refusal, "refusal") if part.type == "refusal" else (part.text, "text")
-        if part.type not in (*_TEXT_PARTS, "refusal"):
-            raise ApiError(
-                400,
-                f"{path}[{index}].type {part.type!r:.100} is not served; give text, as a part of type 'input_text'",
-                param=f"{path}[{index}].type",
-            )
+        part_path = f"{path}[{index}]"
+        if part.type == "refusal":
+            text, field = part.refusal, "refusal"
+        elif part.type in _TEXT_PARTS:
+            text, field = part.text, "text"
+        else:
+            message = f"{part_path}.type {part.type!r:.100} is not served yet; send parts of the type 'input_text'"
+            raise ApiError(400, message, param=f"{part_path}.type", code="unsupported_field")
         if text is None:
-            raise ApiError(400, f"{path}[{index}].{field} is missing; give a string", param=f"{path}[{index}].{field}")
+            raise ApiError(400, f"{part_path}.{field} is missing; add it", param=f"{part_path}.{field}")
         texts.append(text)
     return "\n".join(texts)
-
-
-def _refusal_of_item(path: str, type: str) -> str:
-    if type == "item_reference":
-        return f"{path} refers to a stored item, and this server stores none; send the item itself"
-    return f"{path}.type {type!r:.100} is not served; give items of type 'message'"

@@ -5,24 +5,9 @@ from typing import Literal
 
 import msgspec
 
+from vllm_mp.server.logprobs import TokenLogprob
+
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
-
-
-class TopLogprob(msgspec.Struct):
-    """One of the most likely tokens at a position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    """A token of the text, its log-probability, and the most likely tokens at its position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -43,10 +28,12 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Prompt tokens whose keys and values came from the prefix cache, and those that were computed and kept there."""
+    """What the tokens of the input are made of."""
 
-    cached_tokens: int = 0
+    cached_tokens: int
+    """Tokens that the prefix cache held."""
     cache_write_tokens: int = 0
+    """Always 0: the prefix cache keeps no account of tokens that it takes in."""
 
 
 class OutputTokensDetails(msgspec.Struct):

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
 from typing import cast
 
 import uvicorn
@@ -15,11 +16,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.descriptor_limit import raise_descriptor_limit
+from vllm_mp.errors import EngineDeadError
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
+from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.health import loading_app
 from vllm_mp.server.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +41,27 @@ Load = Callable[[], Awaitable[AsyncLLM]]
 class ServerProcess:
     """A server from its first to its last moment. It listens while the engine loads, and answers what it can."""
 
-    def __init__(self, options: ServerOptions, tls: ssl.SSLContext | None, listener: socket.socket, load: Load) -> None:
-        """`load` starts the engine or connects to it; it may be cancelled."""
+    def __init__(
+        self,
+        options: ServerOptions,
+        tls: ssl.SSLContext | None,
+        listener: socket.socket,
+        load: Load,
+        shared: SharedState | None = None,
+        listens_early: bool = True,
+    ) -> None:
+        """`load` starts the engine or connects to it; it may be cancelled. `shared`: this is one of several fronts.
+
+        `listens_early` False: clients wait, instead of being refused, until the engine has loaded.
+        """
+        self._listens_early = listens_early
         self._options = options
         self._tls = tls
         self._listener = listener
         self._load = load
+        self._shared = shared
         self._app: ASGIApp = loading_app()
+        self._end: EngineDeadError | None = None
         self._num_signals = 0
         self._signalled = asyncio.Event()
         """Set by each signal; cleared by its reader."""
@@ -60,26 +78,35 @@ class ServerProcess:
         # Malformed requests are no events for the operator; uvicorn warns of each.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         http = _HttpServer(self._options, self._tls, self._serve)
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         engine = None
         try:
-            await http.is_listening.wait()
-            on_listening()
+            if self._listens_early:
+                await http.begin(self._listener)
+                on_listening()
             engine = await self._start_engine()
             if engine is None:
                 return 0
             limit = self._options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs)
-            admission = Admission(limit)
-            self._app = build_app(engine, self._options, admission)
+            shared = self._shared
+            admission = Admission(limit, *(() if shared is None else (shared.live_counts, shared.index)))
+            self._app = build_app(engine, self._options, admission, self._shared)
+            if shared is not None:
+                engine.stats.share(Path(shared.metrics_folder), f"front-{shared.index}")
+                shared.has_loaded[shared.index] = 1
+            if not self._listens_early:
+                await http.begin(self._listener)
+                on_listening()
             on_ready(engine)
             return await self._serve_until_end(engine, admission)
         finally:
-            if self._num_signals > 1:
-                http.stop_at_once()
-            http.should_exit = True
-            await serving
+            await http.end(at_once=self._num_signals > 1)
             if engine is not None:
                 engine.shutdown()
+
+    def end(self, cause: str) -> None:
+        """Fail all requests and make `run` raise EngineDeadError, because another process has seen the core's end."""
+        self._end = EngineDeadError(cause)
+        self._signalled.set()
 
     async def _start_engine(self) -> AsyncLLM | None:
         """Return the engine once it has loaded; None if a signal came first."""
@@ -92,6 +119,8 @@ class ServerProcess:
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await loading
+        if self._end is not None:
+            raise self._end
         return None
 
     async def _serve_until_end(self, engine: AsyncLLM, admission: Admission) -> int:
@@ -102,21 +131,26 @@ class ServerProcess:
                 await _wait(admission.wait_until_idle(), _END_GRACE_S)  # the streams raise the same error
                 raise error
             await _wait(self._signalled.wait(), _DEAD_CHECK_S)
+        if self._end is not None:
+            await self._end_all(admission, f"has no core any more: {self._end}")
+            raise self._end
         admission.refuse("is shutting down")
         self._signalled.clear()
-        if admission.num_live:
-            say(
-                f"shutting down: {admission.num_live} requests have up to {self._options.drain_timeout:g} s to end; "
-                "a second signal (Ctrl-C) ends them now"
-            )
+        say(drain_line(admission.num_live, self._options))
         idle = asyncio.ensure_future(admission.wait_until_idle())
         signalled = asyncio.ensure_future(self._signalled.wait())
         await asyncio.wait((idle, signalled), timeout=self._options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
         if not idle.done():
-            admission.end_all("is shutting down")
-            await _wait(idle, _END_GRACE_S)
+            await self._end_all(admission, "is shutting down")
+        if self._end is not None:
+            raise self._end
         return _INTERRUPTED if self._num_signals > 1 else 0
+
+    async def _end_all(self, admission: Admission, reason: str) -> None:
+        """End all live requests with an error, and give them time to send it."""
+        admission.end_all(reason)
+        await _wait(admission.wait_until_idle(), _END_GRACE_S)
 
     def _on_signal(self) -> None:
         self._num_signals += 1
@@ -148,7 +182,27 @@ class _HttpServer(uvicorn.Server):
         config.load()
         config.ssl = tls
         super().__init__(config)
-        self.is_listening = asyncio.Event()
+        self._is_listening = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def begin(self, listener: socket.socket) -> None:
+        """Accept connections from now on."""
+        self._serving = asyncio.create_task(self.serve(sockets=[listener]))
+        listening = asyncio.ensure_future(self._is_listening.wait())
+        await asyncio.wait((self._serving, listening), return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._serving.result()  # raises why it cannot listen
+
+    async def end(self, at_once: bool) -> None:
+        """Close all connections after their responses, or `at_once`; no-op before `begin`."""
+        if self._serving is None:
+            return
+        self.should_exit = True
+        if at_once:
+            self.force_exit = True
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+        await self._serving
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -156,22 +210,10 @@ class _HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.is_listening.set()
-
-    def stop_at_once(self) -> None:
-        """Close all connections without waiting for their responses."""
-        self.force_exit = True
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
+        self._is_listening.set()
 
 
 async def _wait(awaitable: Awaitable[object], timeout: float) -> None:
     """Wait for `awaitable` up to `timeout` seconds, then cancel it."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(awaitable, timeout)
-
-
-def say(line: str) -> None:
-    """Print a line for the operator. A closed standard output must not end a server."""
-    with contextlib.suppress(OSError):
-        print(line, flush=True)

@@ -63,9 +63,18 @@ else:
 def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) -> SamplingParams:
     """Return the parameters that `body` asks for, over `defaults`; those of `own` precede both.
 
-    Raises ApiError, naming the field, for values out of range and for what is not served.
+    A field `max_completion_tokens` is a name of `max_tokens`. Raises ApiError, naming the field, for values out of
+    range, for names of a field that differ, and for what is not served.
     """
     given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    max_tokens = getattr(body, "max_completion_tokens", None)
+    if max_tokens is not None and given.setdefault("max_tokens", max_tokens) != max_tokens:
+        raise ApiError(
+            400,
+            f"max_completion_tokens={max_tokens} and its other name max_tokens={given['max_tokens']} differ; leave out "
+            "one of them",
+            param="max_completion_tokens",
+        )
     kind = RequestOutputKind.DELTA if getattr(body, "stream", False) else RequestOutputKind.FINAL_ONLY
     try:
         return SamplingParams(**{"output_kind": kind, **defaults, **given, **own})
@@ -73,6 +82,9 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
         raise as_refusal(error, _FIELDS) from None
 
 
-def refuse_parameters(error: Exception) -> ApiError:
-    """Return the ApiError for what the engine raised for a request's prompt or parameters."""
-    return as_refusal(error, (*_FIELDS, "priority", "cache_salt"))
+def refused_parameters(error: Exception, prompt_path: str) -> ApiError:
+    """Return the ApiError for what the engine raised for a request's parameters, or for its prompt at `prompt_path`."""
+    refusal = as_refusal(error, (*_FIELDS, "priority", "cache_salt", "request_id"))
+    if refusal.param is None:
+        refusal.param = prompt_path
+    return refusal

@@ -11,7 +11,7 @@ from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
-from vllm_mp.client.stats import Cells, CoreReading, Counter, EngineStats, FinishedRequest, Histogram
+from vllm_mp.client.stats import Cells, CoreReading, Counter, EngineStats, FinishedRequest, Histogram, RestartCounter
 from vllm_mp.sampling_params import SamplingParams
 
 
@@ -168,7 +168,7 @@ def test_a_restart_is_counted_by_cause_with_the_time_to_the_next_token(client: C
     client.step([slot], 1.0)
     stats = client.stats
     assert [(restart.recovery_s, restart.num_recovered) for restart in stats.restarts] == [(0.5, 1)]
-    assert {kind: count for kind, count in client.read(stats.core_restarts).items() if count} == {"signal": 1}
+    assert {kind: count for kind, count in stats.core_restarts.read().items() if count} == {"signal": 1}
     assert stats.recovered_requests.value == 1
     assert client.read(stats.recovery_s).sum == pytest.approx(2.0)
     client.step([slot, later], 1.0, {later: 0.0}, finished=[finish(slot, 4), finish(later, 1)])
@@ -206,7 +206,7 @@ def test_quantiles_are_estimated_within_their_bucket() -> None:
     cells = Cells()
     histogram = Histogram(cells, (1, 2, 4))
     assert histogram.read(cells.total()).quantile(0.5) is None
-    histogram.observe_all(np.array([0.5, 1.5, 1.5, 3.0]))
+    histogram.observe_all([0.5, 1.5, 1.5, 3.0])
     histogram.observe(100.0, 4)
     reading = histogram.read(cells.total())
     assert reading.counts == [1, 2, 1, 4]
@@ -215,14 +215,15 @@ def test_quantiles_are_estimated_within_their_bucket() -> None:
     assert reading.quantile(0.99) == 4
 
 
-def test_a_value_on_a_bound_counts_below_it() -> None:
+@pytest.mark.parametrize("repeats", [1, 10])
+def test_a_value_on_a_bound_counts_below_it(repeats: int) -> None:
     cells = Cells()
     single, many = Histogram(cells, (1, 2)), Histogram(cells, (1, 2))
     for value in (1.0, 2.0, 2.5):
-        single.observe(value)
-    many.observe_all(np.array([1.0, 2.0, 2.5]))
+        single.observe(value, repeats)
+    many.observe_all([1.0, 2.0, 2.5] * repeats)
     assert single.read(cells.total()) == many.read(cells.total())
-    assert single.read(cells.total()).counts == [1, 1, 1]
+    assert single.read(cells.total()).counts == [repeats] * 3
 
 
 def processes(count: int) -> list[tuple[Cells, Counter, Counter]]:
@@ -262,3 +263,20 @@ def test_the_load_of_a_core_has_zeros_for_what_is_unknown() -> None:
     reading = CoreReading.of(3, {"num_running": 2, "free_blocks": 25, "total_blocks": 100})
     assert (reading.incarnation, reading.num_running, reading.num_waiting) == (3, 2, 0)
     assert reading.kv_cache_usage == 0.75
+
+
+def test_restarts_of_a_shared_core_are_counted_once(tmp_path: Any) -> None:
+    clients = [EngineStats(max_model_len=100) for _ in range(2)]
+    for number, stats in enumerate(clients):
+        stats.share(tmp_path, f"front-{number}")
+        stats.core_restarts.add("connection")
+    assert clients[0].core_restarts.read()["connection"] == 1
+
+
+def test_a_parent_that_watches_the_core_counts_its_restarts_alone(tmp_path: Any) -> None:
+    parent, stats = RestartCounter(), EngineStats(max_model_len=100)
+    parent.share_as_parent(tmp_path)
+    stats.share(tmp_path, "front-0")
+    parent.add("hang")
+    stats.core_restarts.add("connection")
+    assert {kind: count for kind, count in stats.core_restarts.read().items() if count} == {"hang": 1}

@@ -1,0 +1,103 @@
+"""What `AsyncLLM.generate` returns: the outputs of one request as an asynchronous generator."""
+
+import types
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from vllm_mp.client.outputs import output_path
+from vllm_mp.client.outputs.stream import RequestStream
+
+Start = Callable[[], Awaitable["OutputIterator"]]
+"""Sends a request."""
+Abandon = Callable[[RequestStream], None]
+"""Aborts the request of a stream that has lost its consumer. May be called in any thread."""
+
+
+class OutputIterator(AsyncGenerator[Any, None]):
+    """The outputs of a request, which begins when the first output is awaited, unless it has begun already.
+
+    Closing the iterator, dropping it and cancelling a task that waits in it abort the request. It has the methods of an
+    asynchronous generator but is none, because a generator within a generator costs more than the output itself.
+    """
+
+    __slots__ = ("__weakref__", "_abandon", "_start", "_stream")
+
+    def __init__(self, abandon: Abandon, start: Start | None, stream: RequestStream | None = None) -> None:
+        """Give either `start` or the `stream` of a request that has begun."""
+        self._abandon = abandon
+        self._start = start
+        self._stream = stream
+        """The stream, until its last output is taken or the iterator is closed."""
+
+    def __aiter__(self) -> "OutputIterator":
+        return self
+
+    def __anext__(self) -> Awaitable[Any]:  # type: ignore[override]
+        stream = self._stream
+        return self._next() if stream is None else output_path.current.next_output(self, stream)
+
+    async def asend(self, value: None) -> Any:
+        """Return the next output; `value` has no effect."""
+        return await self.__anext__()
+
+    async def athrow(
+        self,
+        kind: type[BaseException] | BaseException,
+        value: BaseException | object = None,
+        traceback: types.TracebackType | None = None,
+    ) -> Any:
+        """Abort the request and raise the exception."""
+        self._close()
+        error = kind if isinstance(kind, BaseException) else value if isinstance(value, BaseException) else kind()
+        raise error.with_traceback(traceback) if traceback is not None else error
+
+    def detach(self) -> RequestStream:
+        """Return the stream to another consumer; this iterator has no further outputs and does not abort the request.
+
+        Raises ValueError if the request has not begun, or has ended.
+        """
+        stream, self._stream = self._stream, None
+        if stream is None:
+            raise ValueError("the iterator has no stream: its request has not begun, or it has ended")
+        return stream
+
+    async def aclose(self) -> None:
+        """Abort the request, if it has not ended; there are no further outputs."""
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    async def _next(self) -> Any:
+        """Return the next output; raise StopAsyncIteration if the iterator has ended."""
+        stream = self._stream
+        if stream is None:
+            start, self._start = self._start, None
+            if start is None:
+                raise StopAsyncIteration
+            stream = self._stream = (await start()).detach()
+        try:
+            while not stream.has_news():
+                await stream.arrival()
+        except BaseException:
+            self._close()
+            raise
+        return self._take_from(stream)
+
+    def _take_from(self, stream: RequestStream) -> Any:
+        """Return the output of a stream that has news; the iterator ends with its last output or its error."""
+        try:
+            output = stream.take()
+        except BaseException:
+            self._close()
+            raise
+        if output.finished:
+            self._stream = None
+        return output
+
+    def _close(self) -> None:
+        """Abort the request, if it has not ended; no-op after the first call."""
+        self._start = None
+        stream, self._stream = self._stream, None
+        if stream is not None and not stream.is_over:
+            self._abandon(stream)

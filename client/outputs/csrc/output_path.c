@@ -1,0 +1,450 @@
+/* The path of a token from a step's message to its consumer, compiled.
+ *
+ * Each function does what the function of the same name in output_path.py does, and handles the common case here:
+ * plain streams, as `GenerationStream.is_plain` defines them, and of their outputs those of DELTA mode. Everything else
+ * goes to the Python methods. The state stays in the slots (__slots__) of the Python objects, which are read and written
+ * at the offsets that `configure` looks up.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+
+/* The value in a slot, borrowed; NULL if it was never set. */
+#define SLOT(object, offset) (*(PyObject **)((char *)(object) + (offset)))
+
+static struct {
+    Py_ssize_t is_live, token_ids, finish, num_taken, num_read, append_text, byte_text, index;
+} completion_;
+static struct {
+    Py_ssize_t is_plain, is_delta, first, error, request_id, prompt, prompt_token_ids, metrics, num_cached_tokens, group,
+        is_ready, waiter;
+} stream_;
+static Py_ssize_t group_streams, text_held, text_texts, metrics_first, metrics_last;
+static PyTypeObject *stream_type, *byte_text_type;
+static PyObject *request_output, *completion_output;
+static PyObject *invalid_state, *get_running_loop;
+static PyObject *str_arrival, *str_blocking, *str_close, *str_create_future, *str_has_news, *str_set_result, *str_take,
+    *str_take_from, *str_wake;
+
+static void set_slot(PyObject *object, Py_ssize_t offset, PyObject *value) {
+    PyObject *old = SLOT(object, offset);
+    Py_INCREF(value);
+    SLOT(object, offset) = value;
+    Py_XDECREF(old);
+}
+
+static Py_ssize_t offset_of(PyObject *type, const char *name) {
+    PyObject *descriptor = PyObject_GetAttrString(type, name);
+    Py_ssize_t offset = -1;
+    if (descriptor == NULL) return -1;
+    if (Py_TYPE(descriptor) == &PyMemberDescr_Type) {
+        PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
+        if (member->type == T_OBJECT_EX && !(member->flags & READONLY)) offset = member->offset;
+    }
+    Py_DECREF(descriptor);
+    if (offset < 0) PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
+    return offset;
+}
+
+/* configure(Completion, GenerationStream, ReadyStreams, ByteText, RequestMetrics, RequestOutput, CompletionOutput) */
+static PyObject *configure(PyObject *module, PyObject *args) {
+    PyObject *completion, *stream, *group, *text, *metrics;
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &completion, &stream, &group, &text, &metrics, &request_output,
+                          &completion_output))
+        return NULL;
+    struct {
+        PyObject *type;
+        const char *name;
+        Py_ssize_t *offset;
+    } slots[] = {
+        {completion, "is_live", &completion_.is_live},
+        {completion, "token_ids", &completion_.token_ids},
+        {completion, "finish", &completion_.finish},
+        {completion, "_num_taken", &completion_.num_taken},
+        {completion, "_num_read", &completion_.num_read},
+        {completion, "_append_text", &completion_.append_text},
+        {completion, "_byte_text", &completion_.byte_text},
+        {completion, "index", &completion_.index},
+        {stream, "is_plain", &stream_.is_plain},
+        {stream, "_is_delta", &stream_.is_delta},
+        {stream, "_first", &stream_.first},
+        {stream, "error", &stream_.error},
+        {stream, "request_id", &stream_.request_id},
+        {stream, "prompt", &stream_.prompt},
+        {stream, "prompt_token_ids", &stream_.prompt_token_ids},
+        {stream, "_metrics", &stream_.metrics},
+        {stream, "num_cached_tokens", &stream_.num_cached_tokens},
+        {stream, "group", &stream_.group},
+        {stream, "is_ready", &stream_.is_ready},
+        {stream, "_waiter", &stream_.waiter},
+        {group, "_streams", &group_streams},
+        {text, "_held", &text_held},
+        {text, "_texts", &text_texts},
+        {metrics, "first_token_time", &metrics_first},
+        {metrics, "last_token_time", &metrics_last},
+    };
+    for (size_t i = 0; i < sizeof slots / sizeof slots[0]; i++)
+        if ((*slots[i].offset = offset_of(slots[i].type, slots[i].name)) < 0) return NULL;
+    stream_type = (PyTypeObject *)Py_NewRef(stream);
+    byte_text_type = (PyTypeObject *)Py_NewRef(text);
+    Py_INCREF(request_output);
+    Py_INCREF(completion_output);
+    Py_RETURN_NONE;
+}
+
+/* Complete the future of the stream's consumer, if it waits, as `set_done` does. */
+static int wake_waiter(PyObject *stream) {
+    PyObject *waiter = SLOT(stream, stream_.waiter);
+    if (waiter == Py_None) return 0;
+    Py_INCREF(waiter);
+    set_slot(stream, stream_.waiter, Py_None);
+    PyObject *result = PyObject_CallMethodOneArg(waiter, str_set_result, Py_None);
+    Py_DECREF(waiter);
+    if (result == NULL) {
+        /* The consumer was cancelled, or its event loop is closed. */
+        if (!PyErr_ExceptionMatches(invalid_state) && !PyErr_ExceptionMatches(PyExc_RuntimeError)) return -1;
+        PyErr_Clear();
+    }
+    Py_XDECREF(result);
+    return 0;
+}
+
+static int wake_group(PyObject *stream, PyObject *group) {
+    if (SLOT(stream, stream_.is_ready) == Py_True) return 0;
+    set_slot(stream, stream_.is_ready, Py_True);
+    PyObject *streams = SLOT(group, group_streams);
+    if (PyList_Append(streams, stream) < 0) return -1;
+    if (PyList_GET_SIZE(streams) > 1) return 0; /* the first stream has woken the consumer */
+    PyObject *result = PyObject_CallMethodNoArgs(group, str_wake);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Announce a new token of a plain stream. */
+static int wake(PyObject *stream, PyObject *now) {
+    PyObject *metrics = SLOT(stream, stream_.metrics), *group = SLOT(stream, stream_.group);
+    set_slot(metrics, metrics_last, now);
+    if (SLOT(metrics, metrics_first) == Py_None) set_slot(metrics, metrics_first, now);
+    return group == Py_None ? wake_waiter(stream) : wake_group(stream, group);
+}
+
+/* take_in(entries, slots, tokens, positions, now) -> (others, lost) */
+static PyObject *take_in(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 5 || !PyList_Check(args[0]) || !PyBytes_Check(args[1]) || !PyBytes_Check(args[2]) ||
+        !PyBytes_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "take_in needs a list, three bytes and a time");
+        return NULL;
+    }
+    PyObject *entries = args[0];
+    const char *slots = PyBytes_AS_STRING(args[1]), *tokens = PyBytes_AS_STRING(args[2]),
+               *positions = PyBytes_AS_STRING(args[3]);
+    Py_ssize_t slot_bytes = PyBytes_GET_SIZE(args[1]), count = PyBytes_GET_SIZE(args[2]) / 4;
+    if (PyBytes_GET_SIZE(args[2]) != 4 * count || PyBytes_GET_SIZE(args[3]) != 2 * count ||
+        (slot_bytes != 2 * count && slot_bytes != 4 * count)) {
+        PyErr_Format(PyExc_ValueError,
+                     "the columns disagree: %zd bytes of slots, %zd of tokens, %zd of positions", slot_bytes,
+                     PyBytes_GET_SIZE(args[2]), PyBytes_GET_SIZE(args[3]));
+        return NULL;
+    }
+    int wide = slot_bytes != 2 * count;
+    PyObject *others = PyList_New(0), *lost = PyList_New(0);
+    if (others == NULL || lost == NULL) goto failed;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t slot, token;
+        uint16_t narrow, position;
+        if (wide) {
+            memcpy(&slot, slots + 4 * i, 4);
+        } else {
+            memcpy(&narrow, slots + 2 * i, 2);
+            slot = narrow;
+        }
+        memcpy(&token, tokens + 4 * i, 4);
+        memcpy(&position, positions + 2 * i, 2);
+        if ((Py_ssize_t)slot >= PyList_GET_SIZE(entries)) continue;
+        PyObject *entry = PyList_GET_ITEM(entries, slot);
+        if (!PyTuple_Check(entry)) continue; /* a free slot */
+        PyObject *stream = PyTuple_GET_ITEM(entry, 0), *completion = PyTuple_GET_ITEM(entry, 1);
+        if (!PyObject_TypeCheck(stream, stream_type) || SLOT(completion, completion_.is_live) != Py_True) continue;
+        PyObject *token_ids = SLOT(completion, completion_.token_ids);
+        uint16_t ahead = (uint16_t)(position - (uint16_t)PyList_GET_SIZE(token_ids));
+        if (ahead == 0) {
+            PyObject *value = PyLong_FromUnsignedLong(token);
+            int error = value == NULL ? -1 : PyList_Append(token_ids, value);
+            Py_XDECREF(value);
+            if (!error)
+                error = SLOT(stream, stream_.is_plain) == Py_True ? wake(stream, args[4]) : PyList_Append(others, entry);
+            if (error) goto failed;
+        } else if (ahead < 0x8000) {
+            set_slot(completion, completion_.is_live, Py_False);
+            if (PyList_Append(lost, entry) < 0) goto failed;
+        } /* else the token was received before */
+    }
+    PyObject *result = PyTuple_Pack(2, others, lost);
+    Py_DECREF(others);
+    Py_DECREF(lost);
+    return result;
+failed:
+    Py_XDECREF(others);
+    Py_XDECREF(lost);
+    return NULL;
+}
+
+/* Return the text of new tokens: the remembered text of a single token, if no half character is held back. */
+static PyObject *new_text(PyObject *completion, PyObject *new_ids) {
+    PyObject *text = SLOT(completion, completion_.byte_text);
+    if (PyList_GET_SIZE(new_ids) == 1 && Py_IS_TYPE(text, byte_text_type) &&
+        PyBytes_GET_SIZE(SLOT(text, text_held)) == 0) {
+        PyObject *whole = PyDict_GetItemWithError(SLOT(text, text_texts), PyList_GET_ITEM(new_ids, 0));
+        if (whole != NULL && whole != Py_None) return Py_NewRef(whole);
+        if (whole == NULL && PyErr_Occurred()) return NULL;
+    }
+    return PyObject_CallOneArg(SLOT(completion, completion_.append_text), new_ids);
+}
+
+/* Return whether `stream` is plain and has not ended: then a new token is its only news. */
+static int is_simple(PyObject *stream) {
+    return Py_IS_TYPE(stream, stream_type) && SLOT(stream, stream_.is_plain) == Py_True &&
+           SLOT(stream, stream_.error) == Py_None &&
+           SLOT(SLOT(stream, stream_.first), completion_.finish) == Py_None;
+}
+
+/* Return the next output of a simple stream; NULL without an exception if it has no new token. */
+static PyObject *simple_output(PyObject *stream) {
+    PyObject *completion = SLOT(stream, stream_.first), *token_ids = SLOT(completion, completion_.token_ids);
+    Py_ssize_t count = PyList_GET_SIZE(token_ids);
+    Py_ssize_t start = PyLong_AsSsize_t(SLOT(completion, completion_.num_taken));
+    if (start >= count) return NULL;
+    if (SLOT(stream, stream_.is_delta) != Py_True) return PyObject_CallMethodNoArgs(stream, str_take);
+    PyObject *result = NULL, *text = NULL, *output = NULL, *outputs = NULL, *taken = NULL;
+    PyObject *new_ids = PyList_GetSlice(token_ids, start, count);
+    if (new_ids == NULL) return NULL;
+    if ((text = new_text(completion, new_ids)) == NULL) goto done;
+    if ((taken = PyLong_FromSsize_t(count)) == NULL) goto done;
+    set_slot(completion, completion_.num_taken, taken);
+    set_slot(completion, completion_.num_read, taken);
+    PyObject *inner[] = {SLOT(completion, completion_.index), text, new_ids};
+    if ((output = PyObject_Vectorcall(completion_output, inner, 3, NULL)) == NULL) goto done;
+    if ((outputs = PyList_New(1)) == NULL) goto done;
+    PyList_SET_ITEM(outputs, 0, Py_NewRef(output));
+    /* Neither list can be part of a cycle. Visiting them would cost the garbage collector more than making them. */
+    PyObject_GC_UnTrack(new_ids);
+    PyObject_GC_UnTrack(outputs);
+    PyObject *outer[] = {SLOT(stream, stream_.request_id),
+                         SLOT(stream, stream_.prompt),
+                         SLOT(stream, stream_.prompt_token_ids),
+                         outputs,
+                         Py_False,
+                         Py_None,
+                         SLOT(stream, stream_.metrics),
+                         SLOT(stream, stream_.num_cached_tokens)};
+    result = PyObject_Vectorcall(request_output, outer, 8, NULL);
+done:
+    Py_DECREF(new_ids);
+    Py_XDECREF(text);
+    Py_XDECREF(taken);
+    Py_XDECREF(output);
+    Py_XDECREF(outputs);
+    return result;
+}
+
+/* take_outputs(streams, otherwise) -> outputs */
+static PyObject *take_outputs(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "take_outputs needs a list and a function");
+        return NULL;
+    }
+    PyObject *outputs = PyList_New(0);
+    if (outputs == NULL) return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *stream = PyList_GET_ITEM(args[0], i), *output;
+        if (is_simple(stream)) {
+            set_slot(stream, stream_.is_ready, Py_False);
+            output = simple_output(stream);
+            if (output == NULL && !PyErr_Occurred()) continue;
+        } else {
+            output = PyObject_CallOneArg(args[1], stream);
+            if (output == Py_None) {
+                Py_DECREF(output);
+                continue;
+            }
+        }
+        int error = output == NULL ? -1 : PyList_Append(outputs, output);
+        Py_XDECREF(output);
+        if (error) {
+            Py_DECREF(outputs);
+            return NULL;
+        }
+    }
+    return outputs;
+}
+
+/* What `__anext__` returns: an awaitable that waits for the next output of a stream and returns it, as
+ * `OutputIterator._next` does. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *iterator, *stream;
+} NextOutput;
+
+static PyTypeObject NextOutput_type;
+
+/* next_output(iterator, stream) */
+static PyObject *next_output(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "next_output needs an iterator and a stream");
+        return NULL;
+    }
+    NextOutput *self = PyObject_GC_New(NextOutput, &NextOutput_type);
+    if (self == NULL) return NULL;
+    self->iterator = Py_NewRef(args[0]);
+    self->stream = Py_NewRef(args[1]);
+    PyObject_GC_Track(self);
+    return (PyObject *)self;
+}
+
+static int NextOutput_traverse(NextOutput *self, visitproc visit, void *arg) {
+    Py_VISIT(self->iterator);
+    Py_VISIT(self->stream);
+    return 0;
+}
+
+static int NextOutput_clear(NextOutput *self) {
+    Py_CLEAR(self->iterator);
+    Py_CLEAR(self->stream);
+    return 0;
+}
+
+static void NextOutput_dealloc(NextOutput *self) {
+    PyObject_GC_UnTrack(self);
+    NextOutput_clear(self);
+    PyObject_GC_Del(self);
+}
+
+/* Return a future that is done when there may be news, marked as `await` marks it for the task. */
+static PyObject *arrival(PyObject *stream) {
+    PyObject *waiter = NULL;
+    if (Py_IS_TYPE(stream, stream_type) && SLOT(stream, stream_.waiter) == Py_None) {
+        PyObject *loop = PyObject_CallNoArgs(get_running_loop);
+        if (loop == NULL) return NULL;
+        waiter = PyObject_CallMethodNoArgs(loop, str_create_future);
+        Py_DECREF(loop);
+        if (waiter != NULL) set_slot(stream, stream_.waiter, waiter);
+    } else {
+        waiter = PyObject_CallMethodNoArgs(stream, str_arrival);
+    }
+    if (waiter != NULL && PyObject_SetAttr(waiter, str_blocking, Py_True) < 0) Py_CLEAR(waiter);
+    return waiter;
+}
+
+/* Close the iterator, and keep the exception that is set. */
+static void close_iterator(NextOutput *self) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *result = PyObject_CallMethodNoArgs(self->iterator, str_close);
+    if (result == NULL) PyErr_WriteUnraisable(self->iterator);
+    Py_XDECREF(result);
+    PyErr_Restore(type, value, traceback);
+}
+
+static PySendResult NextOutput_send(NextOutput *self, PyObject *value, PyObject **result) {
+    *result = NULL;
+    if (is_simple(self->stream)) {
+        *result = simple_output(self->stream);
+        if (*result != NULL) return PYGEN_RETURN;
+    } else {
+        PyObject *news = PyObject_CallMethodNoArgs(self->stream, str_has_news);
+        int is_true = news == NULL ? -1 : PyObject_IsTrue(news);
+        Py_XDECREF(news);
+        if (is_true > 0) {
+            /* Closes the iterator after the last output, and on an error. */
+            *result = PyObject_CallMethodOneArg(self->iterator, str_take_from, self->stream);
+            return *result == NULL ? PYGEN_ERROR : PYGEN_RETURN;
+        }
+    }
+    if (!PyErr_Occurred()) *result = arrival(self->stream);
+    if (*result != NULL) return PYGEN_NEXT;
+    close_iterator(self);
+    return PYGEN_ERROR;
+}
+
+static PyObject *NextOutput_iternext(NextOutput *self) {
+    PyObject *result;
+    switch (NextOutput_send(self, Py_None, &result)) {
+    case PYGEN_NEXT:
+        return result;
+    case PYGEN_RETURN: {
+        PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result);
+        Py_DECREF(result);
+        if (stop != NULL) PyErr_SetObject(PyExc_StopIteration, stop);
+        Py_XDECREF(stop);
+        return NULL;
+    }
+    default:
+        return NULL;
+    }
+}
+
+/* throw(exception) or throw(type, value, traceback), as a task does that is cancelled */
+static PyObject *NextOutput_throw(NextOutput *self, PyObject *args) {
+    PyObject *type, *value = Py_None, *traceback = Py_None;
+    if (!PyArg_UnpackTuple(args, "throw", 1, 3, &type, &value, &traceback)) return NULL;
+    if (PyExceptionInstance_Check(type))
+        PyErr_SetObject((PyObject *)Py_TYPE(type), type);
+    else
+        PyErr_SetObject(type, value == Py_None ? NULL : value);
+    close_iterator(self);
+    return NULL;
+}
+
+static PyObject *NextOutput_close(NextOutput *self, PyObject *args) {
+    close_iterator(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef NextOutput_methods[] = {
+    {"throw", (PyCFunction)NextOutput_throw, METH_VARARGS, "Close the iterator and raise."},
+    {"close", (PyCFunction)NextOutput_close, METH_NOARGS, "Close the iterator."},
+    {NULL, NULL, 0, NULL},
+};
+static PyAsyncMethods NextOutput_async = {.am_await = PyObject_SelfIter, .am_send = (sendfunc)NextOutput_send};
+static PyTypeObject NextOutput_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "vllm_mp.client.outputs._output_path.NextOutput",
+    .tp_basicsize = sizeof(NextOutput),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_traverse = (traverseproc)NextOutput_traverse,
+    .tp_clear = (inquiry)NextOutput_clear,
+    .tp_dealloc = (destructor)NextOutput_dealloc,
+    .tp_as_async = &NextOutput_async,
+    .tp_iter = PyObject_SelfIter,
+    .tp_iternext = (iternextfunc)NextOutput_iternext,
+    .tp_methods = NextOutput_methods,
+};
+
+static PyMethodDef methods[] = {
+    {"configure", configure, METH_VARARGS, "Look up the slots of the classes."},
+    {"take_in", (PyCFunction)(void (*)(void))take_in, METH_FASTCALL, "See output_path.py."},
+    {"take_outputs", (PyCFunction)(void (*)(void))take_outputs, METH_FASTCALL, "See output_path.py."},
+    {"next_output", (PyCFunction)(void (*)(void))next_output, METH_FASTCALL, "See output_path.py."},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_output_path", NULL, -1, methods};
+
+PyMODINIT_FUNC PyInit__output_path(void) {
+    str_arrival = PyUnicode_InternFromString("arrival");
+    str_blocking = PyUnicode_InternFromString("_asyncio_future_blocking");
+    str_close = PyUnicode_InternFromString("_close");
+    str_create_future = PyUnicode_InternFromString("create_future");
+    str_has_news = PyUnicode_InternFromString("has_news");
+    str_set_result = PyUnicode_InternFromString("set_result");
+    str_take = PyUnicode_InternFromString("take");
+    str_take_from = PyUnicode_InternFromString("_take_from");
+    str_wake = PyUnicode_InternFromString("wake");
+    PyObject *asyncio = PyImport_ImportModule("asyncio");
+    if (asyncio == NULL) return NULL;
+    invalid_state = PyObject_GetAttrString(asyncio, "InvalidStateError");
+    get_running_loop = PyObject_GetAttrString(asyncio, "get_running_loop");
+    Py_DECREF(asyncio);
+    if (invalid_state == NULL || get_running_loop == NULL || PyType_Ready(&NextOutput_type) < 0) return NULL;
+    return PyModule_Create(&definition);
+}

@@ -1,0 +1,134 @@
+"""Many requests with one consumer, which gets all outputs that are ready at a time."""
+
+import types
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Self, cast
+
+from vllm_mp.client.output_iterator import Abandon, OutputIterator
+from vllm_mp.client.outputs import output_path
+from vllm_mp.client.outputs.stream import ReadyStreams, RequestStream
+from vllm_mp.client.prompt import PromptType
+from vllm_mp.outputs import RequestFailure, RequestOutput
+from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.sampling_params import SamplingParams
+
+
+class StreamGroup:
+    """The outputs of many requests as lists: one awaitable for all streams, where `generate` has one for each.
+
+        async with llm.stream_group() as group:
+            for prompt in prompts:
+                await group.add(prompt, params)
+            async for outputs in group:
+                for output in outputs:
+                    ...
+
+    Each list has what is new: one `RequestOutput` for each stream with news, which is what `generate` would yield, or a
+    `RequestFailure` for a stream that failed, which ends no other. The iteration ends when no request is left; requests
+    that are added during it belong to it, and after it a new iteration may begin. Leaving the `async with` block,
+    `aclose` and dropping the group abort the requests that have not ended. At most one consumer may iterate at a time.
+    """
+
+    def __init__(self, add: Callable[..., Awaitable[OutputIterator]], abandon: Abandon) -> None:
+        """`add` is `AsyncLLM.add_request`."""
+        self._add = add
+        self._abandon = abandon
+        self._streams: dict[str, RequestStream] = {}
+        """By id: the streams whose last output has not been taken."""
+        self._ready = ReadyStreams()
+        self._num_being_added = 0
+
+    def __len__(self) -> int:
+        """Return the number of requests whose last output has not been taken."""
+        return len(self._streams)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._streams
+
+    async def add(
+        self,
+        prompt: PromptType | None,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **arguments: Any,
+    ) -> str:
+        """Send a request and return its id.
+
+        Takes the arguments of `AsyncLLM.generate`, and raises what it raises for a request that cannot run.
+        """
+        if isinstance(sampling_params, PoolingParams):
+            raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        if request_id in self._streams:
+            raise ValueError(f"request_id {request_id!r} is in use by a request of this group; choose another")
+        self._num_being_added += 1
+        try:
+            stream = (await self._add(request_id, prompt, sampling_params, **arguments)).detach()
+        finally:
+            self._num_being_added -= 1
+            self._ready.wake()  # this may have been the last request that an iteration waits for
+        self._streams[request_id] = stream
+        stream.group = self._ready
+        if stream.has_news():
+            stream.wake()
+        return request_id
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[RequestOutput | RequestFailure]:
+        """Return the outputs that are ready, as soon as there is one.
+
+        Raises StopAsyncIteration if no request is left.
+        """
+        while self._streams or self._num_being_added:
+            if not len(self._ready):
+                await self._ready.arrival()
+            if outputs := self._take():
+                return outputs
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Abort the requests that have not ended, and forget them."""
+        self._close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _take(self) -> list[RequestOutput | RequestFailure]:
+        """Return the outputs of the streams that are ready, and forget the streams that have ended."""
+        return output_path.current.take_outputs(self._ready.take(), self._take_any)
+
+    def _take_any(self, stream: RequestStream) -> RequestOutput | RequestFailure | None:
+        """Return the output of a stream of any kind, or None without news; forget the stream if it has ended."""
+        stream.is_ready = False
+        if not stream.has_news():
+            return None
+        output: RequestOutput | RequestFailure
+        try:
+            output = cast("RequestOutput", stream.take())
+        except Exception as error:
+            output = RequestFailure(stream.request_id, error)
+        if output.finished:
+            self._streams.pop(stream.request_id, None)
+        return output
+
+    def _close(self) -> None:
+        streams, self._streams = self._streams, {}
+        self._ready.take()
+        for stream in streams.values():
+            stream.group, stream.is_ready = None, False
+            self._abandon(stream)
+        self._ready.wake()

@@ -1,0 +1,104 @@
+"""Chat templates that refuse, fail, loop or grow: the request fails with the reason, and its thread is free again."""
+
+import asyncio
+import time
+
+import pytest
+
+from vllm_mp.client.tokenizer import load_tokenizer
+from vllm_mp.model_store import cache_root
+from vllm_mp.server.chat_template import ChatTemplate, ChatTemplateError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model):
+    return load_tokenizer(default_model, cache_dir=cache_root())
+
+
+def _render(tokenizer, *, time_limit=2.0, **options):
+    return asyncio.run(ChatTemplate(tokenizer, time_limit).render(MESSAGES, **options))
+
+
+def test_variables_reach_the_template(tokenizer):
+    text = _render(tokenizer, template="{{ messages[0].content }} {{ mood }}", variables={"mood": "gladly"})
+    assert text == "hello gladly"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('only assistants') }}", "only assistants"),
+        ("{{ messages[0].name + 'x' }}", "has no attribute 'name'"),
+        ("{{ 1 // 0 }}", "integer division"),
+        ("{% if %}", "the chat template failed"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.mro() }}", "unsafe"),
+        ("{{ 'x' * 67200000 }}", "made 67200000 characters, the limit is"),
+    ],
+)
+def test_template_that_fails_says_why(tokenizer, template, said):
+    with pytest.raises(ChatTemplateError, match=said):
+        _render(tokenizer, template=template, time_limit=30)
+
+
+def test_variable_with_the_name_of_an_argument_is_refused(tokenizer):
+    with pytest.raises(ChatTemplateError, match="'tokenize'"):
+        _render(tokenizer, variables={"tokenize": True})
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_looping_templates_end_and_leave_their_threads_to_others(tokenizer, cancel):
+    async def run():
+        template = ChatTemplate(tokenizer, 0.2 if not cancel else 1000)
+        # More renderings than there are threads.
+        loops = [asyncio.create_task(template.render(MESSAGES, template=LOOP)) for _ in range(6)]
+        if cancel:
+            await asyncio.sleep(0)
+            for task in loops:
+                task.cancel()
+        errors = await asyncio.gather(*loops, return_exceptions=True)
+        text = await template.render(MESSAGES)
+        return errors, text
+
+    errors, text = asyncio.run(run())
+    assert "hello" in text
+    for error in errors:
+        assert isinstance(error, asyncio.CancelledError if cancel else ChatTemplateError)
+        if not cancel:
+            assert "did not end within 0.2 s" in str(error)
+
+
+def test_event_loop_goes_on_while_a_template_loops(tokenizer):
+    async def run():
+        template = ChatTemplate(tokenizer, 0.5)
+        loop = asyncio.create_task(template.render(MESSAGES, template=LOOP))
+        ticks = 0
+        while not loop.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(run()) > 3
+
+
+def test_request_with_a_template_is_served_if_the_operator_trusts_it(in_process):
+    async def send(chat_template, **options):
+        body = {"messages": MESSAGES, "chat_template": chat_template}
+        async with in_process(**options) as client:
+            return await client.post("/tokenize", json=body)
+
+    asked = "{{ messages[0].content }} again"
+    trusted = asyncio.run(send(asked, trust_request_chat_template=True))
+    assert (trusted.status_code, trusted.json()["count"]) == (200, 2)
+    refused = asyncio.run(send(asked))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+    failing = asyncio.run(send("{{ raise_exception('no users') }}", trust_request_chat_template=True))
+    assert failing.status_code == 400
+    assert failing.json()["error"]["code"] == "chat_template_failed"
+    assert "no users" in failing.json()["error"]["message"]
+    started = time.monotonic()
+    assert asyncio.run(send(LOOP, trust_request_chat_template=True)).status_code == 400
+    assert time.monotonic() - started < 60

@@ -1,0 +1,187 @@
+"""The life of a server process: its start, its drain, its end, and what is left afterwards."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import psutil
+import pytest
+from support.server_process import StreamedAnswers, served
+
+from vllm_mp.model_store import DEFAULT_MODEL
+from vllm_mp.server.admission import Admission
+from vllm_mp.server.app import build_app
+from vllm_mp.server.options import ServerOptions
+from vllm_mp.testing.engines import eventually, replay_core
+
+_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def slow_core(default_model, tmp_path_factory):
+    """The address of a core that streams 20 tokens per second, so that a stream of `_TOKENS` takes 2 seconds."""
+    with replay_core(tmp_path_factory.mktemp("slow"), "--rate", "20") as address:
+        yield address
+
+
+def _serve_from(address, folder, *flags):
+    """Return the context of a server over the core at `address`."""
+    return served(DEFAULT_MODEL, folder, "--connect", address, *flags, core_flags=())
+
+
+async def _signal_during_streams(server, number):
+    """Send a signal once 4 streams run; return them, and the task that reads them."""
+    answers = StreamedAnswers(server, ["Hello"] * 4, _TOKENS)
+    running = asyncio.create_task(answers.run())
+    await answers.all_run.wait()
+    server.process.send_signal(number)
+    return answers, running
+
+
+def test_server_listens_while_it_loads_and_ends_on_a_signal(tmp_path):
+    with _serve_from(f"ipc://{tmp_path}/no-core.sock", tmp_path) as server:
+        assert server.get("/health") == (200, {"status": "ok"})
+        status, body = server.get("/ready")
+        assert (status, body["reason"]) == (503, "the server is loading the model")
+        status, body = server.post("/v1/completions", {"prompt": "Hello"})
+        assert (status, body["error"]["code"]) == (503, "loading")
+        server.process.terminate()
+        assert server.process.wait(10) == 0
+
+
+def test_port_in_use_ends_the_command_with_code_1_and_says_so(server):
+    command = [sys.executable, "-m", "vllm_mp.cli", "serve", "--port", str(server.port)]
+    for flags in ([], ["--api-server-count", "2"]):
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert f"cannot listen on 127.0.0.1:{server.port}" in done.stderr
+        assert "choose another --port" in done.stderr
+
+
+def test_drain_completes_live_streams_and_refuses_new_requests(slow_core, tmp_path):
+    with _serve_from(slow_core, tmp_path) as server:
+        server.wait_until_ready()
+
+        async def run():
+            answers, running = await _signal_during_streams(server, signal.SIGTERM)
+            async with httpx.AsyncClient(base_url=server.url) as client:
+
+                async def is_draining():
+                    return (await client.get("/ready")).status_code == 503
+
+                await eventually(is_draining)
+                assert (await client.get("/ready")).json()["reason"] == "the server is shutting down"
+                assert (await client.get("/health")).status_code == 200
+                refused = await client.post("/v1/completions", json={"prompt": "Hello"})
+            assert refused.status_code == 503
+            assert refused.headers["Retry-After"]
+            assert refused.json()["error"]["code"] == "server_unavailable"
+            await running
+            assert answers.ends == ["length"] * 4
+
+        asyncio.run(run())
+        assert server.process.wait(30) == 0
+
+
+def test_drain_timeout_ends_live_streams_with_an_error(slow_core, tmp_path):
+    with _serve_from(slow_core, tmp_path, "--drain-timeout", "0") as server:
+        server.wait_until_ready()
+
+        async def run():
+            answers, running = await _signal_during_streams(server, signal.SIGINT)
+            await running
+            assert answers.ends == ["the server is shutting down"] * 4
+
+        asyncio.run(run())
+        assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_second_signal_ends_the_server_at_once(slow_core, tmp_path, count):
+    with _serve_from(slow_core, tmp_path, "--api-server-count", count) as server:
+        server.wait_until_ready()
+
+        async def run():
+            answers, running = await _signal_during_streams(server, signal.SIGINT)
+            assert server.process.stdout.readline().startswith("ready: ")
+            assert server.process.stdout.readline().startswith("shutting down: 4 requests")
+            server.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(ConnectionResetError, ExceptionGroup):
+                await running
+            assert "length" not in answers.ends
+
+        asyncio.run(run())
+        assert server.process.wait(30) == 130
+
+
+def test_drain_of_several_front_processes_completes_their_streams(slow_core, tmp_path):
+    with _serve_from(slow_core, tmp_path, "--api-server-count", "2") as server:
+        server.wait_until_ready()
+
+        async def run():
+            answers, running = await _signal_during_streams(server, signal.SIGTERM)
+            await running
+            assert answers.ends == ["length"] * 4
+
+        asyncio.run(run())
+        assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("count", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_server_ends_with_code_1_when_its_core_is_gone_for_good(default_model, tmp_path, count):
+    flags = ("--max-core-restarts", "0", "--api-server-count", count)
+    with served(DEFAULT_MODEL, tmp_path, *flags, TMPDIR=str(tmp_path)) as server:
+        server.wait_until_ready()
+
+        async def run():
+            answers = StreamedAnswers(server, ["Hello"] * 4, 200)
+            running = asyncio.create_task(answers.run())
+            await answers.all_run.wait()
+            children = psutil.Process(server.pid).children(recursive=True)
+            os.kill(server.core_pid(), signal.SIGKILL)
+            await running
+            return answers.ends, children
+
+        ends, children = asyncio.run(run())
+        assert all("the core has died more than max_core_restarts=0" in end for end in ends), ends
+        assert server.process.wait(30) == 1
+        assert "max_core_restarts=0" in server.log.read_text()
+        assert not any(child.is_running() for child in children)
+    assert [path.name for path in tmp_path.iterdir()] == ["server.log"]
+
+
+@pytest.mark.slow
+def test_core_ends_with_a_server_that_is_killed(default_model, tmp_path):
+    with served(DEFAULT_MODEL, tmp_path, TMPDIR=str(tmp_path)) as server:
+        server.wait_until_ready()
+        children = psutil.Process(server.pid).children(recursive=True)
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, 20)
+        assert not alive
+    assert [path.name for path in tmp_path.iterdir()] == ["server.log"]
+
+
+def test_request_beyond_the_limit_is_refused_until_another_ends(replay_engine):
+    async def run():
+        admission = Admission(2)
+        transport = httpx.ASGITransport(build_app(replay_engine, ServerOptions(), admission))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+
+            async def ask(prompt):
+                return await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+
+            async with admission.admit(1):
+                assert (await ask("Hello")).status_code == 200
+                refused = await ask(["Hello", "Hello"])
+                assert refused.status_code == 429
+                assert refused.headers["Retry-After"]
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert (await ask(["Hello", "Hello"])).status_code == 200
+            assert (await ask(["Hello"] * 3)).status_code == 400
+        assert admission.num_live == 0
+
+    asyncio.run(run())

@@ -1,0 +1,231 @@
+"""The compiled output path and the one in Python do the same, and what reaches consumers is complete."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from vllm_mp import wire
+from vllm_mp.client.outputs import output_path
+from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.stream import GenerationStream
+from vllm_mp.client.request import GenerationRequest
+from vllm_mp.client.stream_group import StreamGroup
+from vllm_mp.client.tokenizer import load_awaitable_tokenizer
+from vllm_mp.engine_args import EngineArgs
+from vllm_mp.outputs import RequestFailure
+from vllm_mp.replay_core.answers import Answers
+from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+
+PROMPT = [300]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model):
+    return load_awaitable_tokenizer(EngineArgs().create_engine_config().model_config)
+
+
+def request_of(request_id, params):
+    return GenerationRequest(request_id, "text", PROMPT, wire.pack_ids(PROMPT), params, 1.0)
+
+
+def stream_in(processor, request_id, tokenizer=None, n=1, interval=1, **fields):
+    """Return the stream of a new request in the output processor."""
+    params = SamplingParams(max_tokens=None, **fields)
+    detokenizers = [tokenizer and IncrementalDetokenizer(tokenizer, PROMPT) for _ in range(n)]
+    completions = [Completion(i, params, detokenizer) for i, detokenizer in enumerate(detokenizers)]
+    stream = GenerationStream(request_of(request_id, params), completions, interval)
+    processor.reserve(request_id)
+    processor.enter(stream)
+    return stream
+
+
+def group_of(*streams):
+    """Return a group that has these streams, which nothing aborts."""
+    waiting = iter(streams)
+
+    class Detached:
+        def detach(self):
+            return next(waiting)
+
+    async def add(*_, **__):
+        return Detached()
+
+    async def make():
+        group = StreamGroup(add, lambda stream: None)
+        for stream in streams:
+            await group.add(None, None, stream.request_id)
+        return group
+
+    return asyncio.run(make())
+
+
+def message(entries, finished=()):
+    """Return a step output; an entry is (slot, token, position)."""
+    slots, tokens, positions = np.asarray(entries, np.int64).reshape(-1, 3).T
+    return wire.StepOutput(0, 1, *wire.pack_tokens(slots, tokens, positions), finished=list(finished))
+
+
+async def take(group):
+    """Return the next outputs of a group that has some."""
+    return await asyncio.wait_for(anext(group), 10)
+
+
+def play(tokenizer, seed):
+    """Return all that consumers get from streams of many kinds, whose messages and readers come in random order."""
+    chance = random.Random(seed)
+    processor, answers = OutputProcessor(), Answers().tokens
+    kinds = [
+        {},
+        {"output_kind": RequestOutputKind.DELTA},
+        {"output_kind": RequestOutputKind.DELTA, "stop": [" the", "\n"]},
+        {"output_kind": RequestOutputKind.FINAL_ONLY},
+        {"output_kind": RequestOutputKind.DELTA, "n": 2},
+        {"output_kind": RequestOutputKind.DELTA, "interval": 3},
+        {"output_kind": RequestOutputKind.DELTA, "detokenize": False},
+    ]
+    streams = [
+        stream_in(processor, f"{number}", tokenizer, **chance.choice([*kinds, kinds[1], kinds[1]]))
+        for number in range(12)
+    ]
+    group = group_of(*streams)
+    live = {
+        completion.slot: (completion, chance.choice(answers), chance.randint(1, 60))
+        for stream in streams
+        for completion in stream.completions
+    }
+    seen = []
+
+    async def run():
+        while live or group:
+            entries, finished = [], []
+            for slot, (completion, tokens, length) in list(live.items()):
+                for _ in range(chance.choice([0, 1, 1, 1, 3])):
+                    position = len(completion.token_ids) + sum(entry[0] == slot for entry in entries)
+                    if completion.is_live and position < length:
+                        entries.append((slot, int(tokens[position]), position))
+                done = len(completion.token_ids) + sum(entry[0] == slot for entry in entries)
+                if done >= length or not completion.is_live:
+                    finished.append(wire.Finished(slot, done, "length"))
+                    del live[slot]
+            chance.shuffle(entries)
+            entries.sort(key=lambda entry: entry[2])
+            assert len(processor.process(message(entries, finished))) <= len(streams)
+            if chance.random() < 0.6 and len(group._ready):
+                seen.extend(await take(group))
+
+    asyncio.run(run())
+    for output in seen:
+        if output.metrics is not None:
+            assert output.metrics.first_token_time <= output.metrics.last_token_time
+            output.metrics = None
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_both_paths_give_the_same_outputs(tokenizer, seed, monkeypatch):
+    if output_path.COMPILED is None:
+        pytest.skip("the output path was not compiled: there was no C compiler")
+    seen = []
+    for functions in (output_path.PYTHON, output_path.COMPILED):
+        monkeypatch.setattr(output_path, "current", functions)
+        seen.append(play(tokenizer, seed))
+    assert seen[0] == seen[1]
+    assert len(seen[0]) > 50
+
+
+def test_delta_texts_of_a_group_are_the_text_of_all_tokens(tokenizer, path):
+    processor, answers = OutputProcessor(), Answers().tokens
+    streams = [
+        stream_in(processor, f"{number}", tokenizer, output_kind=RequestOutputKind.DELTA)
+        for number in range(len(answers))
+    ]
+    group = group_of(*streams)
+    texts = {stream.request_id: "" for stream in streams}
+
+    async def run():
+        for position in range(answers.shape[1]):
+            last = position == answers.shape[1] - 1
+            ends = [wire.Finished(stream.completions[0].slot, position + 1, "length") for stream in streams]
+            entries = [
+                (stream.completions[0].slot, tokens[position], position)
+                for stream, tokens in zip(streams, answers, strict=True)
+            ]
+            processor.process(message(entries, ends if last else []))
+            if position % 3 != 1:  # so some outputs are merged
+                for output in await take(group):
+                    texts[output.request_id] += output.outputs[0].text
+                    assert output.finished == last
+        with pytest.raises(StopAsyncIteration):
+            await take(group)
+
+    asyncio.run(run())
+    for tokens, text in zip(answers, texts.values(), strict=True):
+        assert text == tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+
+def test_failure_of_a_stream_is_reported_and_ends_no_other(path):
+    processor = OutputProcessor()
+    failing, fine = (stream_in(processor, name, output_kind=RequestOutputKind.DELTA) for name in ("failing", "fine"))
+    group = group_of(failing, fine)
+    slots = [stream.completions[0].slot for stream in (failing, fine)]
+
+    async def run():
+        unwanted = processor.process(message([(slots[0], 5, 3), (slots[0], 6, 0), (slots[1], 7, 0)]))
+        assert unwanted == [slots[0]]
+        failed, output = sorted(await take(group), key=lambda output: output.request_id)
+        assert isinstance(failed, RequestFailure)
+        assert failed.finished
+        assert "tokens after the first 0 were lost" in str(failed.error)
+        assert output.outputs[0].token_ids == [7]
+        processor.process(message([], [wire.Finished(slots[1], 1, "length")]))
+        (output,) = await take(group)
+        assert output.finished
+        assert len(group) == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("slots", "tokens", "positions"),
+    [(b"\0\0", b"\0" * 8, b"\0" * 4), (b"\0" * 4, b"\0" * 8, b"\0" * 2), (b"\0" * 2, b"\0" * 5, b"\0" * 2)],
+)
+def test_columns_that_disagree_are_refused(path, slots, tokens, positions):
+    with pytest.raises(ValueError, match="the columns disagree"):
+        OutputProcessor().process(wire.StepOutput(0, 1, slots, tokens, positions))
+
+
+def test_tokens_of_unknown_slots_and_of_positions_received_before_are_ignored(path):
+    processor = OutputProcessor()
+    stream = stream_in(processor, "id", output_kind=RequestOutputKind.DELTA)
+    slot = stream.completions[0].slot
+    assert processor.process(message([(slot, 2**32 - 1, 0), (slot, 5, 0), (2**16 + 3, 5, 0), (7, 5, 0)])) == []
+    assert stream.completions[0].token_ids == [2**32 - 1]
+
+
+def test_consumer_that_was_cancelled_or_whose_event_loop_is_closed_does_not_keep_tokens_from_others(path):
+    processor = OutputProcessor()
+    streams = [stream_in(processor, f"{i}", output_kind=RequestOutputKind.DELTA) for i in range(3)]
+
+    async def wait_and_leave():
+        streams[0].arrival().cancel()
+        streams[1].arrival()
+
+    asyncio.run(wait_and_leave())
+    entries = [(stream.completions[0].slot, 5, 0) for stream in streams]
+    assert processor.process(message(entries)) == []
+    assert [asyncio.run(stream.next()).outputs[0].token_ids for stream in streams] == [[5]] * 3
+
+
+def test_second_consumer_of_a_stream_is_refused():
+    stream = stream_in(OutputProcessor(), "id")
+
+    async def run():
+        stream.arrival()
+        with pytest.raises(RuntimeError, match="has a consumer that waits"):
+            stream.arrival()
+
+    asyncio.run(run())

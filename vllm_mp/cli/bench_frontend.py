@@ -1,0 +1,156 @@
+"""The benchmark of the client's output path: from a core's messages to text at the consumers, without a model."""
+
+import argparse
+import asyncio
+import os
+import platform
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.load_generator import percentiles
+from vllm_mp.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from vllm_mp.cli.frontend_load import Load, Round
+
+USAGE = "[OPTIONS]"
+HELP = "Measure the client alone: tokens per second from a stand-in for a core to the consumers of the streams."
+
+_CONSUMERS = {"group": "one consumer of a stream group", "each": "a consumer for each stream"}
+_KINDS = {"delta": RequestOutputKind.DELTA, "cumulative": RequestOutputKind.CUMULATIVE}
+_NUM_WARM_UP = 20
+"""Requests before the latency is measured."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--streams",
+        type=positive_integer,
+        nargs="+",
+        default=[256, 1024],
+        help="Numbers of streams (default: 256 1024)",
+    )
+    parser.add_argument(
+        "--tokens", type=positive_integer, default=256, help="Tokens of each stream (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive_integer, default=5, help="Rounds of each case, after one more (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--consumers",
+        nargs="+",
+        choices=list(_CONSUMERS),
+        default=list(_CONSUMERS),
+        help="; ".join(f"{name}: {text}" for name, text in _CONSUMERS.items()) + " (default: both)",
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(_KINDS), default=list(_KINDS), help="Kinds of output (default: both)"
+    )
+    parser.add_argument(
+        "--requests",
+        type=positive_integer,
+        default=500,
+        help="Requests, one after the other, that measure the time to the first output (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--breakdown", action="store_true", help="Also print what each part of the path costs per token"
+    )
+    parser.add_argument(
+        "--python", action="store_true", help="Use the path in Python, even if the compiled one was built"
+    )
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from vllm_mp.cli.frontend_load import replay
+    from vllm_mp.client.async_llm import AsyncLLM
+    from vllm_mp.client.outputs import output_path
+
+    if args.python:
+        output_path.current = output_path.PYTHON
+    is_compiled = output_path.current is output_path.COMPILED
+    own, other = _processors()
+    if own is not None:
+        os.sched_setaffinity(0, {own})
+    with replay(other) as core:
+        llm = AsyncLLM.connect(core.address)
+        try:
+            print(
+                f"output path {'compiled' if is_compiled else 'in Python'}, Python {platform.python_version()}; "
+                f"client on processor {own}, core on {other}"
+            )
+            report = uvloop.run(_measure(args, llm, core))
+        finally:
+            llm.shutdown()
+    write_json(args.json, {"compiled": is_compiled, **report})
+    return 0
+
+
+async def _measure(args: argparse.Namespace, llm: Any, core: Any) -> dict[str, Any]:
+    """Run all cases, print them, and return the figures."""
+    from vllm_mp.cli.frontend_load import Load
+
+    cases = []
+    columns = f"{'tokens/s':>12}{'tokens/CPU s':>14}{'lowest':>12}{'highest':>12}"
+    print(f"{'streams':>7}  {'consumers':<10}{'kind':<12}{columns}")
+    for num_streams in args.streams:
+        load = Load(llm, core, num_streams, args.tokens)
+        for consumers in args.consumers:
+            for kind in args.kinds:
+                case = await _case(load, consumers == "group", _KINDS[kind], args.rounds)
+                cases.append({"streams": num_streams, "consumers": consumers, "kind": kind, **case})
+                print(
+                    f"{num_streams:>7}  {consumers:<10}{kind:<12}{case['tokens_per_s']:>12,.0f}"
+                    f"{case['tokens_per_cpu_s']:>14,.0f}{case['lowest']:>12,.0f}{case['highest']:>12,.0f}"
+                )
+    load = Load(llm, core, 1, args.tokens)
+    times = [1e6 * await load.first_output_s() for _ in range(args.requests + _NUM_WARM_UP)][_NUM_WARM_UP:]
+    latency = dict(zip(("p50", "p99"), percentiles(times, (0.5, 0.99)), strict=True))
+    print(f"from a request to its first output: p50 {latency['p50']:,.0f} us, p99 {latency['p99']:,.0f} us")
+    report: dict[str, Any] = {"cases": cases, "first_output_us": latency}
+    if args.breakdown:
+        report["breakdown"] = [_print_breakdown(llm, num_streams, args.tokens, cases) for num_streams in args.streams]
+    return report
+
+
+async def _case(load: "Load", by_group: bool, kind: RequestOutputKind, num_rounds: int) -> dict[str, float]:
+    """Return the medians over rounds, after one that warms up; rates are in tokens per second."""
+    rounds: list[Round] = []
+    for _ in range(num_rounds + 1):
+        rounds.append(await load.run(by_group, kind))
+        await asyncio.sleep(0)
+    del rounds[0]
+    rates = [measured.num_tokens / measured.cpu_s for measured in rounds]
+    return {
+        "tokens_per_s": statistics.median(measured.num_tokens / measured.wall_s for measured in rounds),
+        "tokens_per_cpu_s": statistics.median(rates),
+        "lowest": min(rates),
+        "highest": max(rates),
+        "tokens_per_output": statistics.median(measured.num_tokens / measured.num_outputs for measured in rounds),
+    }
+
+
+def _print_breakdown(llm: Any, num_streams: int, num_tokens: int, cases: list[dict[str, Any]]) -> dict[str, float]:
+    """Print and return the microseconds per token of each part of the path; the rest of the rounds is the last part."""
+    from vllm_mp.cli.frontend_breakdown import breakdown
+
+    parts = breakdown(llm.get_tokenizer(), num_streams, num_tokens)
+    print(f"\nmicroseconds of processor time per token, {num_streams} streams, DELTA")
+    for name, cost in parts.items():
+        print(f"  {name:<58}{cost:>8.3f}")
+    rest = {}
+    for case in cases:
+        if case["streams"] == num_streams and case["kind"] == "delta":
+            name = f"socket, event loop, waking, consumers ({case['consumers']})"
+            rest[name] = 1e6 / case["tokens_per_cpu_s"] - sum(parts.values())
+            print(f"  {name:<58}{rest[name]:>8.3f}")
+    return parts | rest
+
+
+def _processors() -> tuple[int | None, int | None]:
+    """Return a processor for the client and another for the core; None if this process may use only one."""
+    usable = sorted(os.sched_getaffinity(0))
+    return (usable[0], usable[1]) if len(usable) > 1 else (None, None)

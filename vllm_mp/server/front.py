@@ -1,0 +1,86 @@
+"""`python -m vllm_mp.server.front`: a front process, one of several that share a core and a port."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.client.background_call import call_in_thread
+from vllm_mp.errors import EngineError
+from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
+from vllm_mp.server.run import ServerProcess
+from vllm_mp.server.security import tls_context
+from vllm_mp.server.shared_state import SharedState
+
+_ORPHANED = 1
+
+
+async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
+    """Serve until a signal, the end of the core or the end of the parent; return the exit code."""
+    shared = SharedState(launch.memory, launch.count, launch.index, launch.metrics_folder)
+
+    async def load() -> AsyncLLM:
+        return await call_in_thread(
+            lambda: AsyncLLM.connect(
+                launch.address,
+                key_file=launch.key_file,
+                timeout=launch.connect_timeout,
+                reconnect_timeout=launch.reconnect_timeout,
+                tokenizer=launch.tokenizer,
+                otlp_traces_endpoint=launch.otlp_traces_endpoint,
+            )
+        )
+
+    options = launch.options
+    listener = socket.socket(fileno=launch.listener)
+    process = ServerProcess(options, tls_context(options), listener, load, shared, listens_early=not launch.is_restart)
+    following = asyncio.create_task(_follow(parent, process))
+    try:
+        return await process.run(lambda: None, lambda _: _tell_ready())
+    finally:
+        following.cancel()
+
+
+async def _follow(parent: asyncio.StreamReader, process: ServerProcess) -> None:
+    """Pass on what the parent says, and end this process at once with the parent."""
+    while line := await parent.readline():
+        process.end(msgspec.json.decode(line, type=CoreGone).cause)
+    os._exit(_ORPHANED)
+
+
+def _tell_ready() -> None:
+    os.write(1, READY_LINE)
+
+
+async def _read_launch() -> tuple[FrontLaunch, asyncio.StreamReader]:
+    """Return the launch line of standard input, and standard input itself."""
+    reader = asyncio.StreamReader(limit=2**24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return msgspec.json.decode(await reader.readline(), type=FrontLaunch), reader
+
+
+async def _main() -> int:
+    launch, parent = await _read_launch()
+    return await serve(launch, parent)
+
+
+def main() -> int:
+    """Run the front process that the launch line describes; return the exit code."""
+    logging.basicConfig(
+        level=os.environ.get("VLLM_MP_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(_main())
+        except (EngineError, OSError, ValueError) as error:
+            print(f"vllm-mp: a front process failed: {error}", file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

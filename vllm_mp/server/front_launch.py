@@ -1,0 +1,47 @@
+"""How a front process is launched, and what its parent tells it: lines of JSON on its standard input.
+
+The first line is a `FrontLaunch`. A later line is a `CoreGone`. The end of the input means that the parent has died.
+"""
+
+import msgspec
+
+from vllm_mp.server.options import ServerOptions
+
+READY_LINE = b"ready\n"
+"""What a front process writes to standard output once it serves."""
+
+
+class FrontLaunch(msgspec.Struct, kw_only=True):
+    """What a front process needs to serve. It inherits the descriptors."""
+
+    options: ServerOptions
+    """With the API keys from all sources."""
+    address: str
+    """The address of the core."""
+    key_file: str | None
+    tokenizer: str | None
+    """Folder of the tokenizer; None: as the core says."""
+    connect_timeout: float
+    """Seconds that the core may take to load."""
+    reconnect_timeout: float
+    """Seconds that the next core may take after a death."""
+    listener: int
+    """Descriptor of the listening socket."""
+    index: int
+    """The number of this process among the front processes, from 0."""
+    count: int
+    """The number of front processes."""
+    is_restart: bool
+    """The server has been ready before: connections wait in the socket until this process serves."""
+    memory: int
+    """Descriptor of shared memory, as `SharedState` describes it."""
+    metrics_folder: str
+    """Folder in which the front processes share their statistics."""
+    otlp_traces_endpoint: str | None
+    """URL of the collector to which traces are sent; None: no traces."""
+
+
+class CoreGone(msgspec.Struct):
+    """The core is gone for good: the front process fails its requests and ends."""
+
+    cause: str

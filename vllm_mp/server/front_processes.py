@@ -1,0 +1,324 @@
+"""Several front processes that share a core and a port, and their parent, which keeps all of them alive.
+
+The parent imports neither torch nor a tokenizer. It holds the listening sockets, so a connection that arrives while a
+front process is restarted waits for it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from vllm_mp.client.background_call import call_in_thread
+from vllm_mp.client.engine.launcher import Core, CoreLauncher
+from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, RestartLimit
+from vllm_mp.client.stats import RestartCounter
+from vllm_mp.config import VllmConfig
+from vllm_mp.core_launch import package_path
+from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.server.console import drain_line, say
+from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
+from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.shared_state import SharedState, make_shared_memory
+
+logger = logging.getLogger(__name__)
+
+_MAX_RESTARTS = 10
+"""Restarts of each front process within `_RESTART_WINDOW_S`."""
+_RESTART_WINDOW_S = 300.0
+_END_GRACE_S = 10.0
+"""Time that front processes get to end beyond the time of the drain."""
+_CONNECT_TIMEOUT_S = 30.0
+"""Time that a core that somebody else started gets to answer."""
+_INTERRUPTED = 130
+
+
+class SharedCore:
+    """The core of the front processes: started, watched, and started again at the same address."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._limits = config.liveness_config
+        self._launcher = CoreLauncher(config, is_shared=True)
+        self._supervisor: CoreSupervisor | None = None
+        self._starting: asyncio.Future[Core] | None = None
+        self._is_closed = threading.Event()
+        self.address = self._launcher.shared_address
+        self.metrics_folder = self._launcher.folder / "metrics"
+        self.metrics_folder.mkdir(mode=0o700)
+        self._num_restarts = RestartCounter()
+        self._num_restarts.share_as_parent(self.metrics_folder)
+
+    async def keep(self) -> None:
+        """Start the core and keep it alive.
+
+        Raises EngineStartError if the first core does not start, and EngineDeadError once it is gone for good.
+        """
+
+        def check() -> None:
+            if self._is_closed.is_set():
+                raise _Closed
+
+        def start() -> Core:
+            self._launcher.begin()
+            return self._launcher.finish(check)
+
+        self._starting = call_in_thread(start)
+        core = await asyncio.shield(self._starting)
+        limits = self._limits
+        restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
+        supervisor = self._supervisor = CoreSupervisor(self._launcher, core, restarts)
+        # A core beats also while it has no work, so it is watched always.
+        supervisor.watch(lambda: True)
+        kind = ""
+        has_news = asyncio.Event()
+        asyncio.get_running_loop().add_reader(supervisor.news_fd, has_news.set)
+        while True:
+            await has_news.wait()
+            has_news.clear()
+            for news in supervisor.take_news():
+                if isinstance(news, End):
+                    raise EngineDeadError(news.cause)
+                if isinstance(news, Death):
+                    kind = news.kind
+                    logger.warning("%s; its successor is being started", news.cause.partition(";")[0])
+                else:
+                    supervisor.release(core)
+                    core = news
+                    self._num_restarts.add(kind)
+
+    async def close(self) -> None:
+        """End the core and remove its files."""
+        self._is_closed.set()
+        supervisor = self._supervisor
+        if supervisor is None and self._starting is not None:
+            with contextlib.suppress(Exception):
+                core = await self._starting
+                supervisor = CoreSupervisor(self._launcher, core, None)
+        if supervisor is None:
+            self._launcher.close(None, None)
+        else:
+            asyncio.get_running_loop().remove_reader(supervisor.news_fd)
+            await call_in_thread(supervisor.stop)
+
+
+class FrontProcesses:
+    """The parent of the front processes."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        engine_args: AsyncEngineArgs,
+        listeners: list[socket.socket],
+        config: VllmConfig | None,
+    ) -> None:
+        """`listeners` holds a socket for each front process.
+
+        `config` is what `engine_args` resolve to; None: the core is at `options.connect`.
+        """
+        self._options = options
+        self._engine_args = engine_args
+        self._listeners = listeners
+        self._core = None if config is None else SharedCore(config)
+        self._start_timeout_s = _CONNECT_TIMEOUT_S if config is None else config.liveness_config.start_timeout_s
+        count = len(listeners)
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        """The running front processes by index."""
+        self._not_ready = set(range(count))
+        """Indices of the front processes that have not served yet."""
+        self._all_ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+        """Set once no front process is started again."""
+        self._num_signals = 0
+        self._signalled = asyncio.Event()
+        self._own_folder: Path | None = None
+        """A folder that this process removes; None if the core's folder holds the metrics."""
+        if self._core is None:
+            self._own_folder = Path(tempfile.mkdtemp(prefix="vllm_mp-"))
+        self._metrics_folder = str(self._own_folder if self._core is None else self._core.metrics_folder)
+        self._memory = make_shared_memory(count)
+        self._shared = SharedState(self._memory, count, 0, self._metrics_folder)
+
+    async def run(self, on_ready: Callable[[], None]) -> int:
+        """Serve until a signal, and return the exit code as `ServerProcess.run` does.
+
+        Raises EngineStartError or EngineDeadError if there is no core, and EngineError if a front process dies too
+        often.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        fronts = [asyncio.create_task(self._keep_front(index)) for index in range(len(self._listeners))]
+        tasks: list[asyncio.Task[object]] = [*fronts, asyncio.create_task(self._tell_when_ready(on_ready))]
+        tasks.append(asyncio.create_task(self._signalled.wait()))
+        if self._core is not None:
+            tasks.append(asyncio.create_task(self._core.keep()))
+        try:
+            while not self._stopping.is_set():
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # raises the error that ended it
+                    tasks.remove(task)
+            return await self._drain(fronts, tasks)
+        except EngineError as error:
+            await self._end_fronts(fronts, error)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            for process in self._processes.values():
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            if self._core is not None:
+                await self._core.close()
+            if self._own_folder is not None:
+                shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    async def _tell_when_ready(self, on_ready: Callable[[], None]) -> None:
+        await self._all_ready.wait()
+        on_ready()
+
+    async def _keep_front(self, index: int) -> None:
+        """Run a front process until the server stops, and start it again when it dies.
+
+        Raises EngineError if it dies too often, or before it has ever served.
+        """
+        restarts = RestartLimit(_MAX_RESTARTS, _RESTART_WINDOW_S)
+        while not self._stopping.is_set():
+            process = await self._start_front(index)
+            assert process.stdout is not None
+            is_ready = False
+            while line := await process.stdout.readline():
+                if line == READY_LINE:
+                    is_ready = True
+                    self._not_ready.discard(index)
+                    if not self._not_ready:
+                        self._all_ready.set()
+            code = await process.wait()
+            del self._processes[index]
+            self._shared.live_counts[index] = 0
+            if self._stopping.is_set():
+                return
+            end = f"front process {process.pid} ended with {_describe(code)}"
+            if index in self._not_ready:
+                raise EngineError(f"{end} before it served; its messages say why")
+            delay = restarts.delay_after(time.monotonic(), is_ready)
+            if delay is None:
+                raise EngineError(f"{end}, more than {_MAX_RESTARTS} times within {_RESTART_WINDOW_S:g} s")
+            logger.warning("%s; it is started again", end)
+            await asyncio.sleep(delay)
+
+    async def _start_front(self, index: int) -> asyncio.subprocess.Process:
+        """Start a front process and send it its launch line."""
+        listener = self._listeners[index].fileno()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "vllm_mp.server.front",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | package_path(),
+            pass_fds=(listener, self._memory),
+            process_group=0,  # Ctrl-C reaches the parent alone, which then tells the front processes
+        )
+        self._processes[index] = process
+        if self._core is None:
+            address, reconnect_timeout = self._options.connect or "", 300.0
+        else:
+            # The parent knows when the core is gone for good, and tells.
+            address, reconnect_timeout = self._core.address, math.inf
+        launch = FrontLaunch(
+            options=self._options,
+            address=address,
+            key_file=self._options.key_file,
+            # A core of this server names the tokenizer itself.
+            tokenizer=self._engine_args.tokenizer if self._core is None else None,
+            otlp_traces_endpoint=self._engine_args.otlp_traces_endpoint,
+            connect_timeout=self._start_timeout_s,
+            reconnect_timeout=min(reconnect_timeout, 1e9),
+            listener=listener,
+            index=index,
+            count=len(self._listeners),
+            is_restart=self._all_ready.is_set(),
+            memory=self._memory,
+            metrics_folder=self._metrics_folder,
+        )
+        _send(process, launch)
+        if self._stopping.is_set():  # the signal came before this process was known
+            process.terminate()
+        return process
+
+    async def _drain(self, fronts: "list[asyncio.Task[None]]", tasks: "list[asyncio.Task[object]]") -> int:
+        """Let the front processes drain, and return the exit code; a second signal stops them at once.
+
+        Raises EngineDeadError if the core ends for good meanwhile.
+        """
+        say(drain_line(sum(self._shared.live_counts), self._options))
+        for listener in self._listeners:
+            listener.close()  # so that no connection waits for a front process that has ended
+        num_forwarded = 0
+        watched = {task for task in tasks if not task.done()}
+        deadline = time.monotonic() + self._options.drain_timeout + _END_GRACE_S
+        while (left := [task for task in fronts if not task.done()]) and time.monotonic() < deadline:
+            if self._num_signals > num_forwarded:
+                self._signal_fronts(signal.SIGTERM)
+                num_forwarded = min(self._num_signals, num_forwarded + 1)
+                continue
+            self._signalled.clear()
+            signalled = asyncio.create_task(self._signalled.wait())
+            done, _ = await asyncio.wait(
+                {*left, *watched, signalled}, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+            )
+            signalled.cancel()
+            watched -= done
+            for task in done:
+                task.result()
+        return _INTERRUPTED if self._num_signals > 1 else 0
+
+    async def _end_fronts(self, fronts: "list[asyncio.Task[None]]", error: EngineError) -> None:
+        """Tell the front processes why they end, so that they tell their clients, and wait for their ends."""
+        self._stopping.set()
+        for process in self._processes.values():
+            _send(process, CoreGone(str(error)))
+        left = [task for task in fronts if not task.done()]
+        if left:
+            await asyncio.wait(left, timeout=_END_GRACE_S)
+
+    def _signal_fronts(self, number: int) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._stopping.set()
+        self._signalled.set()
+
+
+class _Closed(Exception):
+    """The core was told to end while it started."""
+
+
+def _send(process: asyncio.subprocess.Process, message: FrontLaunch | CoreGone) -> None:
+    """Send a line to a front process; no-op if it has died."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+
+def _describe(code: int) -> str:
+    """Return how a process ended, from its return code."""
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
