@@ -370,19 +370,12 @@ static PySendResult NextOutput_send(NextOutput *self, PyObject *value, PyObject 
 
 static PyObject *NextOutput_iternext(NextOutput *self) {
     PyObject *result;
-    switch (NextOutput_send(self, Py_None, &result)) {
-    case PYGEN_NEXT:
-        return result;
-    case PYGEN_RETURN: {
-        PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result);
-        Py_DECREF(result);
-        if (stop != NULL) PyErr_SetObject(PyExc_StopIteration, stop);
-        Py_XDECREF(stop);
-        return NULL;
-    }
-    default:
-        return NULL;
-    }
+    if (NextOutput_send(self, Py_None, &result) != PYGEN_RETURN) return result; /* a future, or NULL for an error */
+    PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result);
+    Py_DECREF(result);
+    if (stop != NULL) PyErr_SetObject(PyExc_StopIteration, stop);
+    Py_XDECREF(stop);
+    return NULL;
 }
 
 /* throw(exception) or throw(type, value, traceback), as a task does that is cancelled */
