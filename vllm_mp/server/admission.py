@@ -23,10 +23,11 @@ class Admission:
         `counts` holds the live requests of each server process that shares the core, in shared memory, and `index` is
         this process's place in it; None: this process is the only one.
         """
-        self._max_live = max_live
+        self.max_live = max_live
         self._counts = [0] if counts is None else counts
         self._index = index
-        self._refusal: ApiError | None = None
+        self._refusal: str | None = None
+        """Why no request is admitted any more."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -34,7 +35,10 @@ class Admission:
     @property
     def refusal(self) -> ApiError | None:
         """Why no request is admitted any more; None while requests are admitted."""
-        return self._refusal
+        if self._refusal is None:
+            return None
+        # A new error each time: an error that is raised again and again keeps the frames of every request alive.
+        return ApiError(503, self._refusal, type="server_error", code="server_unavailable", headers=RETRY_AFTER)
 
     @property
     def num_live(self) -> int:
@@ -48,16 +52,15 @@ class Admission:
         Raises ApiError: 503 when the server drains, 429 when too many requests wait, 400 for more than may ever
         wait at once, and within the block 503 when `end_all` is called.
         """
-        if self._refusal is not None:
-            raise self._refusal
-        if num_completions > self._max_live:
-            message = f"the request asks for {num_completions} completions; ask for at most {self._max_live}"
-            raise ApiError(400, message, code="too_many_completions")
+        if (refusal := self.refusal) is not None:
+            raise refusal
+        if num_completions > self.max_live:
+            raise too_many_completions(num_completions, self.max_live)
         num_live = sum(self._counts)
-        if num_live + num_completions > self._max_live:
+        if num_live + num_completions > self.max_live:
             raise ApiError(
                 429,
-                f"too many requests: {num_live} run or wait, the limit is {self._max_live}; repeat the request later",
+                f"too many requests: {num_live} run or wait, the limit is {self.max_live}; repeat the request later",
                 type="rate_limit_error",
                 code="too_many_requests",
                 headers=RETRY_AFTER,
@@ -71,15 +74,13 @@ class Admission:
                 finally:
                     self._leave(deadline, num_completions)
         except TimeoutError as error:
-            if not deadline.expired() or self._refusal is None:
+            if not deadline.expired() or (refusal := self.refusal) is None:
                 raise
-            raise self._refusal from error
+            raise refusal from error
 
     def refuse(self, reason: str) -> None:
         """Admit no further request; `reason` says why and is the end of a sentence about the server."""
-        self._refusal = ApiError(
-            503, f"the server {reason}", type="server_error", code="server_unavailable", headers=RETRY_AFTER
-        )
+        self._refusal = f"the server {reason}"
 
     def end_all(self, reason: str) -> None:
         """End all live requests with an error, and admit no further one; `reason` is as for `refuse`."""
@@ -102,3 +103,9 @@ class Admission:
         self._counts[self._index] -= num_completions
         if not self._deadlines:
             self._is_idle.set()
+
+
+def too_many_completions(count: int, limit: int) -> ApiError:
+    """Return the error for a request that asks for `count` completions, more than may ever be live at once."""
+    message = f"the request asks for {count} completions; ask for at most {limit}"
+    return ApiError(400, message, code="too_many_completions")
