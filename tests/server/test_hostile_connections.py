@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import re
 import socket
 import time
+import urllib.request
 
 import pytest
 from support.server_process import served
@@ -181,6 +183,19 @@ def test_pipelined_requests_are_answered_in_order(server):
 
 def test_pipeline_has_a_limit(server):
     assert len(_statuses(_ask(server, 1000 * _GET))) < 1000
+
+
+def test_client_that_hangs_up_behind_pipelined_requests_aborts_the_running_one(server):
+    def aborted():
+        with urllib.request.urlopen(f"{server.url}/metrics") as metrics:
+            return float(re.search(rb"^vllm_mp:aborted_requests_total{.*} (.*)$", metrics.read(), re.MULTILINE)[1])
+
+    before = aborted()
+    body = b'{"prompt": "Hello", "max_tokens": 4000, "n": 500, "ignore_eos": true}'
+    with _connect(server) as connection:
+        connection.sendall(_post(body, length=len(body)) + _GET + _GET)
+        server.wait_for(lambda: server.get("/core_status")[1]["num_running"] > 0)
+    server.wait_for(lambda: aborted() == before + 1)
 
 
 def test_garbage_behind_a_request_does_not_get_into_its_response(server):
