@@ -15,7 +15,9 @@ from support.server_process import StreamedAnswers, served
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
+from vllm_mp.server.listening import listen
 from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.run import ServerProcess
 from vllm_mp.testing.engines import eventually, replay_core
 
 _TOKENS = 40
@@ -51,6 +53,30 @@ def test_server_listens_while_it_loads_and_ends_on_a_signal(tmp_path):
         assert (status, body["error"]["code"]) == (503, "loading")
         server.process.terminate()
         assert server.process.wait(10) == 0
+
+
+def test_second_signal_does_not_wait_for_the_start_to_end():
+    async def run():
+        cancelled = asyncio.Event()
+
+        async def load():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                await asyncio.Event().wait()  # as the download of a model, which cannot be cancelled
+
+        def on_listening():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        process = ServerProcess(ServerOptions(), None, listen("127.0.0.1", 0), load)
+        async with asyncio.timeout(60):
+            running = asyncio.create_task(process.run(on_listening, lambda engine: None))
+            await cancelled.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await running == 130
+
+    asyncio.run(run())
 
 
 def test_port_in_use_ends_the_command_with_code_1_and_says_so(server):
