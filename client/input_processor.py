@@ -1,6 +1,7 @@
 """The input of a client: a caller's request is tokenized, completed with defaults, and validated."""
 
 import asyncio
+import copy
 import secrets
 from typing import Any
 
@@ -147,7 +148,7 @@ class InputProcessor:
         return max_model_len - (room if room < max_model_len else 1)
 
     def _completion(self, index: int, seed: int, request: GenerationRequest) -> Completion:
-        params = request.params.clone()
+        params = copy.copy(request.params)  # which is not validated a second time
         params.n, params.best_of = 1, None
         params.seed = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         if index:

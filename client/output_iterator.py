@@ -4,6 +4,7 @@ import types
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.stream import RequestStream
 
 Start = Callable[[], Awaitable["OutputIterator"]]
@@ -31,20 +32,9 @@ class OutputIterator(AsyncGenerator[Any, None]):
     def __aiter__(self) -> "OutputIterator":
         return self
 
-    async def __anext__(self) -> Any:
+    def __anext__(self) -> Awaitable[Any]:  # type: ignore[override]
         stream = self._stream
-        if stream is None:
-            stream = await self._begin()
-        try:
-            while not stream.has_news():
-                await stream.arrival()
-            output = stream.take()
-        except BaseException:
-            self._close()
-            raise
-        if output.finished:
-            self._stream = None
-        return output
+        return self._next() if stream is None else output_path.current.next_output(self, stream)
 
     async def asend(self, value: None) -> Any:
         """Return the next output; `value` has no effect."""
@@ -78,15 +68,35 @@ class OutputIterator(AsyncGenerator[Any, None]):
     def __del__(self) -> None:
         self._close()
 
-    async def _begin(self) -> RequestStream:
-        """Send the request and return its stream; raise StopAsyncIteration if the iterator has ended."""
-        start, self._start = self._start, None
-        if start is None:
-            raise StopAsyncIteration
-        self._stream = stream = (await start()).detach()
-        return stream
+    async def _next(self) -> Any:
+        """Return the next output; raise StopAsyncIteration if the iterator has ended."""
+        stream = self._stream
+        if stream is None:
+            start, self._start = self._start, None
+            if start is None:
+                raise StopAsyncIteration
+            stream = self._stream = (await start()).detach()
+        try:
+            while not stream.has_news():
+                await stream.arrival()
+        except BaseException:
+            self._close()
+            raise
+        return self._take_from(stream)
+
+    def _take_from(self, stream: RequestStream) -> Any:
+        """Return the output of a stream that has news; the iterator ends with its last output or its error."""
+        try:
+            output = stream.take()
+        except BaseException:
+            self._close()
+            raise
+        if output.finished:
+            self._stream = None
+        return output
 
     def _close(self) -> None:
+        """Abort the request, if it has not ended; no-op after the first call."""
         self._start = None
         stream, self._stream = self._stream, None
         if stream is not None and not stream.is_over:

@@ -210,8 +210,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     ] = 1.0
 
     def __post_init__(self) -> None:
-        for name, checked in _CHECKS:
+        for name, default, checked in _CHECKS:
             value = getattr(self, name)
+            if value is default:
+                continue
             plain = checked(name, value)
             if plain is not value:
                 setattr(self, name, plain)
@@ -239,7 +241,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
 
     def clone(self) -> "SamplingParams":
-        """Return a copy whose fields can be changed without changing this object (lists are not copied)."""
+        """Return a copy whose fields can be changed without changing this object (lists are not copied).
+
+        Raises what the constructor raises, if fields were changed since.
+        """
         return msgspec.structs.replace(self)
 
 
@@ -263,9 +268,17 @@ def _declared(field: msgspec.structs.FieldInfo) -> Parameter:
 
 PARAMETERS = {field.name: _declared(field) for field in msgspec.structs.fields(SamplingParams)}
 """The declaration of each field, in the order of the fields."""
+_UNSET = object()
 _CHECKS = tuple(
-    (name, parameter.checked) for name, parameter in PARAMETERS.items() if not isinstance(parameter, NotServed)
+    (name, default if checked(name, default) is default else _UNSET, checked)
+    for name, default, checked in (
+        (field.name, field.default, PARAMETERS[field.name].checked)
+        for field in msgspec.structs.fields(SamplingParams)
+        if not isinstance(PARAMETERS[field.name], NotServed)
+    )
 )
+"""The name of each field, the value that needs no check, if there is one, and the check. Most fields of most requests
+have their default."""
 _NOT_SERVED = {
     field.name: field.default
     for field in msgspec.structs.fields(SamplingParams)

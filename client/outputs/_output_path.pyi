@@ -5,3 +5,4 @@ def configure(*classes: type[Any]) -> None: ...
 
 take_in: Callable[..., Any]
 take_outputs: Callable[..., Any]
+next_output: Callable[..., Any]

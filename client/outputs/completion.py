@@ -26,6 +26,7 @@ class Completion:
         "_cumulative_logprobs",
         "_detokenizer",
         "_end_is_taken",
+        "_is_delta",
         "_logprobs",
         "_num_read",
         "_num_taken",
@@ -71,8 +72,9 @@ class Completion:
         self._logprobs: list[LogprobsOnePosition] | None = None if params.logprobs is None else []
         self._cumulative_logprobs: list[float] = []
         """Entry i is the sum of the log-probabilities of tokens 0 to i."""
-        self.is_plain = params.output_kind == RequestOutputKind.DELTA and self._stops is None and self._logprobs is None
-        """An output before the end has the new tokens and their text, and nothing else."""
+        self._is_delta = params.output_kind == RequestOutputKind.DELTA
+        self.is_plain = self._stops is None and self._logprobs is None
+        """Before the end, an output has tokens and their text, and nothing else."""
         self._text = GrowingText()
         """All text so far; with DELTA the text that the consumer has not taken yet."""
         self._num_read = 0
@@ -164,7 +166,7 @@ class Completion:
     def output(self) -> CompletionOutput:
         """Return all that has arrived, or with DELTA only what the consumer has not seen; mark it as seen."""
         finish = self.finish
-        if self.is_plain and finish is None:
+        if self._is_delta and self.is_plain and finish is None:
             new_ids = self.token_ids[self._num_taken :]
             self._num_taken = self._num_read = len(self.token_ids)
             return CompletionOutput(self.index, self._append_text(new_ids), new_ids)
@@ -175,19 +177,21 @@ class Completion:
         self._end_is_taken = finish is not None
         cumulative_logprob = self._cumulative_logprobs[-1] if self._cumulative_logprobs else None
         reason, stop_reason = (finish.reason, finish.stop_reason) if finish is not None else (None, None)
-        if self.params.output_kind != RequestOutputKind.DELTA:
+        if not self._is_delta:
             return CumulativeOutput(
-                index=self.index,
-                text="",
-                token_ids=[],
-                cumulative_logprob=cumulative_logprob,
-                finish_reason=reason,
-                stop_reason=stop_reason,
-                _text=self._text,
-                _num_pieces=len(self._text),
-                _all_token_ids=self.token_ids,
-                _num_tokens=self._num_taken,
-                _all_logprobs=self._logprobs,
+                self.index,
+                "",
+                [],
+                cumulative_logprob,
+                None,
+                reason,
+                stop_reason,
+                None,
+                self._text,
+                len(self._text),
+                self.token_ids,
+                self._num_taken,
+                self._logprobs,
             )
         return CompletionOutput(
             index=self.index,

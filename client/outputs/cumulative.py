@@ -5,8 +5,6 @@ from typing import Any
 
 from vllm_mp.outputs import CompletionOutput, LogprobsOnePosition
 
-_LAZY = ("text", "token_ids", "logprobs")
-
 
 class GrowingText:
     """A text that grows by pieces, and whose earlier states can be read."""
@@ -59,8 +57,9 @@ class CumulativeOutput(CompletionOutput, gc=False):
 
     def __post_init__(self) -> None:
         # `__getattr__` is asked for fields without a value.
-        for name in _LAZY:
-            delattr(self, name)
+        del self.text
+        del self.token_ids
+        del self.logprobs
 
     def __getattr__(self, name: str) -> Any:
         """Make the value of a field that is read for the first time."""

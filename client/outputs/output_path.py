@@ -3,7 +3,7 @@
 It exists twice with the same behaviour: here, and compiled in `csrc/output_path.c`, which is used if it was built.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from vllm_mp import wire
@@ -60,11 +60,18 @@ def take_outputs(streams: Sequence[RequestStream], take_any: Callable[[RequestSt
     return outputs
 
 
+def next_output(iterator: Any, stream: RequestStream) -> Awaitable[Any]:
+    """Return what `OutputIterator.__anext__` must return: an awaitable of the next output of its stream."""
+    coroutine: Awaitable[Any] = iterator._next()
+    return coroutine
+
+
 class OutputPath(NamedTuple):
     """The functions, compiled or not."""
 
     take_in: Callable[[Sequence[Entry | None], bytes, bytes, bytes, float], tuple[Touched, Touched]]
     take_outputs: Callable[[Sequence[RequestStream], Callable[[RequestStream], Any]], list[Any]]
+    next_output: Callable[[Any, RequestStream], Awaitable[Any]]
 
 
 def _load_compiled() -> OutputPath | None:
@@ -75,10 +82,10 @@ def _load_compiled() -> OutputPath | None:
     compiled.configure(
         Completion, GenerationStream, ReadyStreams, ByteText, RequestMetrics, RequestOutput, CompletionOutput
     )
-    return OutputPath(compiled.take_in, compiled.take_outputs)
+    return OutputPath(compiled.take_in, compiled.take_outputs, compiled.next_output)
 
 
-PYTHON = OutputPath(take_in, take_outputs)
+PYTHON = OutputPath(take_in, take_outputs, next_output)
 COMPILED = _load_compiled()
 """None if it was not built."""
 current = COMPILED or PYTHON

@@ -266,7 +266,7 @@ class GenerationStream(RequestStream):
         """Each token is news."""
         self._first = completions[0]
         self.is_plain = len(completions) == 1 and self._wakes_for_each_token and completions[0].is_plain
-        """Each output before the end has the new tokens of a single completion, and nothing else."""
+        """Before the end, each token is news, and an output has only tokens of a single completion, and their text."""
 
     @property
     def awaited(self) -> Sequence[Completion]:

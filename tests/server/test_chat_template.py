@@ -19,11 +19,7 @@ def tokenizer(default_model):
 
 
 def _render(tokenizer, *, time_limit=2.0, **options):
-    template = ChatTemplate(tokenizer, time_limit)
-    try:
-        return asyncio.run(template.render(MESSAGES, **options))
-    finally:
-        template.close()
+    return asyncio.run(ChatTemplate(tokenizer, time_limit).render(MESSAGES, **options))
 
 
 def test_variables_reach_the_template(tokenizer):
@@ -65,7 +61,6 @@ def test_looping_templates_end_and_leave_their_threads_to_others(tokenizer, canc
                 task.cancel()
         errors = await asyncio.gather(*loops, return_exceptions=True)
         text = await template.render(MESSAGES)
-        template.close()
         return errors, text
 
     errors, text = asyncio.run(run())
@@ -84,7 +79,6 @@ def test_event_loop_goes_on_while_a_template_loops(tokenizer):
         while not loop.done():
             await asyncio.sleep(0.001)
             ticks += 1
-        template.close()
         return ticks
 
     assert asyncio.run(run()) > 3

@@ -1,6 +1,9 @@
 """What the server says about itself and its core."""
 
 import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 from vllm_mp import __version__
 
@@ -21,3 +24,20 @@ def test_application_answers_through_a_core_without_a_model(in_process):
             assert (await client.get("/ready")).json() == {"status": "ready"}
 
     asyncio.run(run())
+
+
+def test_server_whose_core_hangs_is_alive_and_not_ready(server):
+    pid = server.core_pid()
+    with ThreadPoolExecutor() as threads:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ready, status = threads.map(server.get, ["/ready", "/core_status"])
+            assert server.get("/health")[0] == 200
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert ready[0] == 503
+    assert "the core has not answered for 2 s" in ready[1]["reason"]
+    assert status[0] == 200
+    assert (status[1]["answers"], status[1]["pid"]) == (False, pid)
+    server.wait_until_ready()
+    assert server.core_pid() == pid

@@ -1,10 +1,10 @@
 """The command `chat`: a conversation with a model in the terminal."""
 
 import argparse
-import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.connect_flags import check_connect
 from vllm_mp.cli.generate import chat_prompt, show, stream_completion
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.client.async_llm import AsyncLLM
 
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
-    _check_connect(args)
+    check_connect(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.connect is not None:
             llm = AsyncLLM.connect(args.connect, key_file=args.key_file, tokenizer=args.tokenizer)
@@ -57,20 +57,6 @@ def run(args: argparse.Namespace) -> int:
         finally:
             llm.shutdown()
     return 0
-
-
-def _check_connect(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that would be ignored: a running core already has its options."""
-    if args.connect is None:
-        if args.key_file is not None:
-            raise ValueError("--key-file needs --connect ADDRESS; add it, or leave out --key-file")
-        return
-    for option in dataclasses.fields(AsyncEngineArgs):
-        if option.name != "tokenizer" and getattr(args, option.name) != option.default:
-            raise ValueError(
-                f"--{option.name.replace('_', '-')} has no effect on a running core; give it to "
-                "`vllm-mp engine`, or leave out --connect"
-            )
 
 
 def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams, system: str | None) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.connect_flags import check_connect
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.server.options import ServerOptions
 
@@ -17,6 +18,10 @@ USAGE = "[MODEL] [OPTIONS]"
 HELP = "Serve a model over HTTP with OpenAI's API."
 
 
+_DEFAULTS: dict[str, object] = {"disable_log_requests": True}
+"""Defaults that differ from the options': those who read the log of a server need not be the authors of prompts."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "served_model",
@@ -26,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ServerOptions.add_cli_args(parser)
     AsyncEngineArgs.add_cli_args(parser)
-    # The log of a server may be read by others than the authors of prompts.
-    parser.set_defaults(disable_log_requests=True)
+    parser.set_defaults(**_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
     options = ServerOptions.from_cli_args(args)
     if args.served_model is not None:
         args.model = args.served_model
+    check_connect(args, ("tokenizer", "otlp_traces_endpoint"), _DEFAULTS)
     engine_args = AsyncEngineArgs.from_cli_args(args)
 
     from vllm_mp.server.listening import is_loopback, listen_together, url_of
@@ -74,9 +79,13 @@ def _serve_alone(
         if options.connect is None:
             return await AsyncLLM.start(engine_args)
         address = options.connect
-        traces = engine_args.otlp_traces_endpoint
         return await call_in_thread(
-            lambda: AsyncLLM.connect(address, key_file=options.key_file, otlp_traces_endpoint=traces)
+            lambda: AsyncLLM.connect(
+                address,
+                key_file=options.key_file,
+                tokenizer=engine_args.tokenizer,
+                otlp_traces_endpoint=engine_args.otlp_traces_endpoint,
+            )
         )
 
     def on_ready(engine: AsyncLLM) -> None:
@@ -108,7 +117,7 @@ def _serve_with_fronts(
 
     async def run() -> int:
         say(f"listening on {url}")
-        fronts = FrontProcesses(options, listeners, config, engine_args.otlp_traces_endpoint)
+        fronts = FrontProcesses(options, engine_args, listeners, config)
         return await fronts.run(lambda: say(ready_line(name, options, url)))
 
     return asyncio.run(run())

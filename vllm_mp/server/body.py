@@ -32,6 +32,8 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that is no character without its other half."""
+_MAX_QUOTED = 200
+"""Number of characters of a body that an error may repeat."""
 
 
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -118,7 +120,7 @@ def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:
     if (missing := _MISSING_FIELD.fullmatch(what)) is not None:
         name = _join(path, missing[1])
         return ApiError(400, f"the field {name} is missing; add it", param=name)
-    what = what[:1].lower() + what[1:]
+    what = what[:1].lower() + what[1:_MAX_QUOTED]
     if not path:
         return ApiError(400, f"the body is wrong: {what}")
     declared = _type_at(path, kind)
@@ -133,9 +135,9 @@ def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:
 
 def _unknown_field(name: str, path: str, kind: type[msgspec.Struct]) -> ApiError:
     """Return the error for the field `name`, which the object at `path` does not have."""
-    where = _join(path, name)[:200]
+    where = _join(path, name)[:_MAX_QUOTED]
     known = [field.encode_name for struct in _structs(_type_at(path, kind)) for field in msgspec.structs.fields(struct)]
-    near = difflib.get_close_matches(name[:100], known, 1)
+    near = difflib.get_close_matches(name[:_MAX_QUOTED], known, 1)
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
     return ApiError(400, f"there is no field {where!r}; {advice}", param=where, code="unknown_field")
 

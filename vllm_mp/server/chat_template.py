@@ -31,7 +31,8 @@ class _Stopped(BaseException):
 class ChatTemplate:
     """Renders the chat template of a tokenizer in worker threads, so that the event loop never waits for a template.
 
-    A template is code: it runs in Jinja's sandbox, and a rendering that takes too long is ended in its thread.
+    A template is code: it runs in Jinja's sandbox, and a rendering that takes too long is ended in its thread. The
+    threads end when the object is dropped.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, time_limit: float = TIME_LIMIT_S) -> None:
@@ -95,10 +96,6 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template made {len(text)} characters, the limit is {_MAX_CHARACTERS}")
         return text
 
-    def close(self) -> None:
-        """End the threads when their renderings end; no more can be started."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
     async def _within_limit(self, rendering: _Rendering, future: Future[str]) -> str:
         """Return the rendered text. The limit counts from the start of the rendering, not the time in the queue."""
         waiting = asyncio.wrap_future(future)
@@ -143,7 +140,7 @@ class _Rendering:
         except _Stopped:
             raise ChatTemplateError("the rendering of the chat template was stopped") from None
         except Exception as error:
-            message = f"{str(error) or type(error).__name__}"
+            message = str(error) or type(error).__name__
             raise ChatTemplateError(f"the chat template failed: {message:.500}") from error
 
     def stop(self) -> None:

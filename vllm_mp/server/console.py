@@ -13,6 +13,16 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+def drain_line(num_live: int, options: ServerOptions) -> str:
+    """Return what the operator is told when a drain begins."""
+    if not num_live:
+        return "shutting down"
+    return (
+        f"shutting down: {num_live} requests have up to {options.drain_timeout:g} s to end; a second signal (Ctrl-C) "
+        "ends them now"
+    )
+
+
 def ready_line(name: str, options: ServerOptions, url: str) -> str:
     """Return what the operator is told when the server is ready: the URL and a request to try."""
     body = shlex.quote(json.dumps({"prompt": "The capital of France is", "max_tokens": 16}))

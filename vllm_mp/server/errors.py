@@ -116,7 +116,7 @@ def _framework_error(error: HTTPException) -> ApiError:
 
 async def error_response(request: Request, error: Exception) -> Response:
     """Return the response for an error that no endpoint handled; an exception handler of the app."""
-    path = f"{request.method} {request.url.path}"
+    path = f"{request.method} {request.url.path:.200}"
     if isinstance(error, HTTPException) and error.status_code == 404:
         return ApiError(404, f"there is no endpoint {path}; /openapi.json lists them", code="not_found").response()
     if isinstance(error, HTTPException) and error.status_code == 405:

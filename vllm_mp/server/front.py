@@ -23,25 +23,24 @@ _ORPHANED = 1
 async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
     """Serve until a signal, the end of the core or the end of the parent; return the exit code."""
     shared = SharedState(launch.memory, launch.count, launch.index, launch.metrics_folder)
-    loading = call_in_thread(
-        lambda: AsyncLLM.connect(
-            launch.address,
-            key_file=launch.key_file,
-            timeout=launch.connect_timeout,
-            reconnect_timeout=launch.reconnect_timeout,
-            otlp_traces_endpoint=launch.otlp_traces_endpoint,
-        )
-    )
 
     async def load() -> AsyncLLM:
-        return await loading
+        return await call_in_thread(
+            lambda: AsyncLLM.connect(
+                launch.address,
+                key_file=launch.key_file,
+                timeout=launch.connect_timeout,
+                reconnect_timeout=launch.reconnect_timeout,
+                tokenizer=launch.tokenizer,
+                otlp_traces_endpoint=launch.otlp_traces_endpoint,
+            )
+        )
 
     options = launch.options
-    process = ServerProcess(options, tls_context(options), socket.socket(fileno=launch.listener), load, shared)
+    listener = socket.socket(fileno=launch.listener)
+    process = ServerProcess(options, tls_context(options), listener, load, shared, listens_early=not launch.is_restart)
     following = asyncio.create_task(_follow(parent, process))
     try:
-        if launch.is_restart:
-            await asyncio.wait((loading,))
         return await process.run(lambda: None, lambda _: _tell_ready())
     finally:
         following.cancel()

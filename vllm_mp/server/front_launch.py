@@ -19,6 +19,8 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     address: str
     """The address of the core."""
     key_file: str | None
+    tokenizer: str | None
+    """Folder of the tokenizer; None: as the core says."""
     connect_timeout: float
     """Seconds that the core may take to load."""
     reconnect_timeout: float

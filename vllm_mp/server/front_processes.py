@@ -27,7 +27,9 @@ from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, Restart
 from vllm_mp.client.stats import RestartCounter
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path
+from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.shared_state import SharedState, make_shared_memory
@@ -59,8 +61,8 @@ class SharedCore:
         self._num_restarts = RestartCounter()
         self._num_restarts.share_as_parent(self.metrics_folder)
 
-    async def keep(self, on_ready: Callable[[], None]) -> None:
-        """Start the core and keep it alive; call `on_ready` when it serves first.
+    async def keep(self) -> None:
+        """Start the core and keep it alive.
 
         Raises EngineStartError if the first core does not start, and EngineDeadError once it is gone for good.
         """
@@ -80,7 +82,6 @@ class SharedCore:
         supervisor = self._supervisor = CoreSupervisor(self._launcher, core, restarts)
         # A core beats also while it has no work, so it is watched always.
         supervisor.watch(lambda: True)
-        on_ready()
         kind = ""
         has_news = asyncio.Event()
         asyncio.get_running_loop().add_reader(supervisor.news_fd, has_news.set)
@@ -117,14 +118,18 @@ class FrontProcesses:
     """The parent of the front processes."""
 
     def __init__(
-        self, options: ServerOptions, listeners: list[socket.socket], config: VllmConfig | None, traces: str | None
+        self,
+        options: ServerOptions,
+        engine_args: AsyncEngineArgs,
+        listeners: list[socket.socket],
+        config: VllmConfig | None,
     ) -> None:
-        """`listeners` holds a socket for each front process. `config` None: the core is at `options.connect`.
+        """`listeners` holds a socket for each front process.
 
-        `traces` is the URL of the collector to which the front processes send traces.
+        `config` is what `engine_args` resolve to; None: the core is at `options.connect`.
         """
         self._options = options
-        self._traces = traces
+        self._engine_args = engine_args
         self._listeners = listeners
         self._core = None if config is None else SharedCore(config)
         self._start_timeout_s = _CONNECT_TIMEOUT_S if config is None else config.liveness_config.start_timeout_s
@@ -134,7 +139,8 @@ class FrontProcesses:
         self._not_ready = set(range(count))
         """Indices of the front processes that have not served yet."""
         self._all_ready = asyncio.Event()
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
+        """Set once no front process is started again."""
         self._num_signals = 0
         self._signalled = asyncio.Event()
         self._own_folder: Path | None = None
@@ -158,9 +164,9 @@ class FrontProcesses:
         tasks: list[asyncio.Task[object]] = [*fronts, asyncio.create_task(self._tell_when_ready(on_ready))]
         tasks.append(asyncio.create_task(self._signalled.wait()))
         if self._core is not None:
-            tasks.append(asyncio.create_task(self._core.keep(lambda: None)))
+            tasks.append(asyncio.create_task(self._core.keep()))
         try:
-            while not self._is_stopping:
+            while not self._stopping.is_set():
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()  # raises the error that ended it
@@ -190,7 +196,7 @@ class FrontProcesses:
         Raises EngineError if it dies too often, or before it has ever served.
         """
         restarts = RestartLimit(_MAX_RESTARTS, _RESTART_WINDOW_S)
-        while True:
+        while not self._stopping.is_set():
             process = await self._start_front(index)
             assert process.stdout is not None
             is_ready = False
@@ -203,7 +209,7 @@ class FrontProcesses:
             code = await process.wait()
             del self._processes[index]
             self._shared.live_counts[index] = 0
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
             end = f"front process {process.pid} ended with {_describe(code)}"
             if index in self._not_ready:
@@ -238,6 +244,9 @@ class FrontProcesses:
             options=self._options,
             address=address,
             key_file=self._options.key_file,
+            # A core of this server names the tokenizer itself.
+            tokenizer=self._engine_args.tokenizer if self._core is None else None,
+            otlp_traces_endpoint=self._engine_args.otlp_traces_endpoint,
             connect_timeout=self._start_timeout_s,
             reconnect_timeout=min(reconnect_timeout, 1e9),
             listener=listener,
@@ -246,9 +255,10 @@ class FrontProcesses:
             is_restart=self._all_ready.is_set(),
             memory=self._memory,
             metrics_folder=self._metrics_folder,
-            otlp_traces_endpoint=self._traces,
         )
         _send(process, launch)
+        if self._stopping.is_set():  # the signal came before this process was known
+            process.terminate()
         return process
 
     async def _drain(self, fronts: "list[asyncio.Task[None]]", tasks: "list[asyncio.Task[object]]") -> int:
@@ -256,6 +266,7 @@ class FrontProcesses:
 
         Raises EngineDeadError if the core ends for good meanwhile.
         """
+        say(drain_line(sum(self._shared.live_counts), self._options))
         for listener in self._listeners:
             listener.close()  # so that no connection waits for a front process that has ended
         num_forwarded = 0
@@ -279,7 +290,7 @@ class FrontProcesses:
 
     async def _end_fronts(self, fronts: "list[asyncio.Task[None]]", error: EngineError) -> None:
         """Tell the front processes why they end, so that they tell their clients, and wait for their ends."""
-        self._is_stopping = True
+        self._stopping.set()
         for process in self._processes.values():
             _send(process, CoreGone(str(error)))
         left = [task for task in fronts if not task.done()]
@@ -293,7 +304,7 @@ class FrontProcesses:
 
     def _on_signal(self) -> None:
         self._num_signals += 1
-        self._is_stopping = True
+        self._stopping.set()
         self._signalled.set()
 
 

@@ -1,13 +1,13 @@
 """The generation of text for a request: what the completions, chat and responses endpoints share."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
 from vllm_mp.client.prompt import PromptType
-from vllm_mp.outputs import RequestOutput
+from vllm_mp.client.stream_group import StreamGroup
+from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
 from vllm_mp.server.endpoint import Call, check_request_id
@@ -68,55 +68,36 @@ class Usage(msgspec.Struct):
 
 
 class Generation:
-    """The live completions of an HTTP request: a stream for each of its prompts.
+    """The live completions of an HTTP request, for each of its prompts.
 
     The call that it was started for aborts what is left when it ends.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        streams: Sequence[AsyncGenerator[RequestOutput, None]],
-        resources: contextlib.AsyncExitStack,
-    ) -> None:
+    def __init__(self, request_id: str, ids: Sequence[str], group: StreamGroup) -> None:
+        """`ids` are the ids of the requests of `group`, in the order of their prompts."""
         self.request_id = request_id
-        self._streams = streams
-        self._resources = resources
-        self._prompt_tokens = [0] * len(streams)
-        self._cached_tokens = [0] * len(streams)
+        self._indices = {each: index for index, each in enumerate(ids)}
+        self._group = group
+        self._prompt_tokens = [0] * len(ids)
+        self._cached_tokens = [0] * len(ids)
         self.discards_completions = False
         """The response leaves out the tokens of the completions, so they do not count."""
         self._completion_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield each output, with the index of its prompt, as it comes. Raises EngineError if a request fails."""
-        if len(self._streams) == 1:
-            async for only in self._streams[0]:
-                self._count(0, only)
-                yield 0, only
-            return
-        # A queue without spare room, so that outputs merge in their streams while the client is slow.
-        queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
-        tasks = [asyncio.create_task(_forward(index, stream, queue)) for index, stream in enumerate(self._streams)]
-        self._resources.push_async_callback(_cancel_all, tasks)
-        num_live = len(tasks)
-        while num_live:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            num_live -= item.finished
-            self._count(index, item)
-            yield index, item
+        async for outputs in self._group:
+            for output in outputs:
+                if isinstance(output, RequestFailure):
+                    raise output.error
+                index = self._indices[output.request_id]
+                self._count(index, output)
+                yield index, output
 
     async def results(self) -> list[RequestOutput]:
         """Return the last output of each prompt, which with FINAL_ONLY holds everything."""
-        results = []
-        for index, stream in enumerate(self._streams):
-            async for output in stream:
-                self._count(index, output)
-                if output.finished:
-                    results.append(output)
-        return results
+        results = {index: output async for index, output in self.outputs()}
+        return [results[index] for index in range(len(results))]
 
     def usage(self) -> Usage:
         """Return the tokens so far."""
@@ -155,52 +136,33 @@ async def start_generation(
     request_id = f"{kind}-{call.request_id}"
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens
-    await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
+    await call.resources.enter_async_context(call.server.admission.admit(len(prompts) * params.n))
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
 
-    async def add(index: int) -> AsyncGenerator[RequestOutput, None]:
+    group = call.server.engine.stream_group()
+    call.resources.push_async_callback(group.aclose)
+
+    async def add(index: int) -> None:
         try:
-            stream = await call.server.engine.add_request(
-                ids[index],
+            await group.add(
                 prompts[index],
                 params,
+                ids[index],
                 priority=body.priority or 0,
                 trace_headers=trace_headers(call),
                 tokenization_kwargs={"add_special_tokens": add_special_tokens},
             )
         except (ValueError, TypeError, NotImplementedError) as error:
             raise refused_parameters(error, field if len(prompts) == 1 else f"{field}[{index}]") from None
-        call.resources.push_async_callback(stream.aclose)
-        return stream
 
-    try:
-        if len(prompts) == 1:
-            streams = [await add(0)]
-        else:
-            # A group, so that no prompt is still being tokenized when another prompt is refused.
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(add(index)) for index in range(len(prompts))]
-            streams = [task.result() for task in tasks]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return Generation(request_id, streams, call.resources)
-
-
-async def _forward(
-    index: int,
-    stream: AsyncGenerator[RequestOutput, None],
-    queue: "asyncio.Queue[tuple[int, RequestOutput | Exception]]",
-) -> None:
-    """Put each output of a prompt, or the error that ends it, into `queue`."""
-    try:
-        async for output in stream:
-            await queue.put((index, output))
-    except Exception as error:
-        await queue.put((index, error))
-
-
-async def _cancel_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
-    """Cancel `tasks`, and return when they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if len(prompts) == 1:
+        await add(0)
+    else:
+        try:
+            # These tasks end together, so that no prompt is still being tokenized when another prompt is refused.
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(len(prompts)):
+                    tasks.create_task(add(index))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+    return Generation(request_id, ids, group)

@@ -19,7 +19,7 @@ from vllm_mp.descriptor_limit import raise_descriptor_limit
 from vllm_mp.errors import EngineDeadError
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
-from vllm_mp.server.console import say
+from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.health import loading_app
 from vllm_mp.server.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from vllm_mp.server.options import ServerOptions
@@ -48,8 +48,13 @@ class ServerProcess:
         listener: socket.socket,
         load: Load,
         shared: SharedState | None = None,
+        listens_early: bool = True,
     ) -> None:
-        """`load` starts the engine or connects to it; it may be cancelled. `shared`: this is one of several fronts."""
+        """`load` starts the engine or connects to it; it may be cancelled. `shared`: this is one of several fronts.
+
+        `listens_early` False: clients wait, instead of being refused, until the engine has loaded.
+        """
+        self._listens_early = listens_early
         self._options = options
         self._tls = tls
         self._listener = listener
@@ -73,11 +78,11 @@ class ServerProcess:
         # Malformed requests are no events for the operator; uvicorn warns of each.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         http = _HttpServer(self._options, self._tls, self._serve)
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         engine = None
         try:
-            await http.is_listening.wait()
-            on_listening()
+            if self._listens_early:
+                await http.begin(self._listener)
+                on_listening()
             engine = await self._start_engine()
             if engine is None:
                 return 0
@@ -88,13 +93,13 @@ class ServerProcess:
             if shared is not None:
                 engine.stats.share(Path(shared.metrics_folder), f"front-{shared.index}")
                 shared.has_loaded[shared.index] = 1
+            if not self._listens_early:
+                await http.begin(self._listener)
+                on_listening()
             on_ready(engine)
             return await self._serve_until_end(engine, admission)
         finally:
-            if self._num_signals > 1:
-                http.stop_at_once()
-            http.should_exit = True
-            await serving
+            await http.end(at_once=self._num_signals > 1)
             if engine is not None:
                 engine.shutdown()
 
@@ -131,11 +136,7 @@ class ServerProcess:
             raise self._end
         admission.refuse("is shutting down")
         self._signalled.clear()
-        if admission.num_live:
-            say(
-                f"shutting down: {admission.num_live} requests have up to {self._options.drain_timeout:g} s to end; "
-                "a second signal (Ctrl-C) ends them now"
-            )
+        say(drain_line(admission.num_live, self._options))
         idle = asyncio.ensure_future(admission.wait_until_idle())
         signalled = asyncio.ensure_future(self._signalled.wait())
         await asyncio.wait((idle, signalled), timeout=self._options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +182,27 @@ class _HttpServer(uvicorn.Server):
         config.load()
         config.ssl = tls
         super().__init__(config)
-        self.is_listening = asyncio.Event()
+        self._is_listening = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def begin(self, listener: socket.socket) -> None:
+        """Accept connections from now on."""
+        self._serving = asyncio.create_task(self.serve(sockets=[listener]))
+        listening = asyncio.ensure_future(self._is_listening.wait())
+        await asyncio.wait((self._serving, listening), return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._serving.result()  # raises why it cannot listen
+
+    async def end(self, at_once: bool) -> None:
+        """Close all connections after their responses, or `at_once`; no-op before `begin`."""
+        if self._serving is None:
+            return
+        self.should_exit = True
+        if at_once:
+            self.force_exit = True
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+        await self._serving
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -189,13 +210,7 @@ class _HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.is_listening.set()
-
-    def stop_at_once(self) -> None:
-        """Close all connections without waiting for their responses."""
-        self.force_exit = True
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
+        self._is_listening.set()
 
 
 async def _wait(awaitable: Awaitable[object], timeout: float) -> None:

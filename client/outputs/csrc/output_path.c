@@ -1,9 +1,9 @@
 /* The path of a token from a step's message to its consumer, compiled.
  *
- * Each function does what the function of the same name in output_path.py does, and handles the common case here: a
- * stream with one completion in DELTA mode, without stop strings and log-probabilities ("plain"). Everything else goes
- * to the Python methods. The state stays in the slots (__slots__) of the Python objects, which are read and written at
- * the offsets that `configure` looks up.
+ * Each function does what the function of the same name in output_path.py does, and handles the common case here:
+ * plain streams, as `GenerationStream.is_plain` defines them, and of their outputs those of DELTA mode. Everything else
+ * goes to the Python methods. The state stays in the slots (__slots__) of the Python objects, which are read and written
+ * at the offsets that `configure` looks up.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -18,13 +18,15 @@ static struct {
     Py_ssize_t is_live, token_ids, finish, num_taken, num_read, append_text, byte_text, index;
 } completion_;
 static struct {
-    Py_ssize_t is_plain, first, error, request_id, prompt, prompt_token_ids, metrics, num_cached_tokens, group,
+    Py_ssize_t is_plain, is_delta, first, error, request_id, prompt, prompt_token_ids, metrics, num_cached_tokens, group,
         is_ready, waiter;
 } stream_;
 static Py_ssize_t group_streams, text_held, text_texts, metrics_first, metrics_last;
 static PyTypeObject *stream_type, *byte_text_type;
 static PyObject *request_output, *completion_output;
-static PyObject *invalid_state, *str_set_result, *str_wake;
+static PyObject *invalid_state, *get_running_loop;
+static PyObject *str_arrival, *str_blocking, *str_close, *str_create_future, *str_has_news, *str_set_result, *str_take,
+    *str_take_from, *str_wake;
 
 static void set_slot(PyObject *object, Py_ssize_t offset, PyObject *value) {
     PyObject *old = SLOT(object, offset);
@@ -66,6 +68,7 @@ static PyObject *configure(PyObject *module, PyObject *args) {
         {completion, "_byte_text", &completion_.byte_text},
         {completion, "index", &completion_.index},
         {stream, "is_plain", &stream_.is_plain},
+        {stream, "_is_delta", &stream_.is_delta},
         {stream, "_first", &stream_.first},
         {stream, "error", &stream_.error},
         {stream, "request_id", &stream_.request_id},
@@ -200,7 +203,7 @@ static PyObject *new_text(PyObject *completion, PyObject *new_ids) {
     return PyObject_CallOneArg(SLOT(completion, completion_.append_text), new_ids);
 }
 
-/* Return whether the next output of `stream` can be made here: it is plain, and the stream has not ended. */
+/* Return whether `stream` is plain and has not ended: then a new token is its only news. */
 static int is_simple(PyObject *stream) {
     return Py_IS_TYPE(stream, stream_type) && SLOT(stream, stream_.is_plain) == Py_True &&
            SLOT(stream, stream_.error) == Py_None &&
@@ -213,6 +216,7 @@ static PyObject *simple_output(PyObject *stream) {
     Py_ssize_t count = PyList_GET_SIZE(token_ids);
     Py_ssize_t start = PyLong_AsSsize_t(SLOT(completion, completion_.num_taken));
     if (start >= count) return NULL;
+    if (SLOT(stream, stream_.is_delta) != Py_True) return PyObject_CallMethodNoArgs(stream, str_take);
     PyObject *result = NULL, *text = NULL, *output = NULL, *outputs = NULL, *taken = NULL;
     PyObject *new_ids = PyList_GetSlice(token_ids, start, count);
     if (new_ids == NULL) return NULL;
@@ -276,20 +280,171 @@ static PyObject *take_outputs(PyObject *module, PyObject *const *args, Py_ssize_
     return outputs;
 }
 
+/* What `__anext__` returns: an awaitable that waits for the next output of a stream and returns it, as
+ * `OutputIterator._next` does. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *iterator, *stream;
+} NextOutput;
+
+static PyTypeObject NextOutput_type;
+
+/* next_output(iterator, stream) */
+static PyObject *next_output(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "next_output needs an iterator and a stream");
+        return NULL;
+    }
+    NextOutput *self = PyObject_GC_New(NextOutput, &NextOutput_type);
+    if (self == NULL) return NULL;
+    self->iterator = Py_NewRef(args[0]);
+    self->stream = Py_NewRef(args[1]);
+    PyObject_GC_Track(self);
+    return (PyObject *)self;
+}
+
+static int NextOutput_traverse(NextOutput *self, visitproc visit, void *arg) {
+    Py_VISIT(self->iterator);
+    Py_VISIT(self->stream);
+    return 0;
+}
+
+static int NextOutput_clear(NextOutput *self) {
+    Py_CLEAR(self->iterator);
+    Py_CLEAR(self->stream);
+    return 0;
+}
+
+static void NextOutput_dealloc(NextOutput *self) {
+    PyObject_GC_UnTrack(self);
+    NextOutput_clear(self);
+    PyObject_GC_Del(self);
+}
+
+/* Return a future that is done when there may be news, marked as `await` marks it for the task. */
+static PyObject *arrival(PyObject *stream) {
+    PyObject *waiter = NULL;
+    if (Py_IS_TYPE(stream, stream_type) && SLOT(stream, stream_.waiter) == Py_None) {
+        PyObject *loop = PyObject_CallNoArgs(get_running_loop);
+        if (loop == NULL) return NULL;
+        waiter = PyObject_CallMethodNoArgs(loop, str_create_future);
+        Py_DECREF(loop);
+        if (waiter != NULL) set_slot(stream, stream_.waiter, waiter);
+    } else {
+        waiter = PyObject_CallMethodNoArgs(stream, str_arrival);
+    }
+    if (waiter != NULL && PyObject_SetAttr(waiter, str_blocking, Py_True) < 0) Py_CLEAR(waiter);
+    return waiter;
+}
+
+/* Close the iterator, and keep the exception that is set. */
+static void close_iterator(NextOutput *self) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *result = PyObject_CallMethodNoArgs(self->iterator, str_close);
+    if (result == NULL) PyErr_WriteUnraisable(self->iterator);
+    Py_XDECREF(result);
+    PyErr_Restore(type, value, traceback);
+}
+
+static PySendResult NextOutput_send(NextOutput *self, PyObject *value, PyObject **result) {
+    *result = NULL;
+    if (is_simple(self->stream)) {
+        *result = simple_output(self->stream);
+        if (*result != NULL) return PYGEN_RETURN;
+    } else {
+        PyObject *news = PyObject_CallMethodNoArgs(self->stream, str_has_news);
+        int is_true = news == NULL ? -1 : PyObject_IsTrue(news);
+        Py_XDECREF(news);
+        if (is_true > 0) {
+            /* Closes the iterator after the last output, and on an error. */
+            *result = PyObject_CallMethodOneArg(self->iterator, str_take_from, self->stream);
+            return *result == NULL ? PYGEN_ERROR : PYGEN_RETURN;
+        }
+    }
+    if (!PyErr_Occurred()) *result = arrival(self->stream);
+    if (*result != NULL) return PYGEN_NEXT;
+    close_iterator(self);
+    return PYGEN_ERROR;
+}
+
+static PyObject *NextOutput_iternext(NextOutput *self) {
+    PyObject *result;
+    switch (NextOutput_send(self, Py_None, &result)) {
+    case PYGEN_NEXT:
+        return result;
+    case PYGEN_RETURN: {
+        PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result);
+        Py_DECREF(result);
+        if (stop != NULL) PyErr_SetObject(PyExc_StopIteration, stop);
+        Py_XDECREF(stop);
+        return NULL;
+    }
+    default:
+        return NULL;
+    }
+}
+
+/* throw(exception) or throw(type, value, traceback), as a task does that is cancelled */
+static PyObject *NextOutput_throw(NextOutput *self, PyObject *args) {
+    PyObject *type, *value = Py_None, *traceback = Py_None;
+    if (!PyArg_UnpackTuple(args, "throw", 1, 3, &type, &value, &traceback)) return NULL;
+    if (PyExceptionInstance_Check(type))
+        PyErr_SetObject((PyObject *)Py_TYPE(type), type);
+    else
+        PyErr_SetObject(type, value == Py_None ? NULL : value);
+    close_iterator(self);
+    return NULL;
+}
+
+static PyObject *NextOutput_close(NextOutput *self, PyObject *args) {
+    close_iterator(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef NextOutput_methods[] = {
+    {"throw", (PyCFunction)NextOutput_throw, METH_VARARGS, "Close the iterator and raise."},
+    {"close", (PyCFunction)NextOutput_close, METH_NOARGS, "Close the iterator."},
+    {NULL, NULL, 0, NULL},
+};
+static PyAsyncMethods NextOutput_async = {.am_await = PyObject_SelfIter, .am_send = (sendfunc)NextOutput_send};
+static PyTypeObject NextOutput_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "vllm_mp.client.outputs._output_path.NextOutput",
+    .tp_basicsize = sizeof(NextOutput),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_traverse = (traverseproc)NextOutput_traverse,
+    .tp_clear = (inquiry)NextOutput_clear,
+    .tp_dealloc = (destructor)NextOutput_dealloc,
+    .tp_as_async = &NextOutput_async,
+    .tp_iter = PyObject_SelfIter,
+    .tp_iternext = (iternextfunc)NextOutput_iternext,
+    .tp_methods = NextOutput_methods,
+};
+
 static PyMethodDef methods[] = {
     {"configure", configure, METH_VARARGS, "Look up the slots of the classes."},
     {"take_in", (PyCFunction)(void (*)(void))take_in, METH_FASTCALL, "See output_path.py."},
     {"take_outputs", (PyCFunction)(void (*)(void))take_outputs, METH_FASTCALL, "See output_path.py."},
+    {"next_output", (PyCFunction)(void (*)(void))next_output, METH_FASTCALL, "See output_path.py."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_output_path", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit__output_path(void) {
+    str_arrival = PyUnicode_InternFromString("arrival");
+    str_blocking = PyUnicode_InternFromString("_asyncio_future_blocking");
+    str_close = PyUnicode_InternFromString("_close");
+    str_create_future = PyUnicode_InternFromString("create_future");
+    str_has_news = PyUnicode_InternFromString("has_news");
     str_set_result = PyUnicode_InternFromString("set_result");
+    str_take = PyUnicode_InternFromString("take");
+    str_take_from = PyUnicode_InternFromString("_take_from");
     str_wake = PyUnicode_InternFromString("wake");
     PyObject *asyncio = PyImport_ImportModule("asyncio");
     if (asyncio == NULL) return NULL;
     invalid_state = PyObject_GetAttrString(asyncio, "InvalidStateError");
+    get_running_loop = PyObject_GetAttrString(asyncio, "get_running_loop");
     Py_DECREF(asyncio);
-    return invalid_state == NULL ? NULL : PyModule_Create(&definition);
+    if (invalid_state == NULL || get_running_loop == NULL || PyType_Ready(&NextOutput_type) < 0) return NULL;
+    return PyModule_Create(&definition);
 }

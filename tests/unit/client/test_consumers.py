@@ -60,7 +60,7 @@ async def cancel(stream):
 
 
 @pytest.mark.parametrize("leave", [close, throw, throw_class, cancel])
-def test_iterator_that_is_left_aborts_its_request_and_has_ended(llm, leave):
+def test_iterator_that_is_left_aborts_its_request_and_has_ended(llm, path, leave):
     async def run():
         stream = llm.generate(prompts(1)[0], ENDLESS)
         await anext(stream)
@@ -73,7 +73,7 @@ def test_iterator_that_is_left_aborts_its_request_and_has_ended(llm, leave):
     asyncio.run(run())
 
 
-def test_iterator_that_ends_raises_stop_ever_after(llm):
+def test_iterator_that_ends_raises_stop_ever_after(llm, path):
     async def run():
         stream = await llm.add_request(None, prompts(1)[0], greedy(3, ignore_eos=True))
         assert len([output async for output in stream]) == 1
@@ -96,13 +96,46 @@ def test_iterator_that_is_closed_before_it_begins_sends_nothing(llm, params):
     asyncio.run(run())
 
 
-def test_error_of_a_request_is_raised_once_and_ends_the_iterator(llm):
+def test_error_of_a_request_is_raised_once_and_ends_the_iterator(llm, path):
     async def run():
         stream = llm.generate([5], greedy(3, logprobs=1))
         with pytest.raises(EngineGenerateError, match="no log-probabilities"):
             await anext(stream)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
+
+    asyncio.run(run())
+
+
+def test_iterator_can_be_awaited_with_a_timeout_and_ends_with_it(llm, path):
+    async def run():
+        await llm.pause_generation("keep")
+        stream = await llm.add_request(None, prompts(1)[0], ENDLESS)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.01)
+        await llm.resume_generation()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        await eventually(lambda: is_empty(llm))
+
+    asyncio.run(run())
+
+
+def test_second_consumer_of_an_iterator_is_refused(llm, path):
+    async def run():
+        await llm.pause_generation("keep")
+        stream = await llm.add_request(None, prompts(1)[0], delta(3))
+
+        async def read():
+            return await anext(stream)
+
+        first = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="has a consumer that waits"):
+            await anext(stream)
+        first.cancel()
+        await llm.resume_generation()
+        await eventually(lambda: is_empty(llm))
 
     asyncio.run(run())
 
@@ -130,7 +163,7 @@ def test_iterator_that_is_dropped_after_its_event_loop_aborts_its_request(llm):
     asyncio.run(wait_until_empty())
 
 
-def test_iterators_in_a_reference_cycle_are_collected_in_any_thread(llm):
+def test_iterators_in_a_reference_cycle_are_collected_in_any_thread(llm, path):
     async def run():
         cycle = [await llm.add_request(None, prompts(1)[0], ENDLESS)]
         cycle.append(cycle)
@@ -143,7 +176,7 @@ def test_iterators_in_a_reference_cycle_are_collected_in_any_thread(llm):
     asyncio.run(run())
 
 
-def test_group_gives_each_request_what_generate_gives(llm):
+def test_group_gives_each_request_what_generate_gives(llm, path):
     async def run():
         params, texts = delta(40), {}
         async with llm.stream_group() as group:

@@ -20,20 +20,12 @@ from vllm_mp.outputs import RequestFailure
 from vllm_mp.replay_core.answers import Answers
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
-PATHS = {"python": output_path.PYTHON, "compiled": output_path.COMPILED}
 PROMPT = [300]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(default_model):
     return load_awaitable_tokenizer(EngineArgs().create_engine_config().model_config)
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    if PATHS[request.param] is None:
-        pytest.skip("the output path was not compiled: there was no C compiler")
-    monkeypatch.setattr(output_path, "current", PATHS[request.param])
 
 
 def request_of(request_id, params):
@@ -138,7 +130,7 @@ def test_both_paths_give_the_same_outputs(tokenizer, seed, monkeypatch):
     if output_path.COMPILED is None:
         pytest.skip("the output path was not compiled: there was no C compiler")
     seen = []
-    for functions in PATHS.values():
+    for functions in (output_path.PYTHON, output_path.COMPILED):
         monkeypatch.setattr(output_path, "current", functions)
         seen.append(play(tokenizer, seed))
     assert seen[0] == seen[1]
