@@ -341,7 +341,7 @@ class AsyncLLM(EngineControl):
         """
         prompt_tokenizer = self._tokenizes()
         vocab_size = len(prompt_tokenizer.tokenizer)
-        for token_id in token_ids:
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"token ids must be in [0, {vocab_size}), the tokenizer's vocabulary, got {token_id}")
         return await prompt_tokenizer.decode(token_ids, options)

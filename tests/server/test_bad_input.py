@@ -109,6 +109,13 @@ def test_prompt_that_is_too_long_names_its_tokens_and_the_limit(in_process, repl
     assert f"max_model_len={limit}" in error["message"]
 
 
+def test_request_for_more_completions_than_may_ever_wait_is_refused(in_process):
+    body = b'{"prompt": ["x", "x", "x"], "n": 1000}'
+    response = _send(in_process, "/v1/completions", body, JSON, max_waiting_requests=1500)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_completions")
+    assert "3000 completions" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("headers", [{}, {"Content-Type": "text/plain"}])
 def test_body_that_is_not_declared_as_json_is_refused(in_process, headers):
     response = _send(in_process, "/v1/completions", b'{"prompt": "x"}', headers)
@@ -201,3 +208,21 @@ def test_prompts_stay_out_of_the_log(server):
         assert server.post(path, body | {"model": "no model"})[0] == 404
     assert server.post("/v1/completions", {"prompt": f"{secret} " * 600})[0] == 400
     assert secret not in server.log.read_text()
+
+
+def test_failure_before_the_first_token_of_a_stream_has_its_own_status(in_process):
+    # A replay core fails requests for log-probabilities.
+    response = _send(in_process, "/v1/completions", b'{"prompt": "x", "logprobs": 1, "stream": true}', JSON)
+    assert (response.status_code, response.headers["content-type"]) == (500, "application/json")
+    assert response.json()["error"]["code"] == "generation_failed"
+
+
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+def test_echo_of_tokens_without_a_text_is_refused(in_process, replay_engine, monkeypatch, stream):
+    async def detokenize(token_ids, **options):
+        raise ValueError(f"token ids must be in [0, 5), got {token_ids[0]}")
+
+    monkeypatch.setattr(replay_engine, "detokenize", detokenize)
+    content = b'{"prompt": [7], "max_tokens": 1, "echo": true, "stream": %b}' % stream
+    response = _send(in_process, "/v1/completions", content, JSON)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")

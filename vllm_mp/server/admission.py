@@ -14,7 +14,7 @@ class Admission:
     """Counts the live requests, refuses more than a limit, and ends all of them at once.
 
     A request is live from its admission to the last byte of its response, so requests whose prompts are being
-    tokenized count too. An HTTP request with several prompts counts as so many.
+    tokenized count too. Each completion counts: an HTTP request with 3 prompts and n=2 counts as 6.
     """
 
     def __init__(self, max_live: int, counts: "list[int] | memoryview[int] | None" = None, index: int = 0) -> None:
@@ -42,18 +42,19 @@ class Admission:
         return self._counts[self._index]
 
     @contextlib.asynccontextmanager
-    async def admit(self, num_prompts: int) -> AsyncGenerator[None]:
-        """Count the prompts of the running task as live requests in this block.
+    async def admit(self, num_completions: int) -> AsyncGenerator[None]:
+        """Count the completions, or vectors, that the running task asks for as live requests in this block.
 
-        Raises ApiError: 503 when the server drains, 429 when too many requests wait, 400 for more prompts than may
-        ever wait, and within the block 503 when `end_all` is called.
+        Raises ApiError: 503 when the server drains, 429 when too many requests wait, 400 for more than may ever
+        wait at once, and within the block 503 when `end_all` is called.
         """
         if self._refusal is not None:
             raise self._refusal
-        if num_prompts > self._max_live:
-            raise ApiError(400, f"too many prompts: {num_prompts}; send at most {self._max_live} in a request")
+        if num_completions > self._max_live:
+            message = f"the request asks for {num_completions} completions; ask for at most {self._max_live}"
+            raise ApiError(400, message, code="too_many_completions")
         num_live = sum(self._counts)
-        if num_live + num_prompts > self._max_live:
+        if num_live + num_completions > self._max_live:
             raise ApiError(
                 429,
                 f"too many requests: {num_live} run or wait, the limit is {self._max_live}; repeat the request later",
@@ -64,11 +65,11 @@ class Admission:
         deadline = asyncio.timeout(None)
         try:
             async with deadline:
-                self._enter(deadline, num_prompts)
+                self._enter(deadline, num_completions)
                 try:
                     yield
                 finally:
-                    self._leave(deadline, num_prompts)
+                    self._leave(deadline, num_completions)
         except TimeoutError as error:
             if not deadline.expired() or self._refusal is None:
                 raise
@@ -91,13 +92,13 @@ class Admission:
         """Return when no request is live in this process."""
         await self._is_idle.wait()
 
-    def _enter(self, deadline: asyncio.Timeout, num_prompts: int) -> None:
+    def _enter(self, deadline: asyncio.Timeout, num_completions: int) -> None:
         self._deadlines.add(deadline)
-        self._counts[self._index] += num_prompts
+        self._counts[self._index] += num_completions
         self._is_idle.clear()
 
-    def _leave(self, deadline: asyncio.Timeout, num_prompts: int) -> None:
+    def _leave(self, deadline: asyncio.Timeout, num_completions: int) -> None:
         self._deadlines.remove(deadline)
-        self._counts[self._index] -= num_prompts
+        self._counts[self._index] -= num_completions
         if not self._deadlines:
             self._is_idle.set()

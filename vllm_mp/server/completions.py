@@ -200,7 +200,7 @@ class _Choices:
                 choice.text = await self._prompt_text(output)
                 if self._params.logprobs is not None:
                     positions += known or []
-                    first_text = await self._engine.detokenize(output.prompt_token_ids[:1])
+                    first_text = await self._text(output.prompt_token_ids[:1])
         if self._body.return_token_ids:
             choice.token_ids = completion.token_ids
         if self._is_echo_alone:
@@ -215,11 +215,17 @@ class _Choices:
         return choice
 
     async def _prompt_text(self, output: RequestOutput) -> str:
-        """Return the text of the prompt as the model saw it."""
+        """Return the text of the prompt as the model saw it. Raises ApiError if there is none."""
         if output.prompt is not None and self._params.truncate_prompt_tokens is None:
             return output.prompt
-        skip = self._params.skip_special_tokens
-        return await self._engine.detokenize(output.prompt_token_ids, skip_special_tokens=skip)
+        return await self._text(output.prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens)
+
+    async def _text(self, token_ids: list[int], **options: bool) -> str:
+        """Return the text of a part of the prompt. Raises ApiError if the tokenizer has none for it."""
+        try:
+            return await self._engine.detokenize(token_ids, **options)
+        except ValueError as error:
+            raise ApiError(400, f"echo cannot repeat the prompt as text: {error}", param="echo") from error
 
 
 ROUTES = [post("/v1/completions", create_completion, CompletionBody, CompletionResponse)]

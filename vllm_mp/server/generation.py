@@ -136,7 +136,7 @@ async def start_generation(
     request_id = f"{kind}-{call.request_id}"
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens
-    await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
+    await call.resources.enter_async_context(call.server.admission.admit(len(prompts) * params.n))
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
 
     group = call.server.engine.stream_group()
