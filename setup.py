@@ -28,6 +28,7 @@ setup(
         Extension(
             "vllm_mp.client.outputs._output_path",
             ["client/outputs/csrc/output_path.c"],
+            depends=glob.glob("client/outputs/csrc/*.h"),
             optional=True,  # without a compiler, the same path runs in Python
         )
     ]

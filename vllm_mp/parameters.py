@@ -46,7 +46,8 @@ class Integer(Parameter):
     def checked(self, name: str, value: Any) -> int | None:
         if value is None and self.optional:
             return None
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        # The abstract type costs much, and every request checks all its parameters.
+        if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
             raise TypeError(f"{name} must be an integer, got {value!r}")
         number = int(value)  # the wire does not carry NumPy's scalars
         if not self.low <= number <= self.high:
@@ -63,7 +64,7 @@ class Number(Parameter):
     open_low: bool = False
 
     def checked(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
             raise TypeError(f"{name} must be a number, got {value!r}")
         number = _as_float(value)
         # Written so that NaN, which compares false with everything, is refused too.

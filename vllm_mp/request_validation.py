@@ -42,7 +42,8 @@ def validate_generation(
     _check_token_ids("prompt_token_ids", prompt, vocab_size)
     _check_token_ids("the completion so far", output, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        _check_token_ids(name, np.asarray(list(getattr(params, name) or ()), np.int64), vocab_size)
+        if ids := getattr(params, name):
+            _check_token_ids(name, np.asarray(list(ids), np.int64), vocab_size)
     _check_bad_words(params, bad_words, vocab_size)
     _check_logprobs(params, model)
     room = model.max_model_len - len(prompt)
@@ -103,8 +104,8 @@ def _check_not_empty(prompt: npt.NDArray[np.int32]) -> None:
 
 
 def _check_token_ids(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(wrong):
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
         raise ValueError(f"{name} must be in [0, {vocab_size}), the model's vocabulary, got {int(wrong[0])}")
 
 

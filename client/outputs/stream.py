@@ -147,7 +147,8 @@ class RequestStream(ABC):
 
         Raises RuntimeError if another consumer waits already.
         """
-        if self._waiter is not None and not self._waiter.done():
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
             raise RuntimeError(f"request {self.request_id} has a consumer that waits; use one consumer for each stream")
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter

@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Config
 
+from vllm_mp import AsyncEngineArgs
+from vllm_mp.core.weights.loader import load_model
 from vllm_mp.testing.engines import running_engine
-from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, generate_all, num_preemptions
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
 from vllm_mp.testing.random_models import (
     CONFIGS,
     GPT2_SIZES,
@@ -33,10 +36,15 @@ def running(folder, **options):
     return running_engine(folder, skip_tokenizer_init=True, device="cpu", num_threads=1, **options)
 
 
-def answers(folder, **options):
-    """Return the token ids that an engine answers to each of `PROMPTS`."""
-    with running(folder, **WHOLE_PROMPTS, **options) as engine:
-        return [output.outputs[0].token_ids for output in generate_all(engine, PROMPTS, NUM_TOKENS)]
+def weights(folder, **options):
+    """Return the weights that a core loads from a folder, by name."""
+    arguments = AsyncEngineArgs(model=str(folder), skip_tokenizer_init=True, device="cpu", **options)
+    return load_model(arguments.create_engine_config().model_config, torch.float32, torch.device("cpu")).state_dict()
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
 @pytest.fixture(scope="module", params=NATIVE)
@@ -48,6 +56,7 @@ def random_model(request, tmp_path_factory):
         yield config, folder, save_random_model(config, folder)
 
 
+@pytest.mark.slow
 def test_answers_to_whole_prompts_equal_those_of_transformers(random_model):
     _, folder, reference = random_model
     with running(folder, **WHOLE_PROMPTS) as engine:
@@ -63,17 +72,17 @@ def test_answers_with_chunks_and_preemption_equal_those_of_transformers(random_m
 
 def test_dummy_weights_are_a_function_of_the_seed(tmp_path):
     folder = save_config(CONFIGS["qwen3"], tmp_path / "model")
-    first, again, other = (answers(folder, load_format="dummy", seed=seed) for seed in (7, 7, 8))
-    assert first == again
-    assert first != other
+    first, again, other = (weights(folder, load_format="dummy", seed=seed) for seed in (7, 7, 8))
+    assert_equal(again, first)
+    assert sum(not torch.equal(weight, other[name]) for name, weight in first.items()) > len(first) / 2
 
 
-def test_sharded_weights_give_the_same_answers_as_a_single_file(tmp_path):
+def test_sharded_weights_equal_those_of_a_single_file(tmp_path):
     save_random_model(CONFIGS["llama"], tmp_path / "single")
     save_random_model(CONFIGS["llama"], tmp_path / "sharded", max_shard_size="50KB")
     assert len(list((tmp_path / "single").glob("*.safetensors"))) == 1
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
-    assert answers(tmp_path / "sharded") == answers(tmp_path / "single")
+    assert_equal(weights(tmp_path / "sharded"), weights(tmp_path / "single"))
 
 
 @pytest.fixture
@@ -100,8 +109,6 @@ CHAT = """
 import asyncio, json, sys
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams, RequestOutputKind
 
-commands = []
-sys.addaudithook(lambda event, args: commands.append(args[1]) if event == "subprocess.Popen" else None)
 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=sys.argv[1], dtype="float32", device="cpu"))
 params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
@@ -111,7 +118,6 @@ async def main():
         "prompt": outputs[0].prompt_token_ids,
         "pieces": [output.outputs[0].text for output in outputs],
         "answer": [token for output in outputs for token in output.outputs[0].token_ids],
-        "conversions": sum("vllm_mp.client.tokenizer" in command for command in commands),
         "torch": "torch" in sys.modules,
     }))
 
@@ -135,12 +141,9 @@ def chat(folder: Path, cache: Path):
 
 
 def test_folder_with_vocabulary_and_merges_streams_text_without_torch_in_the_client(chat_folder, tmp_path):
-    first, second = (chat(chat_folder, tmp_path / "cache") for _ in range(2))
-    assert (first["conversions"], second["conversions"]) == (1, 0)
+    result = chat(chat_folder, tmp_path / "cache")
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)
-    for result in (first, second):
-        assert not result["torch"]
-        assert result["prompt"] == tokenizer("Does money buy happiness? 😀").input_ids
-        assert len(result["pieces"]) > 1
-        assert "".join(result["pieces"]) == tokenizer.decode(result["answer"], skip_special_tokens=True)
-    assert first["answer"] == second["answer"]
+    assert not result["torch"]
+    assert result["prompt"] == tokenizer("Does money buy happiness? 😀").input_ids
+    assert len(result["pieces"]) > 1
+    assert "".join(result["pieces"]) == tokenizer.decode(result["answer"], skip_special_tokens=True)

@@ -99,6 +99,7 @@ def test_error_names_the_tensor_that_a_file_lacks(tmp_path):
         load_ours(path)
 
 
+@pytest.mark.slow
 def test_encoder_decoder_is_refused_by_name(tmp_path):
     write_tiny_gguf(tmp_path / "t5.gguf", architecture="t5")
     with pytest.raises(ValueError, match=r"t5\.gguf: architecture 't5': .*T5Config"):

@@ -11,7 +11,7 @@ from vllm_mp.testing.engines import ENGINE, answer, greedy
 from vllm_mp.testing.greedy_parity import GreedyReference, assert_greedy, generate_all, num_preemptions
 from vllm_mp.testing.prompts import PROMPTS
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 FEW_TOKENS = 16
 """Length of the answers in tests of how prompts are read."""
 
@@ -43,7 +43,7 @@ def test_answers_are_greedy_with_each_prompt_alone(llm, reference):
 
 def test_answers_are_greedy_with_prompts_read_in_small_chunks(make_engine, reference):
     engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, max_num_partial_prefills=3)
-    for output in generate_all(engine, PROMPTS, FEW_TOKENS):
+    for output in generate_all(engine, PROMPTS[1::2], FEW_TOKENS):
         assert_greedy(reference, output)
 
 
@@ -57,14 +57,14 @@ def test_answers_are_greedy_with_each_build_of_the_kernels(make_engine, referenc
 
 
 def test_answers_are_greedy_without_chunked_prefill(make_engine, reference):
-    for output in generate_all(make_engine(enable_chunked_prefill=False), PROMPTS, FEW_TOKENS):
+    for output in generate_all(make_engine(enable_chunked_prefill=False), PROMPTS[1::2], FEW_TOKENS):
         assert_greedy(reference, output)
 
 
 def test_answers_are_greedy_when_requests_are_preempted_for_lack_of_blocks(make_engine, reference):
     # Enough blocks for all prompts, and for half of the tokens of the answers.
     block_bytes = 16 * 30 * 2 * 3 * 64 * 4
-    engine = make_engine(max_model_len=512, kv_cache_memory_bytes=120 * block_bytes)
+    engine = make_engine(max_model_len=512, kv_cache_memory_bytes=100 * block_bytes)
     outputs = generate_all(engine, PROMPTS, NUM_TOKENS)
     assert num_preemptions(engine) > 0
     for output in outputs:

@@ -130,8 +130,8 @@ def test_message_that_is_too_large_is_refused_before_it_is_sent(llm):
 
 
 @pytest.mark.parametrize("recovery", [True, False], ids=["recovery", "no recovery"])
-def test_broken_connection_counts_as_death_of_the_core_even_if_its_process_lives(make_engine, recovery):
-    engine = make_engine(max_model_len=512, recovery=recovery)
+def test_broken_connection_counts_as_death_of_the_core_even_if_its_process_lives(make_small_engine, recovery):
+    engine = make_small_engine(max_model_len=512, recovery=recovery)
 
     async def run():
         stream = engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
@@ -189,8 +189,8 @@ def test_unread_stream_is_aborted_when_it_is_closed(llm):
     asyncio.run(run())
 
 
-def test_shutdown_from_another_thread_ends_every_stream(make_engine):
-    engine = make_engine(max_model_len=512)
+def test_shutdown_from_another_thread_ends_every_stream(make_small_engine):
+    engine = make_small_engine(max_model_len=512)
     outcomes = []
 
     async def run():
@@ -219,8 +219,8 @@ def test_shutdown_from_another_thread_ends_every_stream(make_engine):
     assert len(outcomes) == 20
 
 
-def test_shutdown_is_quick_although_the_app_has_forked(make_engine):
-    engine = make_engine(max_model_len=512)
+def test_shutdown_is_quick_although_the_app_has_forked(make_small_engine):
+    engine = make_small_engine(max_model_len=512)
     child = os.fork()
     if child == 0:
         time.sleep(60)
@@ -236,8 +236,8 @@ def test_shutdown_is_quick_although_the_app_has_forked(make_engine):
         os.waitpid(child, 0)
 
 
-def test_each_call_after_a_death_raises_an_error_object_of_its_own(make_engine):
-    engine = make_engine(max_model_len=512, recovery=False)
+def test_each_call_after_a_death_raises_an_error_object_of_its_own(make_small_engine):
+    engine = make_small_engine(max_model_len=512, recovery=False)
     os.kill(engine._supervisor.core.process.pid, 9)
 
     async def run():

@@ -93,10 +93,10 @@ def test_engine_can_be_made_in_a_running_loop_and_as_a_context_manager(default_m
     assert not psutil.pid_exists(int(pid))
 
 
-def test_core_ends_when_its_client_is_killed(default_model, tmp_path):
+def test_core_ends_when_its_client_is_killed(small_model, tmp_path):
     before = runtime_dirs()
     done = run_script(
-        default_model,
+        small_model,
         """
         llm = AsyncLLM.from_engine_args(ARGS)
 
@@ -115,10 +115,10 @@ def test_core_ends_when_its_client_is_killed(default_model, tmp_path):
     assert runtime_dirs() == before
 
 
-def test_core_ends_when_its_engine_is_garbage_collected(default_model):
+def test_core_ends_when_its_engine_is_garbage_collected(small_model):
     async def run():
         engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=str(default_model), max_model_len=256, kv_cache_memory_bytes=2**26)
+            AsyncEngineArgs(model=str(small_model), max_model_len=256, kv_cache_memory_bytes=2**26)
         )
         assert (await answer(engine, "Hi", greedy(3))).finished
         pid = (await engine.core_status())["pid"]
@@ -129,8 +129,8 @@ def test_core_ends_when_its_engine_is_garbage_collected(default_model):
     asyncio.run(run())
 
 
-def test_shutdown_is_idempotent_and_ends_live_and_later_requests_with_an_error(make_engine):
-    engine = make_engine(max_model_len=256)
+def test_shutdown_is_idempotent_and_ends_live_and_later_requests_with_an_error(make_small_engine):
+    engine = make_small_engine(max_model_len=256)
 
     async def run():
         stream = engine.generate("Hello", SamplingParams(max_tokens=200, ignore_eos=True))
@@ -211,9 +211,9 @@ async def _has_settled(process, core, before):
     return all(a <= b for a, b in zip(now, before, strict=True))
 
 
-def test_engine_made_without_its_loop_serves_after_start_background_loop(default_model):
+def test_engine_made_without_its_loop_serves_after_start_background_loop(small_model):
     engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(model=str(default_model), max_model_len=128), start_engine_loop=False
+        AsyncEngineArgs(model=str(small_model), max_model_len=128), start_engine_loop=False
     )
     try:
         assert not engine.is_running
@@ -246,8 +246,8 @@ def test_engine_returns_its_configuration_tokenizer_and_status(llm):
     assert llm.dead_error is None
 
 
-def test_engine_without_a_tokenizer_takes_and_returns_token_ids(make_engine):
-    engine = make_engine(skip_tokenizer_init=True, max_model_len=128)
+def test_engine_without_a_tokenizer_takes_and_returns_token_ids(make_small_engine):
+    engine = make_small_engine(skip_tokenizer_init=True, max_model_len=128)
     output = asyncio.run(answer(engine, [504, 3575, 282], greedy(4)))
     assert len(output.outputs[0].token_ids) == 4
     assert output.outputs[0].text == ""

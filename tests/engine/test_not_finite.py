@@ -48,8 +48,14 @@ async def expect_failure(engine, tokens, **params):
         await answer(engine, {"prompt_token_ids": tokens}, SamplingParams(max_tokens=6, output_kind=kind, **params))
 
 
-@pytest.mark.parametrize("options", [WHOLE, CHUNKED, OVERLAPPING], ids=["whole", "chunked", "overlapping"])
-def test_prefix_shared_with_a_bad_request_stays_valid(poisoned, options):
+@pytest.fixture(scope="module", params=[WHOLE, CHUNKED, OVERLAPPING], ids=["whole", "chunked", "overlapping"])
+def engine(request, poisoned):
+    """An engine of the poisoned model."""
+    with running(poisoned[1], **request.param, max_logprobs=-1) as engine:
+        yield engine
+
+
+def test_prefix_shared_with_a_bad_request_stays_valid(engine):
     async def run(engine):
         expected, _ = await ask(engine, [*SHARED, 5])
         await engine.reset_prefix_cache()
@@ -64,8 +70,7 @@ def test_prefix_shared_with_a_bad_request_stays_valid(poisoned, options):
         assert [tokens for tokens, _ in together] == [expected] * 3
         await eventually(lambda: is_empty(engine))
 
-    with running(poisoned[1], **options) as engine:
-        asyncio.run(run(engine))
+    asyncio.run(run(engine))
 
 
 def test_blocks_with_values_that_are_not_finite_can_be_used_again(poisoned):
@@ -81,8 +86,7 @@ def test_blocks_with_values_that_are_not_finite_can_be_used_again(poisoned):
         asyncio.run(run(engine))
 
 
-@pytest.mark.parametrize("options", [WHOLE, OVERLAPPING], ids=["whole", "overlapping"])
-def test_bad_request_fails_alone_with_any_parameters(poisoned, options):
+def test_bad_request_fails_alone_with_any_parameters(engine):
     requested = [
         {"temperature": 0},
         {"temperature": 1, "seed": 1},
@@ -109,5 +113,4 @@ def test_bad_request_fails_alone_with_any_parameters(poisoned, options):
         await eventually(lambda: is_empty(engine))
         assert (await engine.core_status())["restarts"] == 0, "no step computed an invalid token"
 
-    with running(poisoned[1], **options, max_logprobs=-1) as engine:
-        asyncio.run(run(engine))
+    asyncio.run(run(engine))

@@ -6,6 +6,7 @@ import signal
 
 import psutil
 import pytest
+from support.engine_fixtures import SLOW_STEPS
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
 from vllm_mp.testing import (
@@ -207,9 +208,9 @@ def num_running_is(llm, count):
     return condition
 
 
-def test_pause_holds_for_all_clients_and_outlives_the_client_that_called_it(default_model, tmp_path):
+def test_pause_holds_for_all_clients_and_outlives_the_client_that_called_it(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address):
+    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS):
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
 
         async def run():
@@ -234,9 +235,9 @@ def test_pause_holds_for_all_clients_and_outlives_the_client_that_called_it(defa
         second.shutdown()
 
 
-def test_mode_abort_ends_the_requests_of_every_client(default_model, tmp_path):
+def test_mode_abort_ends_the_requests_of_every_client(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address):
+    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS):
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
 
         async def run():
@@ -252,9 +253,9 @@ def test_mode_abort_ends_the_requests_of_every_client(default_model, tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "sent"), [("keep", signal.SIGINT), ("wait", signal.SIGINT), ("keep", signal.SIGTERM)])
-def test_core_told_to_stop_does_not_wait_for_requests_that_a_pause_holds_back(default_model, tmp_path, mode, sent):
+def test_core_told_to_stop_does_not_wait_for_requests_that_a_pause_holds_back(small_model, tmp_path, mode, sent):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address) as process:
+    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS) as process:
         client = AsyncLLM.connect(address, reconnect_timeout=0)
 
         async def run():

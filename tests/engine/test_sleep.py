@@ -6,6 +6,7 @@ import signal
 
 import psutil
 import pytest
+from support.engine_fixtures import SLOW_STEPS
 from transformers import LlamaConfig
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, PoolingParams, SamplingParams
@@ -201,9 +202,9 @@ def test_each_level_of_sleep_frees_the_memory_that_it_names(tmp_path):
         asyncio.run(run())
 
 
-def test_sleep_holds_for_all_clients_and_does_not_delay_a_core_told_to_stop(default_model, tmp_path):
+def test_sleep_holds_for_all_clients_and_does_not_delay_a_core_told_to_stop(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address) as process:
+    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS) as process:
         first, second = AsyncLLM.connect(address), AsyncLLM.connect(address, reconnect_timeout=0)
 
         async def run():

@@ -28,8 +28,8 @@ async def drain(stream):
 @pytest.mark.parametrize(
     "signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT], ids=lambda signum: signum.name
 )
-def test_every_stream_and_call_fails_with_the_cause(make_engine, signum):
-    engine = make_engine(recovery=False)
+def test_every_stream_and_call_fails_with_the_cause(make_small_engine, signum):
+    engine = make_small_engine(recovery=False)
 
     async def run():
         streams = await start_streams(engine, 8)
@@ -53,12 +53,12 @@ def test_every_stream_and_call_fails_with_the_cause(make_engine, signum):
     assert not psutil.pid_exists(asyncio.run(run()))
 
 
-def test_death_is_noticed_on_a_system_without_pidfd_open(make_engine, monkeypatch):
+def test_death_is_noticed_on_a_system_without_pidfd_open(make_small_engine, monkeypatch):
     def refuse(pid):
         raise OSError(errno.ENOSYS, "not implemented")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    engine = make_engine(recovery=False)
+    engine = make_small_engine(recovery=False)
 
     async def run():
         (stream,) = await start_streams(engine, 1)
@@ -69,8 +69,8 @@ def test_death_is_noticed_on_a_system_without_pidfd_open(make_engine, monkeypatc
     asyncio.run(run())
 
 
-def test_error_contains_the_end_of_the_log_and_its_path(make_engine):
-    engine = make_engine(recovery=False)
+def test_error_contains_the_end_of_the_log_and_its_path(make_small_engine):
+    engine = make_small_engine(recovery=False, fault_injection="")  # each fault is a line of the log
 
     async def run():
         (stream,) = await start_streams(engine, 1)
@@ -87,17 +87,17 @@ def test_error_contains_the_end_of_the_log_and_its_path(make_engine):
     assert not engine._supervisor.core.process.log_path.parent.exists()
 
 
-def test_death_between_two_event_loops_fails_the_next_request(make_engine):
-    engine = make_engine(recovery=False)
+def test_death_between_two_event_loops_fails_the_next_request(make_small_engine):
+    engine = make_small_engine(recovery=False)
     assert asyncio.run(answer(engine, "Hello", greedy(2))).finished
     os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         asyncio.run(answer(engine, "Hello", greedy(2)))
 
 
-def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_engine, monkeypatch):
+def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_small_engine, monkeypatch):
     monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 0.5)
-    engine = make_engine(recovery=False)
+    engine = make_small_engine(recovery=False)
 
     async def run():
         await engine.check_health()
@@ -112,8 +112,8 @@ def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_engine, monke
     asyncio.run(run())
 
 
-def test_core_without_progress_is_ended_after_the_timeout(make_engine):
-    engine = make_engine(recovery=False, engine_iteration_timeout_s=0.5)
+def test_core_without_progress_is_ended_after_the_timeout(make_small_engine):
+    engine = make_small_engine(recovery=False, engine_iteration_timeout_s=0.5)
 
     async def run():
         streams = await start_streams(engine, 2)
@@ -126,9 +126,9 @@ def test_core_without_progress_is_ended_after_the_timeout(make_engine):
     assert not psutil.pid_exists(engine._supervisor.core.process.pid)
 
 
-def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_engine, monkeypatch):
+def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_small_engine, monkeypatch):
     monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 0.05)
-    engine = make_engine()
+    engine = make_small_engine()
 
     async def run():
         await engine.core_status()
@@ -156,8 +156,8 @@ def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_engine,
     asyncio.run(run())
 
 
-def test_stopped_core_can_be_shut_down(make_engine):
-    engine = make_engine(recovery=False)
+def test_stopped_core_can_be_shut_down(make_small_engine):
+    engine = make_small_engine(recovery=False)
     os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
     started = time.monotonic()
     engine.shutdown(timeout=0.5)
@@ -165,8 +165,8 @@ def test_stopped_core_can_be_shut_down(make_engine):
     assert time.monotonic() - started < 30
 
 
-def test_status_page_outlives_the_core_and_names_the_requests_of_the_step(make_engine):
-    engine = make_engine(recovery=False)
+def test_status_page_outlives_the_core_and_names_the_requests_of_the_step(make_small_engine):
+    engine = make_small_engine(recovery=False)
 
     async def run():
         streams = await start_streams(engine, 3)

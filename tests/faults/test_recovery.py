@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from support.engine_fixtures import SLOW_STEPS
 
 from vllm_mp import (
     AsyncEngineArgs,
@@ -16,19 +17,18 @@ from vllm_mp import (
     RequestOutputKind,
     SamplingParams,
 )
-from vllm_mp.testing.engines import ENGINE, answer, eventually, greedy, is_empty
+from vllm_mp.testing.engines import ENGINE, answer, eventually, greedy, is_empty, running_engine
 
 PROMPT = "The history of the city begins"
 LONG_PROMPT = list(range(1000, 1320))
 
 
 @pytest.fixture(scope="module")
-def engine(default_model):
+def engine(small_model):
     """An engine with small steps, so that requests wait and prompts are chunked, and with enough restarts."""
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_core_restarts": 1000}
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), **ENGINE, **options))
-    yield engine
-    engine.shutdown()
+    with running_engine(small_model, fault_injection=SLOW_STEPS, **options) as engine:
+        yield engine
 
 
 def kill(engine, signum=signal.SIGKILL):
@@ -251,7 +251,9 @@ def test_blocked_event_loop_delays_no_restart_and_loses_nothing(engine):
     check(engine, requests_of_every_kind(16)[1:], lambda consumers: consumers[0].num_tokens() >= 4, block)
 
 
-def test_unanswered_calls_are_answered_by_the_next_core(engine):
+def test_unanswered_calls_are_answered_by_the_next_core(engine, monkeypatch):
+    monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 60)  # a busy machine starts a core slowly
+
     async def run():
         await engine.check_health()
         kill(engine, signal.SIGSTOP)
@@ -424,8 +426,8 @@ def test_core_that_dies_while_loading_is_replaced(engine):
     asyncio.run(run())
 
 
-def test_stopped_core_is_replaced_while_it_serves_and_while_it_loads(make_engine):
-    engine = make_engine(engine_iteration_timeout_s=1.0)
+def test_stopped_core_is_replaced_while_it_serves_and_while_it_loads(make_small_engine):
+    engine = make_small_engine(engine_iteration_timeout_s=1.0)
 
     async def run():
         expected = (await answer(engine, PROMPT, greedy(24, ignore_eos=True))).outputs[0].token_ids
@@ -450,8 +452,8 @@ def test_stopped_core_is_replaced_while_it_serves_and_while_it_loads(make_engine
 
 
 @pytest.mark.slow
-def test_no_request_is_blamed_for_signals_that_stop_several_cores(make_engine):
-    engine = make_engine(engine_iteration_timeout_s=1.0, fault_injection="slow@step=*,seconds=0.1")
+def test_no_request_is_blamed_for_signals_that_stop_several_cores(make_small_engine):
+    engine = make_small_engine(engine_iteration_timeout_s=1.0, fault_injection="slow@step=*,seconds=0.1")
 
     async def run():
         tasks = [asyncio.create_task(answer(engine, prompt, greedy(8, ignore_eos=True))) for prompt in (PROMPT, "Two")]
@@ -470,15 +472,15 @@ def test_no_request_is_blamed_for_signals_that_stop_several_cores(make_engine):
     asyncio.run(run())
 
 
-def test_stopped_idle_core_is_replaced_when_a_request_arrives(make_engine):
-    engine = make_engine(engine_iteration_timeout_s=0.5)
+def test_stopped_idle_core_is_replaced_when_a_request_arrives(make_small_engine):
+    engine = make_small_engine(engine_iteration_timeout_s=0.5)
     kill(engine, signal.SIGSTOP)
     assert len(asyncio.run(answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
     assert engine._supervisor.num_restarts == 1
 
 
-def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(make_engine):
-    engine = make_engine(max_core_restarts=1)
+def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(make_small_engine):
+    engine = make_small_engine(max_core_restarts=1)
 
     async def run():
         stream = engine.generate(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
@@ -504,8 +506,8 @@ def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(mak
     asyncio.run(run())
 
 
-def test_standby_takes_over_and_a_new_standby_is_prepared(make_engine):
-    engine = make_engine(warm_standby=True)
+def test_standby_takes_over_and_a_new_standby_is_prepared(make_small_engine):
+    engine = make_small_engine(warm_standby=True)
     source = engine._supervisor._source
 
     async def standby_is_ready():
@@ -532,7 +534,7 @@ def test_standby_takes_over_and_a_new_standby_is_prepared(make_engine):
     asyncio.run(run())
 
 
-def test_death_of_the_first_core_while_loading_is_an_error_at_once(default_model, monkeypatch):
+def test_death_of_the_first_core_while_loading_is_an_error_at_once(small_model, monkeypatch):
     from vllm_mp.client.engine.launcher import CoreLauncher
 
     begin = CoreLauncher.begin
@@ -543,4 +545,4 @@ def test_death_of_the_first_core_while_loading_is_an_error_at_once(default_model
 
     monkeypatch.setattr(CoreLauncher, "begin", begin_and_kill)
     with pytest.raises(EngineStartError, match="SIGKILL"):
-        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), **ENGINE))
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(small_model), **ENGINE))

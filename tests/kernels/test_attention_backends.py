@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.covering import covering
 from support.flash_stand_ins import flash_attn_varlen_func, flash_attn_with_kvcache, module
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from torch import Tensor
@@ -54,9 +55,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("version", [THREE, TWO], ids=["3", "2"])
-@pytest.mark.parametrize("rows", [DECODES_RAGGED, PREFILLS, MIXED], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1)])
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (None, 3.0), (20, 3.0)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "window", "soft_cap"),
+    covering(
+        [(DECODES_RAGGED,), (PREFILLS,), (MIXED,)],
+        [(4, 4), (6, 2), (8, 1)],
+        [(None, None), (7, None), (None, 3.0), (20, 3.0)],
+    ),
+    ids=str,
+)
 def test_flash_attention_agrees_with_the_reference(
     machine: Machine, version: Any, rows: Any, heads: int, kv_heads: int, window: int | None, soft_cap: float | None
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.covering import covering
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -133,13 +134,15 @@ def attend(batch, dtype, *options):
 
 
 @DTYPES
-@pytest.mark.parametrize("rows", [DECODES_EVEN, DECODES_RAGGED, PREFILLS, MIXED, LONG], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size", "value_dim"),
-    [(9, 3, 64, 16, 64), (4, 4, 40, 4, 40), (8, 1, 128, 16, 128), (4, 2, 64, 8, 96), (2, 1, 256, 32, 256)],
+    ("rows", "heads", "kv_heads", "head_dim", "block_size", "value_dim", "window", "soft_cap"),
+    covering(
+        [(DECODES_EVEN,), (DECODES_RAGGED,), (PREFILLS,), (MIXED,), (LONG,)],
+        [(9, 3, 64, 16, 64), (4, 4, 40, 4, 40), (8, 1, 128, 16, 128), (4, 2, 64, 8, 96), (2, 1, 256, 32, 256)],
+        [(window, soft_cap) for soft_cap in (None, 5.0) for window in (None, 7, 600)],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("window", [None, 7, 600])
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
 def test_attention_agrees_with_the_reference(
     build, dtype, rows, heads, kv_heads, head_dim, block_size, value_dim, window, soft_cap
 ):

@@ -109,6 +109,13 @@ def test_prompt_that_is_too_long_names_its_tokens_and_the_limit(in_process, repl
     assert f"max_model_len={limit}" in error["message"]
 
 
+def test_request_for_more_completions_than_may_ever_wait_is_refused(in_process):
+    body = b'{"prompt": ["x", "x", "x"], "n": 1000}'
+    response = _send(in_process, "/v1/completions", body, JSON, max_waiting_requests=1500)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_completions")
+    assert "3000 completions" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("headers", [{}, {"Content-Type": "text/plain"}])
 def test_body_that_is_not_declared_as_json_is_refused(in_process, headers):
     response = _send(in_process, "/v1/completions", b'{"prompt": "x"}', headers)

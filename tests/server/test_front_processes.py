@@ -99,3 +99,23 @@ def test_no_process_outlives_a_server_that_is_killed(default_model, tmp_path):
         _, alive = psutil.wait_procs(children, 20)
         assert not alive
     assert [path.name for path in tmp_path.iterdir()] == ["server.log"]
+
+
+@pytest.mark.slow
+def test_request_that_kills_every_core_fails_alone(default_model, tmp_path):
+    flags = ("--api-server-count", "2", "--fault-injection", "segv@request=poison")
+    with served(DEFAULT_MODEL, tmp_path, *flags) as server:
+        server.wait_until_ready()
+
+        async def run():
+            answers = StreamedAnswers(server, [f"The number {index} is" for index in range(8)], 64)
+            running = asyncio.create_task(answers.run())
+            await answers.all_run.wait()
+            body = {"prompt": "Hello", "max_tokens": 4}
+            poison = await asyncio.to_thread(server.post, "/v1/completions", body, **{"X-Request-Id": "poison"})
+            await running
+            return poison, answers.ends
+
+        (status, body), ends = asyncio.run(run())
+        assert (status, body["error"]["code"]) == (500, "generation_failed")
+        assert ends == ["length"] * 8

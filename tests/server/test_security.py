@@ -70,7 +70,9 @@ def test_file_without_keys_is_refused(tmp_path):
 
 
 def test_pages_of_other_origins_are_allowed_only_if_asked_for(in_process):
-    preflight = {"Origin": _ORIGIN, "Access-Control-Request-Method": "POST"}
+    # The openai client in a browser sends headers such as this one.
+    headers = {"Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang"}
+    preflight = {"Origin": _ORIGIN, "Access-Control-Request-Method": "POST"} | headers
     plain = _ask(in_process(), "OPTIONS", "/v1/completions", **preflight)
     assert "Access-Control-Allow-Origin" not in plain.headers
     allowed = _ask(in_process(cors_allow_origin=(_ORIGIN,), api_key=_KEYS), "OPTIONS", "/v1/completions", **preflight)

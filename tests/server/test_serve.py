@@ -100,8 +100,9 @@ def test_drain_timeout_ends_live_streams_with_an_error(slow_core, tmp_path):
         assert server.process.wait(30) == 0
 
 
-def test_second_signal_ends_the_server_at_once(slow_core, tmp_path):
-    with _serve_from(slow_core, tmp_path) as server:
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_second_signal_ends_the_server_at_once(slow_core, tmp_path, count):
+    with _serve_from(slow_core, tmp_path, "--api-server-count", count) as server:
         server.wait_until_ready()
 
         async def run():
@@ -117,8 +118,23 @@ def test_second_signal_ends_the_server_at_once(slow_core, tmp_path):
         assert server.process.wait(30) == 130
 
 
-def test_server_ends_with_code_1_when_its_core_is_gone_for_good(default_model, tmp_path):
-    with served(DEFAULT_MODEL, tmp_path, "--max-core-restarts", "0", TMPDIR=str(tmp_path)) as server:
+def test_drain_of_several_front_processes_completes_their_streams(slow_core, tmp_path):
+    with _serve_from(slow_core, tmp_path, "--api-server-count", "2") as server:
+        server.wait_until_ready()
+
+        async def run():
+            answers, running = await _signal_during_streams(server, signal.SIGTERM)
+            await running
+            assert answers.ends == ["length"] * 4
+
+        asyncio.run(run())
+        assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("count", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_server_ends_with_code_1_when_its_core_is_gone_for_good(default_model, tmp_path, count):
+    flags = ("--max-core-restarts", "0", "--api-server-count", count)
+    with served(DEFAULT_MODEL, tmp_path, *flags, TMPDIR=str(tmp_path)) as server:
         server.wait_until_ready()
 
         async def run():
@@ -131,7 +147,7 @@ def test_server_ends_with_code_1_when_its_core_is_gone_for_good(default_model, t
             return answers.ends, children
 
         ends, children = asyncio.run(run())
-        assert all("the engine is gone for good" in end for end in ends), ends
+        assert all("the core has died more than max_core_restarts=0" in end for end in ends), ends
         assert server.process.wait(30) == 1
         assert "max_core_restarts=0" in server.log.read_text()
         assert not any(child.is_running() for child in children)

@@ -30,6 +30,30 @@ def make_engine(default_model):
 
 
 @pytest.fixture(scope="session")
+def small_model(default_model, tmp_path_factory):
+    """The folder of a small random model with the default model's tokenizer. Its core starts in a third of the time."""
+    from vllm_mp.testing.random_models import save_small_model  # which imports torch
+
+    folder = tmp_path_factory.mktemp("small") / "model"
+    save_small_model(folder, default_model)
+    return folder
+
+
+SLOW_STEPS = "slow@step=*,seconds=0.02"
+"""Makes the steps of `small_model` take as long as those of a real model, so that something can happen meanwhile."""
+
+
+@pytest.fixture
+def make_small_engine(small_model, make_engine):
+    """A function that makes engines of `small_model` with slow steps, for tests of their life and death."""
+
+    def make(**options):
+        return make_engine(**{"model": str(small_model), "fault_injection": SLOW_STEPS, **options})
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def minilm():
     """The folder of a real sentence encoder, fetched at its first use on a machine."""
     return resolve_model("all-minilm-l6-v2")

@@ -57,7 +57,7 @@ class ServedModel:
     def send(self, request: urllib.request.Request) -> tuple[int, Any]:
         """Return status and JSON of the response to `request`."""
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=START_S) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             with error:

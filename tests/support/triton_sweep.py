@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.covering import covering
 from support.gpu_device import DEVICE as GPU_DEVICE
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from vllm_mp.kernels import reference
@@ -72,20 +73,23 @@ def attend_by_reference(batch: PagedBatch, *options: Any) -> Tensor:
     return reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, *options)
 
 
-@pytest.mark.parametrize("rows", [DECODES_RAGGED, PREFILLS, MIXED], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size", "value_dim"),
-    [
-        (8, 2, 64, 16, 64),
-        (4, 4, 80, 4, 80),
-        (6, 1, 96, 24, 96),
-        (14, 2, 128, 32, 128),
-        (4, 2, 192, 16, 128),
-        (3, 1, 256, 1, 256),
-        (71, 1, 16, 16, 32),
-    ],
+    ("heads", "kv_heads", "head_dim", "block_size", "value_dim", "rows", "window", "soft_cap"),
+    covering(
+        [
+            (8, 2, 64, 16, 64),
+            (4, 4, 80, 4, 80),
+            (6, 1, 96, 24, 96),
+            (14, 2, 128, 32, 128),
+            (4, 2, 192, 16, 128),
+            (3, 1, 256, 1, 256),
+            (71, 1, 16, 16, 32),
+        ],
+        [(DECODES_RAGGED,), (PREFILLS,), (MIXED,)],
+        [(None, None), (7, None), (20, 3.0)],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (20, 3.0)])
 def test_attention_agrees_with_the_reference(
     rows: Any, heads: int, kv_heads: int, head_dim: int, block_size: int, value_dim: int, window: Any, soft_cap: Any
 ) -> None:
@@ -154,9 +158,11 @@ def test_queries_may_be_part_of_a_wider_projection() -> None:
     assert_near(attend(batch, torch.float32, 0.125), expected, torch.float32)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("of_keys", [True, False], ids=["keys", "values"])
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (20, 3.0)])
+@pytest.mark.parametrize(
+    ("value", "window", "soft_cap", "of_keys"),
+    covering([(torch.nan,), (torch.inf,), (-torch.inf,)], [(None, None), (7, None), (20, 3.0)], [(True,), (False,)]),
+    ids=str,
+)
 def test_nan_and_infinity_reach_only_the_queries_that_see_them(
     value: float, of_keys: bool, window: int | None, soft_cap: float | None
 ) -> None:

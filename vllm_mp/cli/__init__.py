@@ -19,7 +19,9 @@ from vllm_mp.errors import EngineError
 
 COMMANDS: Final = {name: name for name in ("pull", "generate", "chat", "engine", "serve", "env")}
 """The module of each command."""
-BENCHMARKS: Final = {name: f"bench_{name}" for name in ("latency", "throughput", "startup", "recovery", "frontend")}
+BENCHMARKS: Final = {
+    name: f"bench_{name}" for name in ("latency", "throughput", "startup", "recovery", "frontend", "tokenizer")
+}
 """The module of each command below `bench`."""
 
 _FAILED, _BAD_ARGUMENTS, _INTERRUPTED = 1, 2, 130

@@ -14,7 +14,7 @@ class Admission:
     """Counts the live requests, refuses more than a limit, and ends all of them at once.
 
     A request is live from its admission to the last byte of its response, so requests whose prompts are being
-    tokenized count too. An HTTP request with several prompts counts as so many.
+    tokenized count too. Each completion counts: an HTTP request with 3 prompts and n=2 counts as 6.
     """
 
     def __init__(self, max_live: int, counts: "list[int] | memoryview[int] | None" = None, index: int = 0) -> None:
@@ -26,15 +26,19 @@ class Admission:
         self._max_live = max_live
         self._counts = [0] if counts is None else counts
         self._index = index
-        self._refusal: ApiError | None = None
+        self._reason: str | None = None
+        """Why no request is admitted any more: the end of a sentence about the server."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @property
     def refusal(self) -> ApiError | None:
-        """Why no request is admitted any more; None while requests are admitted."""
-        return self._refusal
+        """Why no request is admitted any more, as a new error; None while requests are admitted."""
+        if self._reason is None:
+            return None
+        message = f"the server {self._reason}"
+        return ApiError(503, message, type="server_error", code="server_unavailable", headers=RETRY_AFTER)
 
     @property
     def num_live(self) -> int:
@@ -42,18 +46,19 @@ class Admission:
         return self._counts[self._index]
 
     @contextlib.asynccontextmanager
-    async def admit(self, num_prompts: int) -> AsyncGenerator[None]:
-        """Count the prompts of the running task as live requests in this block.
+    async def admit(self, num_completions: int) -> AsyncGenerator[None]:
+        """Count the completions, or vectors, that the running task asks for as live requests in this block.
 
-        Raises ApiError: 503 when the server drains, 429 when too many requests wait, 400 for more prompts than may
-        ever wait, and within the block 503 when `end_all` is called.
+        Raises ApiError: 503 when the server drains, 429 when too many requests wait, 400 for more than may ever
+        wait at once, and within the block 503 when `end_all` is called.
         """
-        if self._refusal is not None:
-            raise self._refusal
-        if num_prompts > self._max_live:
-            raise ApiError(400, f"too many prompts: {num_prompts}; send at most {self._max_live} in a request")
+        if (refusal := self.refusal) is not None:
+            raise refusal
+        if num_completions > self._max_live:
+            message = f"the request asks for {num_completions} completions; ask for at most {self._max_live}"
+            raise ApiError(400, message, code="too_many_completions")
         num_live = sum(self._counts)
-        if num_live + num_prompts > self._max_live:
+        if num_live + num_completions > self._max_live:
             raise ApiError(
                 429,
                 f"too many requests: {num_live} run or wait, the limit is {self._max_live}; repeat the request later",
@@ -64,21 +69,19 @@ class Admission:
         deadline = asyncio.timeout(None)
         try:
             async with deadline:
-                self._enter(deadline, num_prompts)
+                self._enter(deadline, num_completions)
                 try:
                     yield
                 finally:
-                    self._leave(deadline, num_prompts)
+                    self._leave(deadline, num_completions)
         except TimeoutError as error:
-            if not deadline.expired() or self._refusal is None:
+            if not deadline.expired() or (refusal := self.refusal) is None:
                 raise
-            raise self._refusal from error
+            raise refusal from error
 
     def refuse(self, reason: str) -> None:
         """Admit no further request; `reason` says why and is the end of a sentence about the server."""
-        self._refusal = ApiError(
-            503, f"the server {reason}", type="server_error", code="server_unavailable", headers=RETRY_AFTER
-        )
+        self._reason = reason
 
     def end_all(self, reason: str) -> None:
         """End all live requests with an error, and admit no further one; `reason` is as for `refuse`."""
@@ -91,13 +94,13 @@ class Admission:
         """Return when no request is live in this process."""
         await self._is_idle.wait()
 
-    def _enter(self, deadline: asyncio.Timeout, num_prompts: int) -> None:
+    def _enter(self, deadline: asyncio.Timeout, num_completions: int) -> None:
         self._deadlines.add(deadline)
-        self._counts[self._index] += num_prompts
+        self._counts[self._index] += num_completions
         self._is_idle.clear()
 
-    def _leave(self, deadline: asyncio.Timeout, num_prompts: int) -> None:
+    def _leave(self, deadline: asyncio.Timeout, num_completions: int) -> None:
         self._deadlines.remove(deadline)
-        self._counts[self._index] -= num_prompts
+        self._counts[self._index] -= num_completions
         if not self._deadlines:
             self._is_idle.set()

@@ -15,6 +15,9 @@ from vllm_mp.server.errors import ApiError
 from vllm_mp.server.sampling_fields import SamplingFields, refused_parameters
 from vllm_mp.server.tracing import trace_headers
 
+PROMPTS_PER_TURN = 32
+"""Prompts of a request that are sent to the engine before other tasks get a turn on the event loop."""
+
 
 class StreamOptions(RequestBody):
     """What a stream reports beside the text."""
@@ -136,7 +139,7 @@ async def start_generation(
     request_id = f"{kind}-{call.request_id}"
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens
-    await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
+    await call.resources.enter_async_context(call.server.admission.admit(len(prompts) * params.n))
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
 
     group = call.server.engine.stream_group()
@@ -163,6 +166,8 @@ async def start_generation(
             async with asyncio.TaskGroup() as tasks:
                 for index in range(len(prompts)):
                     tasks.create_task(add(index))
+                    if index % PROMPTS_PER_TURN == 0:
+                        await asyncio.sleep(0)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
     return Generation(request_id, ids, group)

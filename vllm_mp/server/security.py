@@ -89,7 +89,8 @@ def guards(options: ServerOptions) -> list[Middleware]:
                 CORSMiddleware,
                 allow_origins=options.cors_allow_origin,
                 allow_methods=("GET", "POST"),
-                allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
+                # OpenAI's client in a browser sends many headers of its own.
+                allow_headers=("*",),
                 expose_headers=("X-Request-Id", "Retry-After"),
             )
         )

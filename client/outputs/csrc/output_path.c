@@ -8,8 +8,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
-#include <string.h>
 #include <structmember.h>
+
+#if PY_BIG_ENDIAN
+#error "the columns of a message are little-endian: use the path in Python"
+#endif
 
 /* The value in a slot, borrowed; NULL if it was never set. */
 #define SLOT(object, offset) (*(PyObject **)((char *)(object) + (offset)))
@@ -21,7 +24,7 @@ static struct {
     Py_ssize_t is_plain, is_delta, first, error, request_id, prompt, prompt_token_ids, metrics, num_cached_tokens, group,
         is_ready, waiter;
 } stream_;
-static Py_ssize_t group_streams, text_held, text_texts, metrics_first, metrics_last;
+static Py_ssize_t group_streams, text_held, text_texts, text_bytes, metrics_first, metrics_last;
 static PyTypeObject *stream_type, *byte_text_type;
 static PyObject *request_output, *completion_output;
 static PyObject *invalid_state, *get_running_loop;
@@ -82,6 +85,7 @@ static PyObject *configure(PyObject *module, PyObject *args) {
         {group, "_streams", &group_streams},
         {text, "_held", &text_held},
         {text, "_texts", &text_texts},
+        {text, "_token_bytes", &text_bytes},
         {metrics, "first_token_time", &metrics_first},
         {metrics, "last_token_time", &metrics_last},
     };
@@ -138,8 +142,9 @@ static PyObject *take_in(PyObject *module, PyObject *const *args, Py_ssize_t nar
         return NULL;
     }
     PyObject *entries = args[0];
-    const char *slots = PyBytes_AS_STRING(args[1]), *tokens = PyBytes_AS_STRING(args[2]),
-               *positions = PyBytes_AS_STRING(args[3]);
+    const void *slots = PyBytes_AS_STRING(args[1]); /* bytes are aligned for numbers of any size */
+    const uint32_t *tokens = (const void *)PyBytes_AS_STRING(args[2]);
+    const uint16_t *positions = (const void *)PyBytes_AS_STRING(args[3]);
     Py_ssize_t slot_bytes = PyBytes_GET_SIZE(args[1]), count = PyBytes_GET_SIZE(args[2]) / 4;
     if (PyBytes_GET_SIZE(args[2]) != 4 * count || PyBytes_GET_SIZE(args[3]) != 2 * count ||
         (slot_bytes != 2 * count && slot_bytes != 4 * count)) {
@@ -152,25 +157,16 @@ static PyObject *take_in(PyObject *module, PyObject *const *args, Py_ssize_t nar
     PyObject *others = PyList_New(0), *lost = PyList_New(0);
     if (others == NULL || lost == NULL) goto failed;
     for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t slot, token;
-        uint16_t narrow, position;
-        if (wide) {
-            memcpy(&slot, slots + 4 * i, 4);
-        } else {
-            memcpy(&narrow, slots + 2 * i, 2);
-            slot = narrow;
-        }
-        memcpy(&token, tokens + 4 * i, 4);
-        memcpy(&position, positions + 2 * i, 2);
+        uint32_t slot = wide ? ((const uint32_t *)slots)[i] : ((const uint16_t *)slots)[i];
         if ((Py_ssize_t)slot >= PyList_GET_SIZE(entries)) continue;
         PyObject *entry = PyList_GET_ITEM(entries, slot);
         if (!PyTuple_Check(entry)) continue; /* a free slot */
         PyObject *stream = PyTuple_GET_ITEM(entry, 0), *completion = PyTuple_GET_ITEM(entry, 1);
         if (!PyObject_TypeCheck(stream, stream_type) || SLOT(completion, completion_.is_live) != Py_True) continue;
         PyObject *token_ids = SLOT(completion, completion_.token_ids);
-        uint16_t ahead = (uint16_t)(position - (uint16_t)PyList_GET_SIZE(token_ids));
+        uint16_t ahead = (uint16_t)(positions[i] - (uint16_t)PyList_GET_SIZE(token_ids));
         if (ahead == 0) {
-            PyObject *value = PyLong_FromUnsignedLong(token);
+            PyObject *value = PyLong_FromUnsignedLong(tokens[i]);
             int error = value == NULL ? -1 : PyList_Append(token_ids, value);
             Py_XDECREF(value);
             if (!error)
@@ -191,14 +187,33 @@ failed:
     return NULL;
 }
 
-/* Return the text of new tokens: the remembered text of a single token, if no half character is held back. */
+/* Return the text of a token as `ByteText.append` does; NULL without an exception if its bytes are not known yet. */
+static PyObject *byte_text_of(PyObject *text, PyObject *token) {
+    PyObject *held = SLOT(text, text_held);
+    if (PyBytes_GET_SIZE(held) == 0) {
+        PyObject *whole = PyDict_GetItemWithError(SLOT(text, text_texts), token);
+        if (whole != NULL && whole != Py_None) return Py_NewRef(whole);
+    }
+    PyObject *bytes = PyErr_Occurred() ? NULL : PyDict_GetItemWithError(SLOT(text, text_bytes), token);
+    if (bytes == NULL) return NULL;
+    PyObject *data = Py_NewRef(held), *result = NULL, *rest = NULL;
+    PyBytes_Concat(&data, bytes);
+    if (data == NULL) return NULL;
+    Py_ssize_t num_read, size = PyBytes_GET_SIZE(data);
+    result = PyUnicode_DecodeUTF8Stateful(PyBytes_AS_STRING(data), size, "replace", &num_read);
+    if (result != NULL) rest = PyBytes_FromStringAndSize(PyBytes_AS_STRING(data) + num_read, size - num_read);
+    Py_DECREF(data);
+    if (rest == NULL) Py_CLEAR(result);
+    if (result != NULL) set_slot(text, text_held, rest);
+    Py_XDECREF(rest);
+    return result;
+}
+
 static PyObject *new_text(PyObject *completion, PyObject *new_ids) {
     PyObject *text = SLOT(completion, completion_.byte_text);
-    if (PyList_GET_SIZE(new_ids) == 1 && Py_IS_TYPE(text, byte_text_type) &&
-        PyBytes_GET_SIZE(SLOT(text, text_held)) == 0) {
-        PyObject *whole = PyDict_GetItemWithError(SLOT(text, text_texts), PyList_GET_ITEM(new_ids, 0));
-        if (whole != NULL && whole != Py_None) return Py_NewRef(whole);
-        if (whole == NULL && PyErr_Occurred()) return NULL;
+    if (PyList_GET_SIZE(new_ids) == 1 && Py_IS_TYPE(text, byte_text_type)) {
+        PyObject *result = byte_text_of(text, PyList_GET_ITEM(new_ids, 0));
+        if (result != NULL || PyErr_Occurred()) return result;
     }
     return PyObject_CallOneArg(SLOT(completion, completion_.append_text), new_ids);
 }
@@ -280,146 +295,7 @@ static PyObject *take_outputs(PyObject *module, PyObject *const *args, Py_ssize_
     return outputs;
 }
 
-/* What `__anext__` returns: an awaitable that waits for the next output of a stream and returns it, as
- * `OutputIterator._next` does. */
-typedef struct {
-    PyObject_HEAD
-    PyObject *iterator, *stream;
-} NextOutput;
-
-static PyTypeObject NextOutput_type;
-
-/* next_output(iterator, stream) */
-static PyObject *next_output(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "next_output needs an iterator and a stream");
-        return NULL;
-    }
-    NextOutput *self = PyObject_GC_New(NextOutput, &NextOutput_type);
-    if (self == NULL) return NULL;
-    self->iterator = Py_NewRef(args[0]);
-    self->stream = Py_NewRef(args[1]);
-    PyObject_GC_Track(self);
-    return (PyObject *)self;
-}
-
-static int NextOutput_traverse(NextOutput *self, visitproc visit, void *arg) {
-    Py_VISIT(self->iterator);
-    Py_VISIT(self->stream);
-    return 0;
-}
-
-static int NextOutput_clear(NextOutput *self) {
-    Py_CLEAR(self->iterator);
-    Py_CLEAR(self->stream);
-    return 0;
-}
-
-static void NextOutput_dealloc(NextOutput *self) {
-    PyObject_GC_UnTrack(self);
-    NextOutput_clear(self);
-    PyObject_GC_Del(self);
-}
-
-/* Return a future that is done when there may be news, marked as `await` marks it for the task. */
-static PyObject *arrival(PyObject *stream) {
-    PyObject *waiter = NULL;
-    if (Py_IS_TYPE(stream, stream_type) && SLOT(stream, stream_.waiter) == Py_None) {
-        PyObject *loop = PyObject_CallNoArgs(get_running_loop);
-        if (loop == NULL) return NULL;
-        waiter = PyObject_CallMethodNoArgs(loop, str_create_future);
-        Py_DECREF(loop);
-        if (waiter != NULL) set_slot(stream, stream_.waiter, waiter);
-    } else {
-        waiter = PyObject_CallMethodNoArgs(stream, str_arrival);
-    }
-    if (waiter != NULL && PyObject_SetAttr(waiter, str_blocking, Py_True) < 0) Py_CLEAR(waiter);
-    return waiter;
-}
-
-/* Close the iterator, and keep the exception that is set. */
-static void close_iterator(NextOutput *self) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *result = PyObject_CallMethodNoArgs(self->iterator, str_close);
-    if (result == NULL) PyErr_WriteUnraisable(self->iterator);
-    Py_XDECREF(result);
-    PyErr_Restore(type, value, traceback);
-}
-
-static PySendResult NextOutput_send(NextOutput *self, PyObject *value, PyObject **result) {
-    *result = NULL;
-    if (is_simple(self->stream)) {
-        *result = simple_output(self->stream);
-        if (*result != NULL) return PYGEN_RETURN;
-    } else {
-        PyObject *news = PyObject_CallMethodNoArgs(self->stream, str_has_news);
-        int is_true = news == NULL ? -1 : PyObject_IsTrue(news);
-        Py_XDECREF(news);
-        if (is_true > 0) {
-            /* Closes the iterator after the last output, and on an error. */
-            *result = PyObject_CallMethodOneArg(self->iterator, str_take_from, self->stream);
-            return *result == NULL ? PYGEN_ERROR : PYGEN_RETURN;
-        }
-    }
-    if (!PyErr_Occurred()) *result = arrival(self->stream);
-    if (*result != NULL) return PYGEN_NEXT;
-    close_iterator(self);
-    return PYGEN_ERROR;
-}
-
-static PyObject *NextOutput_iternext(NextOutput *self) {
-    PyObject *result;
-    switch (NextOutput_send(self, Py_None, &result)) {
-    case PYGEN_NEXT:
-        return result;
-    case PYGEN_RETURN: {
-        PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result);
-        Py_DECREF(result);
-        if (stop != NULL) PyErr_SetObject(PyExc_StopIteration, stop);
-        Py_XDECREF(stop);
-        return NULL;
-    }
-    default:
-        return NULL;
-    }
-}
-
-/* throw(exception) or throw(type, value, traceback), as a task does that is cancelled */
-static PyObject *NextOutput_throw(NextOutput *self, PyObject *args) {
-    PyObject *type, *value = Py_None, *traceback = Py_None;
-    if (!PyArg_UnpackTuple(args, "throw", 1, 3, &type, &value, &traceback)) return NULL;
-    if (PyExceptionInstance_Check(type))
-        PyErr_SetObject((PyObject *)Py_TYPE(type), type);
-    else
-        PyErr_SetObject(type, value == Py_None ? NULL : value);
-    close_iterator(self);
-    return NULL;
-}
-
-static PyObject *NextOutput_close(NextOutput *self, PyObject *args) {
-    close_iterator(self);
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef NextOutput_methods[] = {
-    {"throw", (PyCFunction)NextOutput_throw, METH_VARARGS, "Close the iterator and raise."},
-    {"close", (PyCFunction)NextOutput_close, METH_NOARGS, "Close the iterator."},
-    {NULL, NULL, 0, NULL},
-};
-static PyAsyncMethods NextOutput_async = {.am_await = PyObject_SelfIter, .am_send = (sendfunc)NextOutput_send};
-static PyTypeObject NextOutput_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "vllm_mp.client.outputs._output_path.NextOutput",
-    .tp_basicsize = sizeof(NextOutput),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_traverse = (traverseproc)NextOutput_traverse,
-    .tp_clear = (inquiry)NextOutput_clear,
-    .tp_dealloc = (destructor)NextOutput_dealloc,
-    .tp_as_async = &NextOutput_async,
-    .tp_iter = PyObject_SelfIter,
-    .tp_iternext = (iternextfunc)NextOutput_iternext,
-    .tp_methods = NextOutput_methods,
-};
+#include "next_output.h"
 
 static PyMethodDef methods[] = {
     {"configure", configure, METH_VARARGS, "Look up the slots of the classes."},

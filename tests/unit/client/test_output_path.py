@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from vllm_mp import wire
+from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
@@ -229,3 +230,62 @@ def test_second_consumer_of_a_stream_is_refused():
             stream.arrival()
 
     asyncio.run(run())
+
+
+def test_stream_is_taken_over_by_another_event_loop_after_the_first_is_closed(path):
+    stream = stream_in(OutputProcessor(), "id")
+    loop = asyncio.new_event_loop()
+
+    async def wait():
+        stream.arrival()
+
+    loop.run_until_complete(wait())
+    loop.close()
+    asyncio.run(wait())
+
+
+def test_awaitable_of_an_output_is_an_iterator_over_futures(path):
+    processor = OutputProcessor()
+    stream = stream_in(processor, "id", output_kind=RequestOutputKind.DELTA)
+
+    async def run():
+        step = OutputIterator(lambda stream: None, None, stream).__anext__().__await__()
+        for _ in range(2):
+            future = next(step)
+            assert not future.done()
+            stream.wake()  # without news
+            assert future.done()
+        processor.process(message([(stream.completions[0].slot, 5, 0)]))
+        with pytest.raises(StopIteration) as stop:
+            next(step)
+        return stop.value.value
+
+    assert asyncio.run(run()).outputs[0].token_ids == [5]
+
+
+def test_whole_token_after_half_a_character_shows_the_half_as_a_replacement(tokenizer, path):
+    processor = OutputProcessor()
+    stream = stream_in(processor, "id", tokenizer, output_kind=RequestOutputKind.DELTA)
+    half, whole = tokenizer.convert_tokens_to_ids("ð"), tokenizer.convert_tokens_to_ids("fox")
+    texts = []
+    for position, token in enumerate([whole, half, whole, whole]):  # ð stands for the byte 0xF0
+        processor.process(message([(stream.completions[0].slot, token, position)]))
+        group = group_of(stream)
+        texts.append(asyncio.run(take(group))[0].outputs[0].text)
+        stream.group = None
+    assert texts == ["fox", "", "�fox", "fox"]
+
+
+def test_waiting_consumer_of_a_group_is_woken(path):
+    processor = OutputProcessor()
+    streams = [stream_in(processor, f"{i}", output_kind=RequestOutputKind.DELTA) for i in range(2)]
+    group = group_of(*streams)
+
+    async def run():
+        waiting = asyncio.create_task(take(group))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        processor.process(message([(stream.completions[0].slot, 5, 0) for stream in streams]))
+        return await waiting
+
+    assert [output.request_id for output in asyncio.run(run())] == ["0", "1"]

@@ -134,19 +134,24 @@ def test_vocabulary_and_merges_are_converted_once(vocabulary_folder: Path, monke
 
 
 def test_two_processes_may_convert_at_once(vocabulary_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = load(vocabulary_folder)
-    (converted,) = (vocabulary_folder.parent / "cache" / "tokenizers").iterdir()
-    other = converted.rename(converted.with_name("other"))
-    convert = subprocess.run
+    expected = AutoTokenizer.from_pretrained(vocabulary_folder)
+    cache = vocabulary_folder.parent / "cache" / "tokenizers"
 
-    def convert_too_late(*args: Any, **kwargs: Any) -> Any:
-        result = convert(*args, **kwargs)
+    def convert(command: list[str], **kwargs: Any) -> Any:
+        expected.save_pretrained(command[-1])
+        return subprocess.CompletedProcess(command, 0)
+
+    def convert_too_late(command: list[str], **kwargs: Any) -> Any:
         other.rename(converted)
-        return result
+        return convert(command)
 
+    monkeypatch.setattr(subprocess, "run", convert)
+    load(vocabulary_folder)
+    (converted,) = cache.iterdir()
+    other = converted.rename(converted.with_name("other"))
     monkeypatch.setattr(subprocess, "run", convert_too_late)
     assert_same(load(vocabulary_folder), expected)
-    assert list(converted.parent.iterdir()) == [converted]
+    assert list(cache.iterdir()) == [converted]
 
 
 def test_tokenizer_that_exists_in_python_only_is_loaded_in_this_process(vocabulary_folder: Path) -> None:

@@ -14,7 +14,7 @@ from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.testing.sampling_cases import CASES, DRAWS, draw_params, warped
 
 VOCAB = 40
-NUM_DRAWS = 8000
+NUM_DRAWS = 4000
 EOS = 3
 
 

@@ -93,6 +93,7 @@ def test_run_without_a_time_budget_measures_nothing_and_fails(tmp_path):
     assert found["errors"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_failure_of_some_parts_leaves_the_other_parts_and_the_report_complete(tmp_path):
     sample = tmp_path / "test_sample.py"
@@ -105,6 +106,13 @@ def test_failure_of_some_parts_leaves_the_other_parts_and_the_report_complete(tm
     assert found["benchmarks"]["tiny"]["decode"] == []
 
 
+def test_only_requested_parts_are_begun(tmp_path):
+    _, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--only", "attention", "--budget-s", "0")
+    assert found["skipped"] == ["ceilings", "attention"]
+    assert found["tests"] is None
+
+
+@pytest.mark.slow
 def test_only_requested_parts_are_run(tmp_path):
     code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--only", "attention")
     assert code == 0

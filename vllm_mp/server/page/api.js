@@ -46,7 +46,9 @@ export async function* readEvents(response) {
   let buffer = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new RequestError(0, "The connection was lost.");
+      });
       if (done) return;
       const events = (buffer + value.replaceAll("\r\n", "\n")).split("\n\n");
       buffer = events.pop();

@@ -83,8 +83,7 @@ export class Chat {
       }
       turn.end(turn.finishReason === null ? "The answer ended early: the connection was lost." : null);
     } catch (error) {
-      if (turn.abort.signal.aborted) turn.end(null);
-      else turn.end(error instanceof TypeError ? "The connection was lost." : error.message);
+      turn.end(turn.abort.signal.aborted ? null : error.message);
     }
     this.answering = null;
     this.showAnswering();
@@ -236,21 +235,24 @@ class Turn {
     cancelAnimationFrame(this.frame);
     this.frame = undefined;
     showText(this.part("answer"), this.text);
-    // Each statistic stays on one line.
-    this.part("stats").textContent = this.stats().map((each) => each.replaceAll(" ", "\u00a0")).join(" · ");
+    this.part("stats").replaceChildren(
+      ...this.stats().map((words) => {
+        const statistic = document.createElement("span");
+        statistic.textContent = words;
+        return statistic;
+      }),
+    );
     this.part("copy").hidden = !this.text;
   }
 
+  /** Return how fast the answer was, how long it is, and why it ended early, if it did. */
   stats() {
-    const stats = [];
-    if (this.firstAt !== null) {
-      const seconds = (this.lastAt - this.firstAt) / 1000;
-      if (seconds > 0) stats.push(`${number((this.numTokens - 1) / seconds)} tokens/s`);
-      stats.push(`first token ${latency((this.firstAt - this.startedAt) / 1000)}`, counted(this.numTokens, "token"));
-    }
-    if (this.abort.signal.aborted) stats.push("stopped");
-    else if (this.finishReason === "length") stats.push("length limit");
-    return stats;
+    const end = this.abort.signal.aborted ? "stopped" : this.finishReason === "length" ? "limit" : "";
+    if (this.firstAt === null) return end ? [end] : [];
+    const seconds = (this.lastAt - this.firstAt) / 1000;
+    const speed = seconds > 0 ? [`${number((this.numTokens - 1) / seconds)} tokens/s`] : [];
+    const wait = latency((this.firstAt - this.startedAt) / 1000);
+    return [...speed, `first token ${wait}`, counted(this.numTokens, "token") + (end && ` (${end})`)];
   }
 
   showRestart(words) {

@@ -25,6 +25,7 @@ export class Dashboard {
         label: "Output tokens per second over the last five minutes",
         series: [{ name: "Output", value: (snapshot) => snapshot.output_tokens_per_s }],
         format: number,
+        unit: " tokens/s",
         smallestTop: 10,
       }),
       new Plot(plot("streams"), {
@@ -68,7 +69,7 @@ export class Dashboard {
     showState(snapshot.state);
     this.hasStopped = snapshot.state === "dead";
     document.body.classList.toggle("is-stale", snapshot.state === "restarting" || snapshot.state === "dead");
-    setText(byId("core-facts"), `Core ${snapshot.incarnation} · up ${duration(snapshot.uptime_s)}`);
+    setText(byId("core-facts"), `${coreName(snapshot.incarnation)} · up ${duration(snapshot.uptime_s)}`);
     showReadings("throughput", {
       output: `${number(snapshot.output_tokens_per_s)} tokens/s`,
       prompt: `${number(snapshot.prompt_tokens_per_s)} tokens/s`,
@@ -106,6 +107,11 @@ export class Dashboard {
 function showState(state) {
   byId("state").dataset.state = state;
   setText(byId("state").firstElementChild, STATES[state] ?? state);
+}
+
+/** Return the name of a core. The incarnation of a stand-alone core is the moment of its start, in nanoseconds. */
+function coreName(incarnation) {
+  return incarnation < 1e12 ? `Core ${incarnation}` : `Core of ${clock(incarnation / 1e9)}`;
 }
 
 function showBannerOf({ state, cause, num_live }) {

@@ -61,7 +61,9 @@ export class LiveFeed {
         onMessage();
         const message = JSON.parse(data);
         if (event === "hello") {
-          this.history = message.history;
+          // After a loss of the connection the server may know less than this page.
+          const start = message.history[0]?.time ?? Infinity;
+          this.history = [...this.history.filter((point) => point.time < start), ...message.history];
           this.handlers.onHello(message);
         } else {
           this.add(message);

@@ -7,28 +7,29 @@ import { LiveFeed } from "./live.js";
 
 const byId = (id) => document.getElementById(id);
 
+const keyDialog = byId("key-dialog");
 let keyRequest = null;
 
 /** Ask for an API key and return when there is a new one; the feed and the chat share one dialog. */
 function askForKey(isRefused) {
   keyRequest ??= new Promise((resolve) => {
-    const dialog = byId("key-dialog");
+    const takeKey = () => {
+      setApiKey(byId("key").value);
+      keyRequest = null;
+      resolve();
+    };
     byId("key-error").textContent = isRefused ? "The server refused this key." : "";
-    dialog.addEventListener("cancel", (event) => event.preventDefault());
-    dialog.querySelector("form").addEventListener(
-      "submit",
-      () => {
-        setApiKey(byId("key").value);
-        keyRequest = null;
-        resolve();
-      },
-      { once: true },
-    );
-    dialog.showModal();
+    keyDialog.querySelector("form").addEventListener("submit", takeKey, { once: true });
+    keyDialog.showModal();
     byId("key").select();
   });
   return keyRequest;
 }
+
+// Without a key there is nothing to show, so Escape does not close the dialog.
+keyDialog.addEventListener("close", () => {
+  if (keyRequest !== null) keyDialog.showModal();
+});
 
 function showView(view) {
   document.body.dataset.view = view;

@@ -11,10 +11,11 @@ const SVG = "http://www.w3.org/2000/svg";
 export class Plot {
   /**
    * `series` is a list of {name, value}, where `value(snapshot)` is a number or null; the first is filled.
-   * `format` makes the text of a value; `smallestTop` is the least upper end of the axis; `top` fixes it.
+   * `format` makes the text of a value, and `unit` follows it away from the axis. `smallestTop` is the least upper end
+   * of the axis; `top` fixes it.
    */
-  constructor(container, { label, series, format, smallestTop = 1, top = null, wholeTicks = false }) {
-    Object.assign(this, { container, label, series, format, smallestTop, top, wholeTicks });
+  constructor(container, { label, series, format, unit = "", smallestTop = 1, top = null, wholeTicks = false }) {
+    Object.assign(this, { container, series, format, unit, smallestTop, top, wholeTicks });
     this.view = { history: [], restarts: [] };
     this.svg = create("svg", { role: "img", "aria-label": label, height: HEIGHT });
     this.tip = document.createElement("div");
@@ -51,7 +52,7 @@ export class Plot {
     const parts = [];
     for (let tick = 0; tick <= top * 1.001; tick += step) {
       parts.push(create("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }));
-      parts.push(text(this.format(tick), { class: "tick", x: MARGIN.left - 8, y: y(tick) + 4, "text-anchor": "end" }));
+      parts.push(text(tick === 0 ? "0" : this.format(tick), { class: "tick", x: MARGIN.left - 8, y: y(tick) + 4, "text-anchor": "end" }));
     }
     for (const minutes of [5, 4, 3, 2, 1]) {
       const anchor = minutes === 5 ? "start" : "middle";
@@ -100,7 +101,7 @@ export class Plot {
     const left = this.scale.x(snapshot.time);
     this.cursor.setAttribute("x1", left);
     this.cursor.setAttribute("x2", left);
-    const rows = this.series.map(({ name, value }) => `${name} ${this.format(value(snapshot))}`);
+    const rows = this.series.map(({ name, value }) => `${name} ${this.format(value(snapshot))}${this.unit}`);
     this.tip.textContent = [clock(snapshot.time), ...rows].join("\n");
     const isRight = left > this.container.clientWidth / 2;
     this.tip.style.left = isRight ? "" : `${left + 8}px`;

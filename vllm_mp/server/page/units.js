@@ -33,7 +33,7 @@ export function duration(seconds) {
 export function percent(share) {
   if (share === null || share === undefined) return MISSING;
   const value = 100 * share;
-  return value === 0 || value >= 10 ? String(Math.round(value)) : value.toFixed(1);
+  return value < 0.05 || value >= 10 ? String(Math.round(value)) : value.toFixed(1);
 }
 
 /** Return the time of day of `time`, in seconds since 1970. */

@@ -1,0 +1,242 @@
+"""The benchmark of tokenizing: batches against single calls, and the lag of the event loop meanwhile."""
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.heartbeat import Heartbeat, heartbeat
+from vllm_mp.engine_args import EngineArgs
+
+if TYPE_CHECKING:
+    from vllm_mp.client.prompt_tokenizer import PromptTokenizer
+
+USAGE = "[OPTIONS]"
+HELP = "Measure batched tokenizing, and the lag of the event loop while long texts are tokenized or streams run."
+
+_TEXT: Final = (
+    "The quick brown fox jumps over a lazy dog while 42 engineers measure tokens, streams and batches; every Größe has "
+    "a unit. Results follow from commands that anybody can repeat: "
+)
+_CHARS_PER_TOKEN = 5
+"""Length of the texts per token, a little more than that of a usual token."""
+_LONG_TEXT_CHARS = 27_000_000
+
+
+class Cost(NamedTuple):
+    """What a piece of work costs."""
+
+    wall_s: float
+    cpu_s: float
+    """Processor time of all threads of this process."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=EngineArgs.model, help="Model whose tokenizer is measured")
+    size = positive_integer
+    parser.add_argument("--prompts", type=size, default=1000, help="Short prompts at once (default: %(default)s)")
+    parser.add_argument("--long-prompts", type=size, default=200, help="Long prompts at once (default: %(default)s)")
+    parser.add_argument(
+        "--long-prompt-len", type=size, default=30_000, help="Tokens per long prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--longest-text", type=size, default=_LONG_TEXT_CHARS, help="Characters of a single text (default: %(default)s)"
+    )
+    parser.add_argument("--streams", type=size, default=1024, help="Streams of a replay core (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=size, default=50_000, help="Tokens per second of all streams (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=size, default=10, help="Time of streams, and of an idle event loop (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=size, default=7, help="Measurements of short prompts (default: %(default)s)")
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from vllm_mp.client.prompt_tokenizer import PromptTokenizer
+    from vllm_mp.client.tokenizer import load_awaitable_tokenizer
+
+    config = EngineArgs(model=args.model).create_engine_config().model_config
+    tokenizer = PromptTokenizer(load_awaitable_tokenizer(config))
+    report: dict[str, Any] = {"model": args.model, "cores": os.cpu_count()}
+    try:
+        report |= uvloop.run(_measure_short(tokenizer, args.prompts, args.rounds))
+        report |= uvloop.run(_measure_lag(tokenizer, args))
+    finally:
+        tokenizer.close()
+    report |= _measure_streams(args)
+    write_json(args.json, report)
+    return 0
+
+
+async def _measure_short(tokenizer: "PromptTokenizer", num_prompts: int, rounds: int) -> dict[str, Any]:
+    """Measure concurrent short prompts, and single ones, with the tokenizer and its batches."""
+    from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
+
+    call, batches = tokenizer.tokenizer, AsyncMicrobatchTokenizer(tokenizer.tokenizer)
+    chance, loop = random.Random(0), asyncio.get_running_loop()
+    prompts = [_text(chance, chance.randrange(20, 80)) + f" {number}" for number in range(num_prompts)]
+    num_tokens = sum(len(call(prompt).input_ids) for prompt in prompts)
+    thread = ThreadPoolExecutor(1)
+
+    async def one_by_one() -> None:
+        for prompt in prompts:
+            await loop.run_in_executor(thread, call, prompt)
+
+    async def batched() -> None:
+        await asyncio.gather(*[batches(prompt) for prompt in prompts])
+
+    async def for_the_engine() -> None:
+        await asyncio.gather(*[tokenizer.ids(prompt, {}) for prompt in prompts])
+
+    ways = {
+        "one by one, in a thread": one_by_one,
+        "AsyncMicrobatchTokenizer": batched,
+        "engine's token ids": for_the_engine,
+    }
+    costs = await _in_turns(ways, rounds)
+    print(f"{num_prompts} concurrent prompts of {num_tokens / num_prompts:.1f} tokens")
+    print(f"{'median, in ms':<28}{'time':>10}{'':>8}{'processor time':>18}{'':>8}")
+    base = costs["one by one, in a thread"]
+    for name, cost in costs.items():
+        print(f"  {name:<26}{1000 * cost.wall_s:>10.1f}{base.wall_s / cost.wall_s:>6.1f} x", end="")
+        print(f"{1000 * cost.cpu_s:>18.1f}{base.cpu_s / cost.cpu_s:>6.1f} x")
+
+    async def alone() -> None:
+        call(prompts[0])
+
+    async def alone_batched() -> None:
+        await batches(prompts[0])
+
+    async def alone_for_the_engine() -> None:
+        await tokenizer.ids(prompts[0], {})
+
+    lone_ways = {
+        "call on the event loop": alone,
+        "AsyncMicrobatchTokenizer": alone_batched,
+        "engine's token ids": alone_for_the_engine,
+    }
+    lone = await _in_turns(lone_ways, 50 * rounds)
+    print("a lone prompt, median in µs")
+    for name, cost in lone.items():
+        print(f"  {name:<26}{1e6 * cost.wall_s:>10.0f}")
+    thread.shutdown()
+    batches.close()
+    return {
+        "short prompts, s": {name: cost._asdict() for name, cost in costs.items()},
+        "lone prompt, s": {name: cost._asdict() for name, cost in lone.items()},
+    }
+
+
+async def _measure_lag(tokenizer: "PromptTokenizer", args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the lag of the loop, and the wait of short prompts, while long texts are tokenized."""
+    chance = random.Random(1)
+    rows = {}
+    long_prompts = [_text(chance, _CHARS_PER_TOKEN * args.long_prompt_len) for _ in range(args.long_prompts)]
+    longest = _text(chance, args.longest_text)
+    cases = {
+        "nothing else": [],
+        f"{args.long_prompts} prompts of {args.long_prompt_len} tokens": long_prompts,
+        f"a text of {args.longest_text} characters": [longest],
+    }
+    print(f"{'lag of the event loop, ms':<44}{'p50':>8}{'p99':>8}{'max':>8}{'p99 busy':>10}{'seconds':>10}", end="")
+    print(f"{'short prompt, ms':>20}")
+    for name, texts in cases.items():
+        waits: list[float] = []
+        start = time.perf_counter()
+        async with heartbeat() as beat:
+            work = [asyncio.ensure_future(tokenizer.ids(text, {})) for text in texts]
+            while not waits or not all(task.done() for task in work):
+                begin = time.perf_counter()
+                await tokenizer.ids(_text(chance, 2000), {})
+                waits.append(1000 * (time.perf_counter() - begin))
+                await asyncio.sleep(0.1 if work else args.seconds)
+        seconds = time.perf_counter() - start
+        rows[name] = _report_lag(name, beat, f"{seconds:>10.1f}{statistics.median(waits):>20.1f}")
+        for task in work:
+            task.result()
+    return {"lag while tokenizing, ms": rows}
+
+
+def _measure_streams(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the lag of the loop while streams of a replay core run, each taken by a task of its own."""
+    import uvloop
+
+    from vllm_mp.client.async_llm import AsyncLLM
+
+    rate = args.rate / args.streams
+    with tempfile.TemporaryDirectory(prefix="vllm_mp-") as folder:
+        address = f"ipc://{folder}/core.sock"
+        command = [sys.executable, "-m", "vllm_mp.replay_core", "--listen", address]
+        process = subprocess.Popen([*command, "--model", args.model, "--rate", f"{rate}"])
+        try:
+            llm = AsyncLLM.connect(address)
+            try:
+                row = uvloop.run(_read_streams(llm, args.streams, args.seconds * args.rate // args.streams))
+            finally:
+                llm.shutdown()
+        finally:
+            process.terminate()
+            process.wait()
+    return {"lag with streams, ms": row}
+
+
+async def _read_streams(llm: Any, num_streams: int, num_tokens: int) -> dict[str, float]:
+    """Return the lag of the loop while streams of `num_tokens` tokens run, each read by a task of its own."""
+    from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    prompts = [{"prompt_token_ids": [number % 1000 + 3, number // 1000 + 3]} for number in range(num_streams)]
+
+    async def read(stream: AsyncGenerator[Any, None]) -> int:
+        return sum([len(output.outputs[0].token_ids) async for output in stream])
+
+    start, cpu = time.perf_counter(), time.process_time()
+    streams = [await llm.add_request(None, prompt, params) for prompt in prompts]
+    seconds = time.perf_counter() - start
+    print(
+        f"{num_streams} requests sent in {seconds:.2f} s, with {1e6 * (time.process_time() - cpu) / num_streams:.0f} µs"
+    )
+    start, cpu = time.perf_counter(), time.process_time()
+    async with heartbeat() as beat:
+        totals = await asyncio.gather(*[read(stream) for stream in streams])
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    print(f"their streams: {sum(totals) / wall:,.0f} tokens/s in all, {100 * cpu / wall:.0f} % of a processor core")
+    return _report_lag("the streams", beat, f"{wall:>10.1f}")
+
+
+async def _in_turns(ways: Mapping[str, Callable[[], Awaitable[None]]], rounds: int) -> dict[str, Cost]:
+    """Return the median cost of each way, after a round of warm-up."""
+    costs: dict[str, list[Cost]] = {name: [] for name in ways}
+    for turn in range(1 + rounds):
+        for name, way in ways.items():
+            start, cpu = time.perf_counter(), time.process_time()
+            await way()
+            if turn:
+                costs[name].append(Cost(time.perf_counter() - start, time.process_time() - cpu))
+    return {name: Cost(*map(statistics.median, zip(*rows, strict=True))) for name, rows in costs.items()}
+
+
+def _report_lag(name: str, beat: Heartbeat, more: str) -> dict[str, float]:
+    """Print a row with the lag, and return the lag."""
+    lag = beat.lag
+    print(f"{name:<44}{lag.p50:>8.2f}{lag.p99:>8.2f}{lag.max:>8.2f}{lag.p99_busy:>10.2f}{more}")
+    return lag._asdict()
+
+
+def _text(chance: random.Random, num_chars: int) -> str:
+    """Return a text of random words with `num_chars` characters."""
+    words = chance.choices(_TEXT.split(), k=num_chars // 4 + 1)
+    return " ".join(words)[:num_chars]
