@@ -26,15 +26,19 @@ class Admission:
         self._max_live = max_live
         self._counts = [0] if counts is None else counts
         self._index = index
-        self._refusal: ApiError | None = None
+        self._reason: str | None = None
+        """Why no request is admitted any more: the end of a sentence about the server."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @property
     def refusal(self) -> ApiError | None:
-        """Why no request is admitted any more; None while requests are admitted."""
-        return self._refusal
+        """Why no request is admitted any more, as a new error; None while requests are admitted."""
+        if self._reason is None:
+            return None
+        message = f"the server {self._reason}"
+        return ApiError(503, message, type="server_error", code="server_unavailable", headers=RETRY_AFTER)
 
     @property
     def num_live(self) -> int:
@@ -48,8 +52,8 @@ class Admission:
         Raises ApiError: 503 when the server drains, 429 when too many requests wait, 400 for more than may ever
         wait at once, and within the block 503 when `end_all` is called.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if (refusal := self.refusal) is not None:
+            raise refusal
         if num_completions > self._max_live:
             message = f"the request asks for {num_completions} completions; ask for at most {self._max_live}"
             raise ApiError(400, message, code="too_many_completions")
@@ -71,15 +75,13 @@ class Admission:
                 finally:
                     self._leave(deadline, num_completions)
         except TimeoutError as error:
-            if not deadline.expired() or self._refusal is None:
+            if not deadline.expired() or (refusal := self.refusal) is None:
                 raise
-            raise self._refusal from error
+            raise refusal from error
 
     def refuse(self, reason: str) -> None:
         """Admit no further request; `reason` says why and is the end of a sentence about the server."""
-        self._refusal = ApiError(
-            503, f"the server {reason}", type="server_error", code="server_unavailable", headers=RETRY_AFTER
-        )
+        self._reason = reason
 
     def end_all(self, reason: str) -> None:
         """End all live requests with an error, and admit no further one; `reason` is as for `refuse`."""
