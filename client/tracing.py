@@ -5,14 +5,11 @@ import importlib.util
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_mp.client.stats import FinishedRequest
 from vllm_mp.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
 
 _PHASES = ("tokenize", "queue", "prefill", "decode")
 _MAX_QUEUED_SPANS = 8192
@@ -30,8 +27,8 @@ class RequestTracer:
     A request whose caller sent a `traceparent` continues the caller's trace, and is left out if that is not sampled.
     """
 
-    def __init__(self, endpoint: str, model: str, exporter: "SpanExporter | None" = None) -> None:
-        """`endpoint` is the URL of a collector; without a path, /v1/traces is added. `exporter` replaces its sender.
+    def __init__(self, endpoint: str, model: str) -> None:
+        """`endpoint` is the URL of a collector; without a path, /v1/traces is added. `model` is the served name.
 
         Raises ValueError if the URL is no http or https URL, and ImportError, naming the extra to install, without
         OpenTelemetry.
@@ -49,7 +46,7 @@ class RequestTracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._model = model
-        self._exporter = OTLPSpanExporter(endpoint=url) if exporter is None else exporter
+        self._exporter: Any = OTLPSpanExporter(endpoint=url)  # `shutdown` has no types
         service = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "vllm_mp")})
         self._provider = TracerProvider(resource=service, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter, max_queue_size=_MAX_QUEUED_SPANS))

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ class Cells:
     file of a process that has died still counts. A file belongs to one process at a time, its only writer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+        """`settle` is called before the numbers are read, to count what waits to be counted."""
+        self.settle = settle
         self.values: Values = np.zeros(0)
         """[num_cells]; replaced by `reserve` and `share`, so read the attribute each time."""
         self.view = _view(self.values)
@@ -61,6 +64,7 @@ class Cells:
 
     def total(self) -> Values:
         """Return the numbers of all processes that share the folder: a copy, [num_cells]."""
+        self.settle()
         if self._file is None:
             return self.values.copy()
         others = [np.fromfile(file) for file in self._file.parent.glob(f"*{_SUFFIX}") if file != self._file]

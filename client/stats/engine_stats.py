@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from vllm_mp import wire
 from vllm_mp.client.outputs.stream import PoolingStream, RequestStream
 from vllm_mp.client.stats.cells import Cells
+from vllm_mp.client.stats.core_reading import CoreReading
 from vllm_mp.client.stats.finished_request import FinishedRequest
 from vllm_mp.client.stats.metrics import Counter, Histogram
 from vllm_mp.client.stats.restart_counter import RestartCounter
@@ -45,30 +46,8 @@ _COMPLETIONS = (1, 2, 5, 10, 20)
 _MAX_RESTARTS = 20
 """Restarts that are remembered with their causes."""
 _REPORT_S = 10.0
-
-
-class CoreReading(NamedTuple):
-    """The load of a core, over all its clients, when it was last asked."""
-
-    incarnation: int
-    num_running: int
-    num_waiting: int
-    free_blocks: int
-    total_blocks: int
-    num_preemptions: int
-    num_dropped_messages: int
-    is_paused: bool
-    is_sleeping: bool
-
-    @classmethod
-    def of(cls, incarnation: int, status: Mapping[str, Any]) -> "CoreReading":
-        """Return what the reply to the operation "status" says; a field that it lacks is 0."""
-        return cls(incarnation, *(status.get(name, 0) for name in cls._fields[1:]))
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the KV cache's blocks in use, 0 to 1."""
-        return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+_SETTLE_S = 0.1
+"""Time for which steps may wait to be counted: many together cost less."""
 
 
 @dataclass(slots=True)
@@ -107,7 +86,7 @@ class EngineStats:
 
     def __init__(self, max_model_len: int, has_prefix_cache: bool = True) -> None:
         """`max_model_len` is in tokens."""
-        cells = self.cells = Cells()
+        cells = self.cells = Cells(self.settle)
         lengths = _one_two_five(max_model_len)
         self.prompt_tokens = Counter(cells)
         self.generation_tokens = Counter(cells)
@@ -148,7 +127,11 @@ class EngineStats:
         self._step_indexes: npt.NDArray[np.integer[Any]] = np.zeros(0, np.uint16)
         """[num_tokens] the same as numbers."""
         self._step_time = -1.0
-        """When the latest step with tokens arrived."""
+        """When the latest step with tokens arrived that is counted."""
+        self._usual_steps: list[float] = []
+        """When further steps with the same slots arrived, which are not counted yet."""
+        self._settle_at = 0.0
+        """When `settle` is due."""
         self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
         """The latest deaths of this client's cores, the oldest first."""
         self._died_at: float | None = None
@@ -196,6 +179,13 @@ class EngineStats:
 
     def note_step(self, message: wire.StepOutput) -> None:
         """Count the tokens of a message, before it is given to the streams."""
+        if message.slots == self._step_slots and self._step_slots and not message.queued:
+            # The usual step: each request had its latest token in the step before. Counting it waits.
+            now = time.monotonic()
+            self._usual_steps.append(now)
+            if now >= self._settle_at:
+                self.settle()
+            return
         num_tokens = len(message.tokens) // 4
         if not num_tokens and not message.queued:
             return
@@ -205,26 +195,35 @@ class EngineStats:
             num_prompt_tokens = self._note_first(message, now)
         if num_tokens:
             self.generation_tokens.add(num_tokens)
-            if message.slots == self._step_slots:
-                # The usual step: each request had its latest token in the step before.
-                self.between_tokens_s.observe(now - self._step_time, num_tokens)
-            else:
-                self._note_other_slots(message.slots, num_tokens, now)
+            self._note_other_slots(message.slots, num_tokens, now)
             self._step_time = now
             if self._recovers_since is not None:
                 self.recovery_s.observe(now - self._recovers_since)
                 self._recovers_since = None
         self.step_tokens.observe(num_prompt_tokens + num_tokens)
-        if now - self._reported_at >= _REPORT_S:
-            self._reported_at = now
-            for report in self._reports:
-                report()
+        self._report(now)
+
+    def settle(self) -> None:
+        """Count the steps that wait to be counted."""
+        steps, self._usual_steps = self._usual_steps, []
+        if not steps:
+            return
+        num_tokens, previous = len(self._step_indexes), self._step_time
+        for moment in steps:
+            self.between_tokens_s.observe(moment - previous, num_tokens)
+            previous = moment
+        self._step_time = previous
+        self._settle_at = previous + _SETTLE_S
+        self.generation_tokens.add(num_tokens * len(steps))
+        self.step_tokens.observe(num_tokens, len(steps))
+        self._report(previous)
 
     def note_end(self, stream: RequestStream) -> None:
         """Count the end of a request, and hand its record to the listeners."""
         live = self._live.pop(stream, None)
         if live is None:
             return  # it was never given to the core
+        self.settle()
         for awaited in stream.awaited:
             entry = self._awaited.get(awaited.slot)
             if entry is not None and entry[0] is stream:
@@ -245,6 +244,7 @@ class EngineStats:
 
     def note_restart(self) -> None:
         """Count a restart: the next core serves, and is told every live request."""
+        self._write_step()  # so that the next step is not a usual one
         died_at, self._died_at = self._died_at, None
         if died_at is None:
             return
@@ -282,6 +282,12 @@ class EngineStats:
             self.prefix_cache_queries.add(num_prompt_tokens)
         return num_prompt_tokens
 
+    def _report(self, now: float) -> None:
+        if now - self._reported_at >= _REPORT_S:
+            self._reported_at = now
+            for report in self._reports:
+                report()
+
     def _note_other_slots(self, slots: bytes, num_tokens: int, now: float) -> None:
         """Count the tokens of a step whose slots are not those of the step before."""
         self._write_step()
@@ -303,6 +309,7 @@ class EngineStats:
 
     def _write_step(self) -> None:
         """Write the moment of the latest step to its slots, which from now on are not known to be the next step's."""
+        self.settle()
         if self._step_slots:
             self._last_token[self._step_indexes] = self._step_time
             self._step_slots = b""

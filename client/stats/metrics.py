@@ -33,6 +33,7 @@ class Counter:
     @property
     def value(self) -> float:
         """The number of events of this process, over all label values."""
+        self._cells.settle()
         return float(self._cells.values[self._start : self._start + len(self.label_values)].sum())
 
 

@@ -1,12 +1,12 @@
 """Chat templates that refuse, fail, loop or grow: the request fails with the reason, and its thread is free again."""
 
 import asyncio
-import time
 
 import pytest
 
 from vllm_mp.client.tokenizer import load_tokenizer
 from vllm_mp.model_store import cache_root
+from vllm_mp.server import chat_template
 from vllm_mp.server.chat_template import ChatTemplate, ChatTemplateError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -36,12 +36,18 @@ def test_variables_reach_the_template(tokenizer):
         ("{% if %}", "the chat template failed"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.mro() }}", "unsafe"),
-        ("{{ 'x' * 67200000 }}", "made 67200000 characters, the limit is"),
     ],
 )
 def test_template_that_fails_says_why(tokenizer, template, said):
     with pytest.raises(ChatTemplateError, match=said):
         _render(tokenizer, template=template, time_limit=30)
+
+
+def test_text_that_is_too_long_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_template, "_MAX_CHARACTERS", 10)
+    assert _render(tokenizer, template="{{ 'x' * 10 }}") == "x" * 10
+    with pytest.raises(ChatTemplateError, match="made 11 characters, the limit is 10"):
+        _render(tokenizer, template="{{ 'x' * 11 }}")
 
 
 def test_variable_with_the_name_of_an_argument_is_refused(tokenizer):
@@ -99,6 +105,3 @@ def test_request_with_a_template_is_served_if_the_operator_trusts_it(in_process)
     assert failing.status_code == 400
     assert failing.json()["error"]["code"] == "chat_template_failed"
     assert "no users" in failing.json()["error"]["message"]
-    started = time.monotonic()
-    assert asyncio.run(send(LOOP, trust_request_chat_template=True)).status_code == 400
-    assert time.monotonic() - started < 60

@@ -121,6 +121,22 @@ def test_stream_that_the_server_ends_has_an_error_event(replay_engine):
     assert events[-2:] == ["data: [DONE]", ""]
 
 
+def test_streamed_response_that_the_server_ends_has_a_last_event_with_its_error(replay_engine):
+    async def end(connection, app):
+        while not connection.text:
+            await connection.on_send.wait()
+            connection.on_send.clear()
+        app.state.server.admission.end_all("stops")
+
+    body = {"input": "x", "max_output_tokens": 4000, "ignore_eos": True, "stream": True}
+    connection = _run(replay_engine, body, end, "/v1/responses")
+    first, last = connection.text.split("\n\n")[0], connection.text.split("\n\n")[-2]
+    assert connection.sent[0]["status"] == 200
+    assert first.startswith("event: response.created\n")
+    assert last.startswith("event: response.failed\n")
+    assert '"message":"the server stops"' in last
+
+
 def test_tokens_merge_while_the_client_is_slow(replay_engine):
     async def stall(connection, app):
         connection.may_send.clear()

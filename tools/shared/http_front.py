@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -41,8 +42,8 @@ def our_front() -> FrontPeer:
             try:
                 server = our_server()
                 connected = (sys.executable, "-m", "vllm_mp.cli", "serve", "--connect", address)
-                with serving(HttpPeer(server.name, connected, server.environment, server.ready_path)) as listening:
-                    _pin(listening.pid)
+                peer = HttpPeer(server.name, connected, server.environment, server.ready_path)
+                with serving(peer) as listening, _pinned(listening.pid):
                     yield listening
             finally:
                 core.terminate()
@@ -68,8 +69,8 @@ def vllm_front(vllm: VllmCpu) -> FrontPeer:
                 "STAND_IN_TOKENS": tokens.name,
                 "STAND_IN_STEP_S": str(1 / rate),
             }
-            with serving(HttpPeer(server.name, command, environment, server.ready_path)) as listening:
-                _pin(listening.pid)
+            peer = HttpPeer(server.name, command, environment, server.ready_path)
+            with serving(peer) as listening, _pinned(listening.pid):
                 yield listening
 
     return FrontPeer("vLLM", start, vllm.prepare)
@@ -85,32 +86,43 @@ def measure_front(url: str, pid: int, streams: int, output_len: int) -> Figures:
 
     Raises RuntimeError if the server merges tokens into fewer events.
     """
-    import psutil
-
-    def cpu_seconds() -> float:
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
-
     asyncio.run(stream_load(url, SERVED_NAME, min(streams, 16), 32))
-    before = cpu_seconds()
+    before = _cpu_seconds(pid)
     counts = asyncio.run(stream_load(url, SERVED_NAME, streams, output_len))
-    used = cpu_seconds() - before
+    used = _cpu_seconds(pid) - before
     if counts.events < _MIN_EVENTS * counts.tokens:
         raise RuntimeError(f"{counts.tokens} tokens of {streams} streams came in {counts.events} events; lower --rate")
     return {front_name(streams): counts.tokens / used}
 
 
-def _pin(pid: int) -> None:
-    """Give the server's process a processor of its own, if there are two; cores and this process get the others."""
+def _cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has used, with a resolution of nanoseconds."""
+    # The number of a process's clock, as clock_getcpuclockid(3) computes it on Linux.
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+@contextlib.contextmanager
+def _pinned(pid: int) -> Iterator[None]:
+    """Give the server's process a processor of its own; cores and this process get the others, until the block ends."""
+    available = os.sched_getaffinity(0)
+    first = min(available)
+    _set_processors(available - {first} or available, except_pid=pid)
+    _set_processors({first}, only_pid=pid)
+    try:
+        yield
+    finally:
+        _set_processors(available)  # the servers that this process starts next inherit its processors
+
+
+def _set_processors(processors: set[int], only_pid: int | None = None, except_pid: int | None = None) -> None:
+    """Let the threads of this process and its descendants run on `processors`."""
     import psutil
 
-    first, *others = sorted(os.sched_getaffinity(0))
-    if not others:
-        return
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        for thread in process.threads():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.id, {first} if process.pid == pid else others)
+        if only_pid in (None, process.pid) and process.pid != except_pid:
+            for thread in process.threads():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, processors)
 
 
 def _environment() -> dict[str, str]:

@@ -26,19 +26,19 @@ class Admission:
         self.max_live = max_live
         self._counts = [0] if counts is None else counts
         self._index = index
-        self._refusal: str | None = None
-        """Why no request is admitted any more."""
+        self._reason: str | None = None
+        """Why no request is admitted any more: the end of a sentence about the server."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @property
     def refusal(self) -> ApiError | None:
-        """Why no request is admitted any more; None while requests are admitted."""
-        if self._refusal is None:
+        """Why no request is admitted any more, as a new error; None while requests are admitted."""
+        if self._reason is None:
             return None
-        # A new error each time: an error that is raised again and again keeps the frames of every request alive.
-        return ApiError(503, self._refusal, type="server_error", code="server_unavailable", headers=RETRY_AFTER)
+        message = f"the server {self._reason}"
+        return ApiError(503, message, type="server_error", code="server_unavailable", headers=RETRY_AFTER)
 
     @property
     def num_live(self) -> int:
@@ -80,7 +80,7 @@ class Admission:
 
     def refuse(self, reason: str) -> None:
         """Admit no further request; `reason` says why and is the end of a sentence about the server."""
-        self._refusal = f"the server {reason}"
+        self._reason = reason
 
     def end_all(self, reason: str) -> None:
         """End all live requests with an error, and admit no further one; `reason` is as for `refuse`."""

@@ -13,6 +13,7 @@ from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.server.body import Ignored, RequestBody
 from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError, as_refusal
+from vllm_mp.server.generation import PROMPTS_PER_TURN
 from vllm_mp.server.models import check_model
 from vllm_mp.server.tracing import trace_headers
 
@@ -88,11 +89,12 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
     request_id = f"embd-{call.request_id}"
     await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
     try:
+        tasks: list[asyncio.Task[PoolingRequestOutput]] = []
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_embed(call, body, prompt, params, f"{request_id}-{index}", index))
-                for index, prompt in enumerate(prompts)
-            ]
+            for index, prompt in enumerate(prompts):
+                tasks.append(group.create_task(_embed(call, body, prompt, params, f"{request_id}-{index}", index)))
+                if index % PROMPTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     outputs = [task.result() for task in tasks]

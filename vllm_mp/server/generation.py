@@ -15,6 +15,9 @@ from vllm_mp.server.errors import ApiError
 from vllm_mp.server.sampling_fields import SamplingFields, refused_parameters
 from vllm_mp.server.tracing import trace_headers
 
+PROMPTS_PER_TURN = 32
+"""Prompts of a request that are sent to the engine before other tasks get a turn on the event loop."""
+
 
 class StreamOptions(RequestBody):
     """What a stream reports beside the text."""
@@ -161,6 +164,8 @@ async def start_generation(
             async with asyncio.TaskGroup() as tasks:
                 for index in range(len(prompts)):
                     tasks.create_task(add(index))
+                    if index % PROMPTS_PER_TURN == 0:
+                        await asyncio.sleep(0)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
     return Generation(request_id, ids, group)

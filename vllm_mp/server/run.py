@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import signal
 import socket
@@ -90,6 +91,9 @@ class ServerProcess:
             shared = self._shared
             admission = Admission(limit, *(() if shared is None else (shared.live_counts, shared.index)))
             self._app = build_app(engine, self._options, admission, self._shared)
+            # The objects of the start live as long as the server. Collections that look through them delay streams.
+            gc.collect()
+            gc.freeze()
             if shared is not None:
                 engine.stats.share(Path(shared.metrics_folder), f"front-{shared.index}")
                 shared.has_loaded[shared.index] = 1

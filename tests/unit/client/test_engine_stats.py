@@ -191,6 +191,16 @@ def test_a_listener_that_raises_is_dropped_and_harms_no_other(client: Client, ca
     assert "broken listener" in caplog.text
 
 
+def test_a_report_is_made_every_ten_seconds_while_tokens_arrive(client: Client) -> None:
+    reports: list[float] = []
+    client.stats.add_report(lambda: reports.append(client.stats.generation_tokens.value))
+    (slot,) = client.add("a")
+    client.step([slot], 1.0, {slot: 0.0})
+    for _ in range(25):
+        client.step([slot], 1.0)
+    assert reports == [10, 20]
+
+
 @pytest.mark.parametrize(
     "columns", [(b"\1", b"\0" * 4, b"\0\0"), (b"\xff" * 4, b"\0" * 4, b"\0\0")], ids=["too short", "unknown slot"]
 )
