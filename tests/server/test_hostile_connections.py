@@ -193,8 +193,9 @@ def test_client_that_hangs_up_behind_pipelined_requests_aborts_the_running_one(s
     before = aborted()
     body = b'{"prompt": "Hello", "max_tokens": 4000, "n": 500, "ignore_eos": true}'
     with _connect(server) as connection:
-        connection.sendall(_post(body, length=len(body)) + _GET + _GET)
-        server.wait_for(lambda: server.get("/core_status")[1]["num_running"] > 0)
+        connection.sendall(_post(body, length=len(body)))
+        server.wait_for(lambda: server.get("/core_status")[1]["num_running"] > 100)
+        connection.sendall(_GET + _GET)
     server.wait_for(lambda: aborted() == before + 1)
 
 
