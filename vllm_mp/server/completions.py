@@ -98,7 +98,7 @@ def _prompts(body: CompletionBody, limit: int) -> list[PromptType]:
         # Checked before anything is made for each of them: a body can hold millions of empty prompts.
         if len(given) > limit:
             raise too_many_completions(len(given), limit)
-        prompts = given
+        prompts = list(given)
     else:
         raise ApiError(400, "prompt mixes token ids with other prompts; put the ids into a list", param="prompt")
     salt = body.cache_salt or ""
