@@ -154,8 +154,8 @@ class ServerProcess:
         signalled.cancel()
         if not idle.done():
             await self._end_all(admission, "is shutting down")
-        if self._end is not None:
-            raise self._end
+        if (end := self._end or engine.dead_error) is not None:
+            raise end
         return _INTERRUPTED if self._num_signals > 1 else 0
 
     async def _end_all(self, admission: Admission, reason: str) -> None:
