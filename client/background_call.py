@@ -1,4 +1,4 @@
-"""A blocking call beside the event loop, in a thread that does not outlive the interpreter's wish to exit."""
+"""A blocking call beside the event loop, in a daemon thread."""
 
 import asyncio
 import threading

@@ -3,8 +3,8 @@
     python tools/check_wheel.py                     # in a temporary folder
     python tools/check_wheel.py --wheel FILE        # a wheel that is built already
 
-The server must answer a completion, the page at / with its files, and /metrics. The wheel must have the C++ kernels and
-the recorded answers of the replay core. The exit code is 1 if anything is missing.
+The server must answer a completion, the page at / with its files, and /metrics. The wheel must have the C++ kernels,
+the output path in C and the recorded answers of the replay core. The exit code is 1 if anything is missing.
 """
 
 import argparse
@@ -23,10 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "smollm2-135m-instruct"
 _PROBE = """
 import importlib.util, vllm_mp
-from vllm_mp.kernels import cpu
 from vllm_mp.replay_core.answers import Answers
-spec = importlib.util.find_spec("vllm_mp.kernels.cpu._portable")
-print(vllm_mp.__file__, spec and spec.origin, Answers().tokens.shape, sep="\\n")
+print(vllm_mp.__file__)
+for name in ("vllm_mp.kernels.cpu._portable", "vllm_mp.client.outputs._output_path"):
+    spec = importlib.util.find_spec(name)
+    print(spec and spec.origin)
+print(Answers().tokens.shape)
 """
 
 
@@ -57,7 +59,7 @@ def check(wheel: Path | None, folder: Path) -> None:
     _run(programs / "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
     printed = _run(programs / "python", "-c", _PROBE, folder=folder)
     print(printed, end="", flush=True)
-    outside = [line for line in printed.splitlines()[:2] if not line.startswith(str(folder.resolve()))]
+    outside = [line for line in printed.splitlines()[:3] if not line.startswith(str(folder.resolve()))]
     if outside:
         raise RuntimeError(f"not installed by the wheel: {outside}; add it to package-data or ext_modules")
     print("serving …", flush=True)

@@ -1,6 +1,7 @@
 """Requests that are wrong get a defined status and a message that names the fault, in OpenAI's shape."""
 
 import asyncio
+import tracemalloc
 
 import pytest
 
@@ -116,6 +117,18 @@ def test_request_for_more_completions_than_may_ever_wait_is_refused(in_process):
     assert "3000 completions" in response.json()["error"]["message"]
 
 
+def test_prompts_are_counted_before_they_are_made(in_process):
+    body = b'{"prompt": [%b""]}' % (b'"",' * 1_000_000)
+    tracemalloc.start()
+    try:
+        response = _send(in_process, "/v1/completions", body, JSON)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_completions")
+    assert peak < 50 * 2**20
+
+
 @pytest.mark.parametrize("headers", [{}, {"Content-Type": "text/plain"}])
 def test_body_that_is_not_declared_as_json_is_refused(in_process, headers):
     response = _send(in_process, "/v1/completions", b'{"prompt": "x"}', headers)
@@ -126,6 +139,8 @@ def test_error_repeats_a_bounded_part_of_the_body(in_process):
     long = b"x" * 10_000
     for body in (
         b'{"%b": 1}' % long,
+        b'{"x - at `$%b": 1}' % (b".a" * 10_000),
+        b'{"messages": [{"role": "x - at `$%b"}]}' % (b".a" * 10_000),
         b'{"messages": [{"role": "%b"}]}' % long,
         b'{"model": "%b", "messages": []}' % long,
     ):
@@ -172,6 +187,18 @@ def test_request_id_comes_back_in_the_header_of_answers_and_of_errors(in_process
     assert (answer.headers["x-request-id"], answer.json()["id"]) == ("my-id", "cmpl-my-id")
     error = _send(in_process, "/v1/completions", b"{}", headers)
     assert (error.headers["x-request-id"], error.status_code) == ("my-id", 400)
+
+
+def test_request_id_in_the_body_precedes_the_header(in_process):
+    headers = JSON | {"X-Request-Id": "my-id"}
+    for status, body in (
+        (200, b'{"prompt": "x", "max_tokens": 1, "request_id": "own"}'),
+        (400, b'{"prompt": "", "request_id": "own"}'),
+    ):
+        response = _send(in_process, "/v1/completions", body, headers)
+        assert (response.status_code, response.headers["x-request-id"]) == (status, "own")
+    response = _send(in_process, "/v1/embeddings", b'{"input": "x", "request_id": "own"}', headers)
+    assert response.headers["x-request-id"] == "own"
 
 
 def test_request_id_of_a_live_request_is_refused(in_process):

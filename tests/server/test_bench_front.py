@@ -1,6 +1,7 @@
 """The load of `tools/bench front`: complete streams are counted, anything else is an error."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,10 @@ def test_merged_tokens_are_an_error(server, model, http_front, monkeypatch):
 def test_response_that_is_not_a_complete_stream_is_an_error(server, http_front):
     with pytest.raises(RuntimeError, match=r"not a complete stream.*404"):
         asyncio.run(http_front.stream_load(server.url, "no-such-model", streams=1, output_len=4))
+
+
+def test_processors_are_given_back_after_a_measurement(http_front):
+    available = os.sched_getaffinity(0)
+    with http_front._pinned(os.getppid()):
+        assert len(os.sched_getaffinity(0)) == max(1, len(available) - 1)
+    assert os.sched_getaffinity(0) == available

@@ -9,6 +9,7 @@ import pytest
 from support.server_process import served
 
 from vllm_mp.model_store import DEFAULT_MODEL
+from vllm_mp.testing.engines import replay_core
 
 _HEADER_BYTES = 4096
 _LIMITS = {
@@ -181,6 +182,23 @@ def test_pipelined_requests_are_answered_in_order(server):
 
 def test_pipeline_has_a_limit(server):
     assert len(_statuses(_ask(server, 1000 * _GET))) < 1000
+
+
+def test_client_that_hangs_up_behind_pipelined_requests_aborts_the_running_one(default_model, tmp_path):
+    def num_running():
+        return server.get("/core_status")[1]["num_running"]
+
+    body = b'{"prompt": "Hello", "max_tokens": 4000, "ignore_eos": true}'
+    with (
+        replay_core(tmp_path, "--rate", "20") as address,
+        served(DEFAULT_MODEL, tmp_path, "--connect", address, core_flags=()) as server,
+    ):
+        server.wait_until_ready()
+        with _connect(server) as connection:
+            connection.sendall(_post(body, length=len(body)))
+            server.wait_for(lambda: num_running() == 1)
+            connection.sendall(_GET + _GET)
+        server.wait_for(lambda: num_running() == 0)
 
 
 def test_garbage_behind_a_request_does_not_get_into_its_response(server):

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from vllm_mp.server.errors import ApiError
-from vllm_mp.server.response_input import InputItem, chat_messages
+from vllm_mp.server.response_input import InputItem, chat_messages, turn_starts, without_older_turns
 
 
 def messages(input, instructions=None):
@@ -86,3 +86,11 @@ def test_output_of_a_response_may_be_sent_back_as_it_came():
 )
 def test_item_that_is_not_served_is_refused_with_its_path(items, param):
     assert refused(items).param == param
+
+
+def test_a_cut_keeps_whole_turns_and_all_system_messages():
+    turns = [system("s"), user("a"), {"role": "assistant", "content": "b"}, user("c"), system("t"), user("d")]
+    given = chat_messages(msgspec.convert(turns, list[InputItem]), None)
+    assert turn_starts(given) == [0, 3, 5]
+    rests = [[message.content for message in without_older_turns(given, start)] for start in turn_starts(given)]
+    assert rests == [["s", "a", "b", "c", "t", "d"], ["s", "c", "t", "d"], ["s", "t", "d"]]

@@ -15,15 +15,19 @@ from support.server_process import StreamedAnswers, served
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
+from vllm_mp.server.listening import listen
 from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.run import ServerProcess
 from vllm_mp.testing.engines import eventually, replay_core
 
-_TOKENS = 40
+_TOKENS = 80
+_ENDLESS = 4000
+"""Tokens of a stream that only a signal ends."""
 
 
 @pytest.fixture(scope="module")
 def slow_core(default_model, tmp_path_factory):
-    """The address of a core that streams 20 tokens per second, so that a stream of `_TOKENS` takes 2 seconds."""
+    """The address of a core that streams 20 tokens per second, so that a stream of `_TOKENS` takes 4 seconds."""
     with replay_core(tmp_path_factory.mktemp("slow"), "--rate", "20") as address:
         yield address
 
@@ -33,9 +37,9 @@ def _serve_from(address, folder, *flags):
     return served(DEFAULT_MODEL, folder, "--connect", address, *flags, core_flags=())
 
 
-async def _signal_during_streams(server, number):
+async def _signal_during_streams(server, number, num_tokens=_TOKENS):
     """Send a signal once 4 streams run; return them, and the task that reads them."""
-    answers = StreamedAnswers(server, ["Hello"] * 4, _TOKENS)
+    answers = StreamedAnswers(server, ["Hello"] * 4, num_tokens)
     running = asyncio.create_task(answers.run())
     await answers.all_run.wait()
     server.process.send_signal(number)
@@ -51,6 +55,30 @@ def test_server_listens_while_it_loads_and_ends_on_a_signal(tmp_path):
         assert (status, body["error"]["code"]) == (503, "loading")
         server.process.terminate()
         assert server.process.wait(10) == 0
+
+
+def test_second_signal_does_not_wait_for_the_start_to_end():
+    async def run():
+        cancelled = asyncio.Event()
+
+        async def load():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                await asyncio.Event().wait()  # as the download of a model, which cannot be cancelled
+
+        def on_listening():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        process = ServerProcess(ServerOptions(), None, listen("127.0.0.1", 0), load)
+        async with asyncio.timeout(60):
+            running = asyncio.create_task(process.run(on_listening, lambda engine: None))
+            await cancelled.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await running == 130
+
+    asyncio.run(run())
 
 
 def test_port_in_use_ends_the_command_with_code_1_and_says_so(server):
@@ -92,7 +120,7 @@ def test_drain_timeout_ends_live_streams_with_an_error(slow_core, tmp_path):
         server.wait_until_ready()
 
         async def run():
-            answers, running = await _signal_during_streams(server, signal.SIGINT)
+            answers, running = await _signal_during_streams(server, signal.SIGINT, _ENDLESS)
             await running
             assert answers.ends == ["the server is shutting down"] * 4
 
@@ -106,7 +134,7 @@ def test_second_signal_ends_the_server_at_once(slow_core, tmp_path, count):
         server.wait_until_ready()
 
         async def run():
-            answers, running = await _signal_during_streams(server, signal.SIGINT)
+            answers, running = await _signal_during_streams(server, signal.SIGINT, _ENDLESS)
             assert server.process.stdout.readline().startswith("ready: ")
             assert server.process.stdout.readline().startswith("shutting down: 4 requests")
             server.process.send_signal(signal.SIGINT)

@@ -42,8 +42,8 @@ def our_front() -> FrontPeer:
             try:
                 server = our_server()
                 connected = (sys.executable, "-m", "vllm_mp.cli", "serve", "--connect", address)
-                with serving(HttpPeer(server.name, connected, server.environment, server.ready_path)) as listening:
-                    _pin(listening.pid)
+                peer = HttpPeer(server.name, connected, server.environment, server.ready_path)
+                with serving(peer) as listening, _pinned(listening.pid):
                     yield listening
             finally:
                 core.terminate()
@@ -69,8 +69,8 @@ def vllm_front(vllm: VllmCpu) -> FrontPeer:
                 "STAND_IN_TOKENS": tokens.name,
                 "STAND_IN_STEP_S": str(1 / rate),
             }
-            with serving(HttpPeer(server.name, command, environment, server.ready_path)) as listening:
-                _pin(listening.pid)
+            peer = HttpPeer(server.name, command, environment, server.ready_path)
+            with serving(peer) as listening, _pinned(listening.pid):
                 yield listening
 
     return FrontPeer("vLLM", start, vllm.prepare)
@@ -101,17 +101,28 @@ def _cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def _pin(pid: int) -> None:
-    """Give the server's process a processor of its own, if there are two; cores and this process get the others."""
+@contextlib.contextmanager
+def _pinned(pid: int) -> Iterator[None]:
+    """Give the server's process a processor of its own; cores and this process get the others, until the block ends."""
+    available = os.sched_getaffinity(0)
+    first = min(available)
+    _set_processors(available - {first} or available, except_pid=pid)
+    _set_processors({first}, only_pid=pid)
+    try:
+        yield
+    finally:
+        _set_processors(available)  # the servers that this process starts next inherit its processors
+
+
+def _set_processors(processors: set[int], only_pid: int | None = None, except_pid: int | None = None) -> None:
+    """Let the threads of this process and its descendants run on `processors`."""
     import psutil
 
-    first, *others = sorted(os.sched_getaffinity(0))
-    if not others:
-        return
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        for thread in process.threads():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.id, {first} if process.pid == pid else others)
+        if only_pid in (None, process.pid) and process.pid != except_pid:
+            for thread in process.threads():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, processors)
 
 
 def _environment() -> dict[str, str]:

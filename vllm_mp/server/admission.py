@@ -23,7 +23,7 @@ class Admission:
         `counts` holds the live requests of each server process that shares the core, in shared memory, and `index` is
         this process's place in it; None: this process is the only one.
         """
-        self._max_live = max_live
+        self.max_live = max_live
         self._counts = [0] if counts is None else counts
         self._index = index
         self._reason: str | None = None
@@ -54,14 +54,13 @@ class Admission:
         """
         if (refusal := self.refusal) is not None:
             raise refusal
-        if num_completions > self._max_live:
-            message = f"the request asks for {num_completions} completions; ask for at most {self._max_live}"
-            raise ApiError(400, message, code="too_many_completions")
+        if num_completions > self.max_live:
+            raise too_many_completions(num_completions, self.max_live)
         num_live = sum(self._counts)
-        if num_live + num_completions > self._max_live:
+        if num_live + num_completions > self.max_live:
             raise ApiError(
                 429,
-                f"too many requests: {num_live} run or wait, the limit is {self._max_live}; repeat the request later",
+                f"too many requests: {num_live} run or wait, the limit is {self.max_live}; repeat the request later",
                 type="rate_limit_error",
                 code="too_many_requests",
                 headers=RETRY_AFTER,
@@ -104,3 +103,9 @@ class Admission:
         self._counts[self._index] -= num_completions
         if not self._deadlines:
             self._is_idle.set()
+
+
+def too_many_completions(count: int, limit: int) -> ApiError:
+    """Return the error for a request that asks for `count` completions, more than may ever be live at once."""
+    message = f"the request asks for {count} completions; ask for at most {limit}"
+    return ApiError(400, message, code="too_many_completions")

@@ -25,9 +25,10 @@ Refused = Annotated[None, refused()]
 Ignored = Annotated[
     Any, msgspec.Meta(description="Accepted; it has no effect here.", extra_json_schema={"x-has-effect": False})
 ]
-"""The type of a field that describes the request without a change of its answer."""
+"""The type of a field that describes the request and does not change its answer."""
 
-_AT_PATH = re.compile(r" - at (?:`key` in )?`(\$.*)`$", re.DOTALL)
+_AT_PATH = re.compile(r" - at (?:`key` in )?`(\$[\w.\[\]]{0,200})`\Z")
+"""The path of a declared field, at the end of the decoder's message. The text before it may repeat the body."""
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

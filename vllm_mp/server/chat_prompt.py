@@ -1,11 +1,16 @@
 """The prompt of a conversation: what the endpoints that take messages share."""
 
-from typing import Any
+import functools
+from typing import Any, Final
 
+from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.server.chat_messages import ChatMessage, template_messages
 from vllm_mp.server.chat_template import ChatTemplateError
 from vllm_mp.server.endpoint import Call
 from vllm_mp.server.errors import ApiError
+
+_MAX_INLINE: Final = 1000
+"""Number of messages up to which they are converted on the event loop, in less than some milliseconds."""
 
 
 async def chat_prompt(
@@ -28,9 +33,11 @@ async def chat_prompt(
         message = "chat_template is code, which this server does not run; leave it out, or start the server with "
         raise ApiError(400, message + "--trust-request-chat-template", param="chat_template")
     continues = bool(continue_final_message)
+    knows_developer = "developer" in (chat_template or template.source)
+    convert = functools.partial(template_messages, messages, knows_developer=knows_developer)
     try:
         return await template.render(
-            template_messages(messages, knows_developer="developer" in (chat_template or template.source)),
+            convert() if len(messages) <= _MAX_INLINE else await call_in_thread(convert),
             template=chat_template,
             add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continues,

@@ -13,6 +13,7 @@ from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.server.admission import too_many_completions
 from vllm_mp.server.body import Refused
 from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
@@ -68,7 +69,7 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     """Complete each prompt."""
     engine = call.server.engine
     model = check_model(call.server, body.model)
-    prompts = _prompts(body)
+    prompts = _prompts(body, call.server.admission.max_live)
     params = _params(body, engine.model_config.default_sampling_params)
     generation = await start_generation(call, "cmpl", prompts, params, body, field="prompt", add_special_tokens=True)
     head = CompletionResponse(id=generation.request_id, created=int(time.time()), model=model, choices=[])
@@ -82,17 +83,21 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     return Response(msgspec.json.encode(head), media_type="application/json")
 
 
-def _prompts(body: CompletionBody) -> list[PromptType]:
-    """Return the prompts. Raises ApiError if there is none, or if the list mixes kinds."""
+def _prompts(body: CompletionBody, limit: int) -> list[PromptType]:
+    """Return the prompts. Raises ApiError if there is none or more than `limit`, or if the list mixes kinds."""
     given = body.prompt
+    kinds = set() if isinstance(given, str) else set(map(type, given))
     prompts: list[Any]
     if isinstance(given, str):
         prompts = [given]
     elif not given:
         raise ApiError(400, "prompt is empty; give at least one token or text", param="prompt")
-    elif all(isinstance(item, int) for item in given):
+    elif kinds == {int}:
         prompts = [given]
-    elif not any(isinstance(item, int) for item in given):
+    elif int not in kinds:
+        # Checked before anything is made for each of them: a body can hold millions of empty prompts.
+        if len(given) > limit:
+            raise too_many_completions(len(given), limit)
         prompts = list(given)
     else:
         raise ApiError(400, "prompt mixes token ids with other prompts; put the ids into a list", param="prompt")

@@ -11,7 +11,7 @@ from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
 from vllm_mp.outputs import PoolingRequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.server.body import Ignored, RequestBody
-from vllm_mp.server.endpoint import Call, check_request_id, post
+from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError, as_refusal
 from vllm_mp.server.generation import PROMPTS_PER_TURN
 from vllm_mp.server.models import check_model
@@ -86,10 +86,7 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
     except (ValueError, TypeError) as error:
         raise as_refusal(error, _POOLING_FIELDS) from None
     prompts = _prompts(body.input, body.cache_salt or "")
-    request_id = call.request_id
-    if body.request_id is not None:
-        request_id = check_request_id(body.request_id, "request_id")
-    request_id = f"embd-{request_id}"
+    request_id = f"embd-{call.request_id}"
     await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
     try:
         tasks: list[asyncio.Task[PoolingRequestOutput]] = []

@@ -31,7 +31,7 @@ class Call:
     server: ServerState
     http: Request
     request_id: str
-    """From the header X-Request-Id, or drawn; the response repeats it in this header."""
+    """From the field `request_id` or the header X-Request-Id, or drawn; the response repeats it in this header."""
     resources: contextlib.AsyncExitStack
     """Closed after the last byte of the response, when the client hangs up, or when the time is up."""
 
@@ -60,11 +60,13 @@ class Endpoint(Generic[Body]):
         try:
             request_id = read_request_id(request) or request_id
             body = await read_body(request, self.body_type)
+            if (own_id := getattr(body, "request_id", None)) is not None:
+                request_id = _check_request_id(own_id, "request_id")
             limit = server.options.request_timeout
             async with _HangUp(receive), _time_limit(limit), contextlib.AsyncExitStack() as resources:
                 call = Call(server, request, request_id, resources)
                 response = await self.handler(call, body)
-                response.headers["X-Request-Id"] = call.request_id
+                response.headers["X-Request-Id"] = request_id
                 await response(scope, receive, send)
         except ClientDisconnect:
             pass
@@ -86,10 +88,10 @@ def post(path: str, handler: Handler[Body], body_type: type[Body], response_type
 def read_request_id(request: Request) -> str | None:
     """Return the header X-Request-Id; None without it. Raises ApiError if its value is not allowed as an id."""
     given = request.headers.get("x-request-id")
-    return None if given is None else check_request_id(given, "X-Request-Id")
+    return None if given is None else _check_request_id(given, "X-Request-Id")
 
 
-def check_request_id(given: str, name: str) -> str:
+def _check_request_id(given: str, name: str) -> str:
     """Return `given`, the id in the header or field `name`. Raises ApiError if it is not allowed as an id."""
     if not _REQUEST_ID.fullmatch(given):
         raise ApiError(

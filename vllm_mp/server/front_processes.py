@@ -42,7 +42,7 @@ _RESTART_WINDOW_S = 300.0
 _END_GRACE_S = 10.0
 """Time that front processes get to end beyond the time of the drain."""
 _CONNECT_TIMEOUT_S = 30.0
-"""Time that a core that somebody else started gets to answer."""
+"""Time that a core that the server did not start gets to answer."""
 _INTERRUPTED = 130
 
 
@@ -275,7 +275,9 @@ class FrontProcesses:
         while (left := [task for task in fronts if not task.done()]) and time.monotonic() < deadline:
             if self._num_signals > num_forwarded:
                 self._signal_fronts(signal.SIGTERM)
-                num_forwarded = min(self._num_signals, num_forwarded + 1)
+                num_forwarded += 1
+                if num_forwarded > 1:
+                    deadline = min(deadline, time.monotonic() + _END_GRACE_S)
                 continue
             self._signalled.clear()
             signalled = asyncio.create_task(self._signalled.wait())

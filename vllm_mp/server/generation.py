@@ -10,7 +10,7 @@ from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
-from vllm_mp.server.endpoint import Call, check_request_id
+from vllm_mp.server.endpoint import Call
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.sampling_fields import SamplingFields, refused_parameters
 from vllm_mp.server.tracing import trace_headers
@@ -128,14 +128,12 @@ async def start_generation(
 ) -> Generation:
     """Send a request to the engine for each prompt, once the server admits them.
 
-    `kind` begins the id of the generation, as "cmpl"; the rest is the id of `body` or of `call`. `field` is the
+    `kind` begins the id of the generation, as "cmpl"; the rest is the id of `call`. `field` is the
     field of the prompts. `add_special_tokens` applies if `body` does not say it. The requests are aborted when `call`
     ends. Raises ApiError, naming the field at fault, for a request that cannot run.
     """
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true; add it, or leave them out", param="stream_options")
-    if body.request_id is not None:
-        call.request_id = check_request_id(body.request_id, "request_id")
     request_id = f"{kind}-{call.request_id}"
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens

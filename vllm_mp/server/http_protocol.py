@@ -6,7 +6,7 @@ import http
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.options import ServerOptions
@@ -62,6 +62,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Runs while the client is to send something."""
         self._refusal: ApiError | None = None
         """Why the parser was told to stop."""
+        self._running: RequestResponseCycle | None = None
+        """The latest request that was given to the application; `cycle` may be one that waits behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -81,6 +83,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        running = self._running
+        if running is not None and not running.response_complete:
+            # uvicorn tells only the newest request of a pipeline.
+            running.disconnected = True
+            running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._reading is _Reading.REFUSED:
@@ -108,7 +115,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if num_bytes > self._limits.max_header_bytes or len(self.headers) > _MAX_HEADERS:
             self._refusal = self._too_large()
             raise ValueError(self._refusal.message)  # stops the parser
+        must_wait = self._is_responding()
         super().on_headers_complete()
+        if must_wait:
+            # A connection that is not read does not notice that the client hangs up. A large body still stops reading.
+            self.flow.resume_reading()
+        else:
+            self._running = self.cycle
         self._reading = _Reading.BODY
         self._start_timer(self._limits.body_timeout + _BODY_MARGIN_S, self._on_slow_body)
         if len(self.pipeline) > _MAX_PIPELINED:
@@ -120,8 +133,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
         super().on_response_complete()
-        if self._reading is _Reading.BODY:
+        if self._reading is _Reading.BODY and not self._is_responding():
             self._start_timer(_DISCARD_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
@@ -130,7 +145,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or malformed)
 
     def _refuse(self, error: ApiError) -> None:
-        """Send `error` and close the connection; without a word if that would end up within another response."""
+        """Send `error` and close the connection; send nothing if it would land inside another response."""
         is_own_request = self._reading is _Reading.BODY and not self.pipeline and not self.cycle.response_started
         self._reading = _Reading.REFUSED
         self._unset_keepalive_if_required()

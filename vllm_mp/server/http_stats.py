@@ -34,7 +34,7 @@ class HttpStats:
         self.requests = {endpoint: Counter(cells, self.statuses) for endpoint in self.endpoints}
         """By endpoint, with the status as label."""
         self.duration_s = {endpoint: Histogram(cells, _DURATION_S) for endpoint in self.endpoints}
-        """By endpoint: from the first byte of a request's head to the last byte of its response."""
+        """By endpoint: from the end of a request's head to the last byte of its response."""
         self.lag_s = Histogram(cells, _LAG_S)
         self._known_statuses = {status: str(status) for status in _STATUSES}
         self._beats_on: asyncio.AbstractEventLoop | None = None

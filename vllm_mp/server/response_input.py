@@ -50,19 +50,14 @@ def chat_messages(given: str | list[InputItem], instructions: str | None) -> lis
     return messages
 
 
-def without_oldest_turns(messages: list[ChatMessage]) -> list[list[ChatMessage]]:
-    """Return what remains of `messages` after each cut that ends before a message of a user, the longest rest first.
+def turn_starts(messages: list[ChatMessage]) -> list[int]:
+    """Return where a conversation may begin, as indices of `messages`: at its begin, and at each later user message."""
+    return [0, *[index for index, message in enumerate(messages) if message.role == "user"][1:]]
 
-    Messages of the system are in all of them. The whole conversation comes first.
-    """
-    starts = [index for index, message in enumerate(messages) if message.role == "user"][1:]
-    return [
-        messages,
-        *(
-            [message for index, message in enumerate(messages) if index >= start or message.role in _SYSTEM_ROLES]
-            for start in starts
-        ),
-    ]
+
+def without_older_turns(messages: list[ChatMessage], start: int) -> list[ChatMessage]:
+    """Return the messages from the index `start` on, and the messages of the system before it."""
+    return [message for message in messages[:start] if message.role in _SYSTEM_ROLES] + messages[start:]
 
 
 def _turns(given: str | list[InputItem]) -> Iterator[tuple[_Role, str]]:

@@ -22,7 +22,7 @@ from vllm_mp.server.generation import Generation, GenerationBody, start_generati
 from vllm_mp.server.logprobs import TokenLogprob, chat_logprobs
 from vllm_mp.server.models import check_model
 from vllm_mp.server.response_events import ResponseEvents
-from vllm_mp.server.response_input import InputItem, chat_messages, without_oldest_turns
+from vllm_mp.server.response_input import InputItem, chat_messages, turn_starts, without_older_turns
 from vllm_mp.server.response_object import (
     InputTokensDetails,
     OutputMessage,
@@ -208,16 +208,17 @@ async def _prompt(call: Call, body: ResponseBody) -> str:
     text = await _rendered(call, body, messages)
     if body.truncation != "auto" or await _fits(call, body, text):
         return text
-    rests = without_oldest_turns(messages)
-    # The first rest that fits, by bisection: a shorter rest fits if a longer one does.
-    low, high = min(1, len(rests) - 1), len(rests) - 1
+    starts = turn_starts(messages)
+    # The first start whose rest fits, by bisection: a shorter rest fits if a longer one does.
+    low, high = min(1, len(starts) - 1), len(starts) - 1
     while low < high:
         middle = (low + high) // 2
-        if await _fits(call, body, await _rendered(call, body, rests[middle])):
+        text = await _rendered(call, body, without_older_turns(messages, starts[middle]))
+        if await _fits(call, body, text):
             high = middle
         else:
             low = middle + 1
-    return await _rendered(call, body, rests[high])
+    return await _rendered(call, body, without_older_turns(messages, starts[high]))
 
 
 async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage]) -> str:

@@ -70,8 +70,8 @@ class ServerProcess:
     async def run(self, on_listening: Callable[[], None], on_ready: Callable[[AsyncLLM], None]) -> int:
         """Serve until a signal or the end of the core, and return the exit code.
 
-        0: drained after a signal; 130: a second signal cut the drain short. Raises EngineDeadError if the core is gone
-        for good, and what `load` raises.
+        0: ended or drained after a signal; 130: a second signal cut that short. Raises EngineDeadError if the core is
+        gone for good, and what `load` raises.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -86,7 +86,7 @@ class ServerProcess:
                 on_listening()
             engine = await self._start_engine()
             if engine is None:
-                return 0
+                return _INTERRUPTED if self._num_signals > 1 else 0
             limit = self._options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs)
             shared = self._shared
             admission = Admission(limit, *(() if shared is None else (shared.live_counts, shared.index)))
@@ -113,19 +113,26 @@ class ServerProcess:
         self._signalled.set()
 
     async def _start_engine(self) -> AsyncLLM | None:
-        """Return the engine once it has loaded; None if a signal came first."""
+        """Return the engine once it has loaded; None if a signal came first. A second signal leaves the start alone."""
         loading = asyncio.ensure_future(self._load())
-        signalled = asyncio.ensure_future(self._signalled.wait())
-        await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
-        signalled.cancel()
+        await self._unless_signalled(loading)
         if loading.done():
             return loading.result()
+        self._signalled.clear()
+        loading.cancel()  # the start ends what it has begun, which can take as long as one of its parts
+        await self._unless_signalled(loading)
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await loading
         if self._end is not None:
             raise self._end
         return None
+
+    async def _unless_signalled(self, future: asyncio.Future[AsyncLLM]) -> None:
+        """Wait for the end of `future`, or for a signal."""
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait((future, signalled), return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
 
     async def _serve_until_end(self, engine: AsyncLLM, admission: Admission) -> int:
         """Serve until a signal, then drain; return the exit code. Raises EngineDeadError if the core dies for good."""
@@ -147,8 +154,8 @@ class ServerProcess:
         signalled.cancel()
         if not idle.done():
             await self._end_all(admission, "is shutting down")
-        if self._end is not None:
-            raise self._end
+        if (end := self._end or engine.dead_error) is not None:
+            raise end
         return _INTERRUPTED if self._num_signals > 1 else 0
 
     async def _end_all(self, admission: Admission, reason: str) -> None:

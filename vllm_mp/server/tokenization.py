@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.server.body import RequestBody
 from vllm_mp.server.chat_messages import ChatMessage
 from vllm_mp.server.chat_prompt import chat_prompt
@@ -83,7 +84,8 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
         raise as_refusal(error) from error
     texts: list[str] | None = None
     if body.return_token_strs:
-        texts = engine.get_tokenizer().convert_ids_to_tokens(tokens)
+        # The tokenizer makes one call for each token.
+        texts = await call_in_thread(lambda: engine.get_tokenizer().convert_ids_to_tokens(tokens))
     response = TokenizeResponse(len(tokens), engine.model_config.max_model_len, tokens, texts)
     return Response(msgspec.json.encode(response), media_type="application/json")
 

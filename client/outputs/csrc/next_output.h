@@ -96,6 +96,9 @@ static PyObject *NextOutput_iternext(NextOutput *self) {
     return NULL;
 }
 
+/* send(value), which with `throw` and `close` makes the awaitable a coroutine for `asyncio.create_task` */
+static PyObject *NextOutput_send_method(NextOutput *self, PyObject *value) { return NextOutput_iternext(self); }
+
 /* throw(exception) or throw(type, value, traceback), as a task does that is cancelled */
 static PyObject *NextOutput_throw(NextOutput *self, PyObject *args) {
     PyObject *type, *value = Py_None, *traceback = Py_None;
@@ -114,6 +117,7 @@ static PyObject *NextOutput_close(NextOutput *self, PyObject *args) {
 }
 
 static PyMethodDef NextOutput_methods[] = {
+    {"send", (PyCFunction)NextOutput_send_method, METH_O, "Go on; the value has no effect."},
     {"throw", (PyCFunction)NextOutput_throw, METH_VARARGS, "Close the iterator and raise."},
     {"close", (PyCFunction)NextOutput_close, METH_NOARGS, "Close the iterator."},
     {NULL, NULL, 0, NULL},
