@@ -7,6 +7,7 @@ requests and calls that must be sent again to the next core.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
+_RECEIVE_S = 0.001
+"""Time for which messages are received before other callbacks of the event loop run."""
 _HEARTBEAT_MS = 5000
 """Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
 
@@ -58,7 +61,10 @@ class CoreConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
-        self._receive: Callable[[], None] = lambda: None
+        self._receive: Callable[[float], None] = lambda limit: None
+        """Delivers the messages that have arrived, for `limit` seconds; the rest in later turns of the loop."""
+        self._receives_soon = False
+        """The loop is about to call `_receive_some`."""
         self._owner = os.getpid()
         """The process that may close the socket; a forked child may not."""
         self._context = zmq.Context()
@@ -143,7 +149,7 @@ class CoreConnection:
             and not self._loop.is_closed()
             and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
         ):
-            self._loop.call_soon(self._receive)
+            self._receive_soon(self._loop)
 
     @property
     def num_dropped(self) -> int:
@@ -176,7 +182,8 @@ class CoreConnection:
             )
         self.detach()
 
-        def receive() -> None:
+        def receive(limit: float) -> None:
+            end = time.monotonic() + limit
             while not self._socket.closed:
                 try:
                     frame = self._socket.recv(zmq.NOBLOCK)
@@ -193,19 +200,39 @@ class CoreConnection:
                 except Exception as error:
                     # A message that cannot be handled must not keep the next ones from their requests.
                     self._dropped.warn("it could not be handled", error)
+                if time.monotonic() >= end:
+                    # The socket's descriptor does not signal again what has arrived.
+                    self._receive_soon(loop)
+                    return
 
         self._loop = loop
         self._receive = receive
-        self._watched = {int(self._socket.getsockopt(zmq.FD)): receive, news_fd: on_news}
+        self._receives_soon = False
+        self._watched = {int(self._socket.getsockopt(zmq.FD)): self._on_signal, news_fd: on_news}
         for descriptor, callback in self._watched.items():
             loop.add_reader(descriptor, callback)
         # Messages that arrived before the descriptor was watched are not signalled again.
-        loop.call_soon(receive)
+        self._receive_soon(loop)
+
+    def _on_signal(self) -> None:
+        if not self._receives_soon:
+            self._receive(_RECEIVE_S)
+
+    def _receive_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Receive in the next turn of `loop`; at most one such call is scheduled, so that sending adds none."""
+        if not self._receives_soon:
+            self._receives_soon = True
+            loop.call_soon(self._receive_some, loop)
+
+    def _receive_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop is self._loop:  # else another loop, or none, receives
+            self._receives_soon = False
+            self._receive(_RECEIVE_S)
 
     def drain(self) -> None:
         """Deliver at once all messages that have arrived; no-op if no loop is attached."""
         if self._loop is not None:
-            self._receive()
+            self._receive(math.inf)
 
     def detach(self) -> None:
         """Leave the loop; may be called from any thread. A forked child does not touch its parent's loop."""

@@ -3,6 +3,7 @@
 It exists twice with the same behaviour: here, and compiled in `csrc/output_path.c`, which is used if it was built.
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,10 @@ from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.detokenizer import ByteText
 from vllm_mp.client.outputs.stream import Awaited, GenerationStream, ReadyStreams, RequestStream
+from vllm_mp.client.outputs.wake_ups import WakeUps
 from vllm_mp.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+logger = logging.getLogger(__name__)
 
 Entry = tuple[RequestStream, Awaited]
 """A stream, and the completion or vector that it awaits in a slot."""
@@ -22,9 +26,9 @@ def take_in(
 ) -> tuple[Touched, Touched]:
     """Give each token of the columns of a `StepOutput` to the completion in its slot of `entries`.
 
-    Consumers of plain streams are told of their tokens, which arrived at `now` in seconds of `time.time()`. Return the
-    other entries that got a token, and those whose tokens do not follow what they have: tokens were lost. Raises
-    ValueError if the columns disagree.
+    Consumers of plain streams are told of their tokens, which arrived at `now` in seconds of `time.time()`; the caller
+    must call `WakeUps.start` afterwards. Return the other entries that got a token, and those whose tokens do not
+    follow what they have: tokens were lost. Raises ValueError if the columns disagree.
     """
     others: Touched = []
     lost: Touched = []
@@ -79,14 +83,30 @@ def _load_compiled() -> OutputPath | None:
         import vllm_mp.client.outputs._output_path as compiled
     except ImportError:  # there was no compiler when the package was installed
         return None
-    compiled.configure(
-        Completion, GenerationStream, ReadyStreams, ByteText, RequestMetrics, RequestOutput, CompletionOutput
-    )
+    try:
+        compiled.configure(
+            Completion,
+            GenerationStream,
+            ReadyStreams,
+            WakeUps,
+            ByteText,
+            RequestMetrics,
+            RequestOutput,
+            CompletionOutput,
+        )
+    except (AttributeError, TypeError) as error:
+        logger.warning(
+            "the output path runs in Python, because %s was compiled for another version of the package: %s; install "
+            "the package again",
+            compiled.__file__,
+            error,
+        )
+        return None
     return OutputPath(compiled.take_in, compiled.take_outputs, compiled.next_output)
 
 
 PYTHON = OutputPath(take_in, take_outputs, next_output)
 COMPILED = _load_compiled()
-"""None if it was not built."""
+"""None if it was not built, or for another version of the package."""
 current = COMPILED or PYTHON
 """The functions in use."""

@@ -9,6 +9,7 @@ from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_path import Entry
 from vllm_mp.client.outputs.stream import Awaited, GenerationStream, PoolingStream, RequestStream
+from vllm_mp.client.outputs.wake_ups import WakeUps
 from vllm_mp.errors import EngineGenerateError
 
 
@@ -34,6 +35,7 @@ class OutputProcessor:
         """A heap of the slots in `_entries` that are free."""
         self._num_searched = 0
         """Number of slots whose text is searched for stop strings."""
+        self._wake_ups = WakeUps()
 
     def __len__(self) -> int:
         """Return the number of requests whose streams have not ended."""
@@ -83,6 +85,7 @@ class OutputProcessor:
             self._entries[awaited.slot] = stream, awaited
             self._num_searched += awaited.wants_stop_strings
         self._by_id[stream.request_id] = stream
+        stream.wake_ups = self._wake_ups
         return True
 
     def withdraw(self, stream: RequestStream, num_sent: int) -> list[int]:
@@ -113,6 +116,7 @@ class OutputProcessor:
         touched, lost = output_path.current.take_in(
             self._entries, message.slots, message.tokens, message.positions, now
         )
+        self._wake_ups.start()
         for stream, completion in lost:
             unwanted += self._fail_for_lost_tokens(stream, completion)
         if message.logprobs:

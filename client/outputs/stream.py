@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion, TokenText, append_logprobs
+from vllm_mp.client.outputs.wake_ups import WakeUps, set_done
 from vllm_mp.client.request import GenerationRequest, PoolingRequest
 from vllm_mp.errors import EngineGenerateError
 from vllm_mp.outputs import LogprobsOnePosition, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
@@ -66,6 +67,7 @@ class RequestStream(ABC):
         "prompt",
         "prompt_token_ids",
         "request_id",
+        "wake_ups",
     )
 
     def __init__(self, request: GenerationRequest | PoolingRequest) -> None:
@@ -84,6 +86,8 @@ class RequestStream(ABC):
         this stream alone."""
         self.is_ready = False
         """The stream is in `group`."""
+        self.wake_ups = WakeUps()
+        """Where consumers are woken: those of all streams of an `OutputProcessor` together."""
         self._metrics = RequestMetrics(request.arrival_time)
         self._waiter: asyncio.Future[None] | None = None
 
@@ -162,7 +166,7 @@ class RequestStream(ABC):
             return
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            set_done(waiter)
+            self.wake_ups.add(waiter)
 
     @abstractmethod
     def has_news(self) -> bool:
@@ -197,10 +201,11 @@ class ReadyStreams:
         return len(self._streams)
 
     def append(self, stream: RequestStream) -> None:
-        """Add a stream that is not among them. The first one wakes the consumer."""
+        """Add a stream that is not among them, and wake the consumer."""
         self._streams.append(stream)
-        if len(self._streams) == 1:
-            self.wake()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            stream.wake_ups.add(waiter)
 
     def take(self) -> list[RequestStream]:
         """Return the streams, and forget them; the caller resets `is_ready` of each."""
@@ -213,16 +218,10 @@ class ReadyStreams:
         return self._waiter
 
     def wake(self) -> None:
-        """Wake the consumer, if it waits."""
+        """Wake the consumer, if it waits, without an output."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             set_done(waiter)
-
-
-def set_done(waiter: "asyncio.Future[None]") -> None:
-    """Complete a future, unless its consumer was cancelled or its event loop is closed."""
-    if not waiter.done() and not waiter.get_loop().is_closed():
-        waiter.set_result(None)
 
 
 class GenerationStream(RequestStream):

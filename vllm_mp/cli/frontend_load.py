@@ -119,7 +119,7 @@ class Load:
             return texts
 
         async def read_and_count(prompt: list[int]) -> list[str]:
-            """Read as the others do, and let the core send the next step: the other streams are woken already."""
+            """Read as the others do, and let the core send the next step: this stream is woken after the others."""
             texts: list[str] = []
             before = 0
             is_delta = params.output_kind == RequestOutputKind.DELTA
@@ -131,8 +131,8 @@ class Load:
             self._num_outputs += len(texts)
             return texts
 
-        first, *others = self._prompts
-        return await asyncio.gather(read_and_count(first), *map(read, others))
+        *others, last = self._prompts
+        return await asyncio.gather(*map(read, others), read_and_count(last))
 
     async def _read_group(self, params: SamplingParams) -> list[list[str]]:
         """Return the texts of the outputs of each stream, which this task reads as a group."""

@@ -22,14 +22,14 @@ static struct {
 } completion_;
 static struct {
     Py_ssize_t is_plain, is_delta, first, error, request_id, prompt, prompt_token_ids, metrics, num_cached_tokens, group,
-        is_ready, waiter;
+        is_ready, waiter, wake_ups;
 } stream_;
-static Py_ssize_t group_streams, text_held, text_texts, text_bytes, metrics_first, metrics_last;
+static Py_ssize_t group_streams, group_waiter, wake_ups_waiters, text_held, text_texts, text_bytes, metrics_first, metrics_last;
 static PyTypeObject *stream_type, *byte_text_type;
 static PyObject *request_output, *completion_output;
-static PyObject *invalid_state, *get_running_loop;
-static PyObject *str_arrival, *str_blocking, *str_close, *str_create_future, *str_has_news, *str_set_result, *str_take,
-    *str_take_from, *str_wake;
+static PyObject *get_running_loop;
+static PyObject *str_arrival, *str_blocking, *str_close, *str_create_future, *str_has_news, *str_take,
+    *str_take_from;
 
 static void set_slot(PyObject *object, Py_ssize_t offset, PyObject *value) {
     PyObject *old = SLOT(object, offset);
@@ -51,10 +51,11 @@ static Py_ssize_t offset_of(PyObject *type, const char *name) {
     return offset;
 }
 
-/* configure(Completion, GenerationStream, ReadyStreams, ByteText, RequestMetrics, RequestOutput, CompletionOutput) */
+/* configure(Completion, GenerationStream, ReadyStreams, WakeUps, ByteText, RequestMetrics, RequestOutput,
+ *           CompletionOutput) */
 static PyObject *configure(PyObject *module, PyObject *args) {
-    PyObject *completion, *stream, *group, *text, *metrics;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &completion, &stream, &group, &text, &metrics, &request_output,
+    PyObject *completion, *stream, *group, *wake_ups, *text, *metrics;
+    if (!PyArg_ParseTuple(args, "OOOOOOOO", &completion, &stream, &group, &wake_ups, &text, &metrics, &request_output,
                           &completion_output))
         return NULL;
     struct {
@@ -82,7 +83,10 @@ static PyObject *configure(PyObject *module, PyObject *args) {
         {stream, "group", &stream_.group},
         {stream, "is_ready", &stream_.is_ready},
         {stream, "_waiter", &stream_.waiter},
+        {stream, "wake_ups", &stream_.wake_ups},
         {group, "_streams", &group_streams},
+        {group, "_waiter", &group_waiter},
+        {wake_ups, "_waiters", &wake_ups_waiters},
         {text, "_held", &text_held},
         {text, "_texts", &text_texts},
         {text, "_token_bytes", &text_bytes},
@@ -98,32 +102,20 @@ static PyObject *configure(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Complete the future of the stream's consumer, if it waits, as `set_done` does. */
-static int wake_waiter(PyObject *stream) {
-    PyObject *waiter = SLOT(stream, stream_.waiter);
+/* Leave a future, if a consumer waits for it, to the wake-ups of the stream. */
+static int wake_later(PyObject *stream, PyObject *owner, Py_ssize_t offset) {
+    PyObject *waiter = SLOT(owner, offset);
     if (waiter == Py_None) return 0;
-    Py_INCREF(waiter);
-    set_slot(stream, stream_.waiter, Py_None);
-    PyObject *result = PyObject_CallMethodOneArg(waiter, str_set_result, Py_None);
-    Py_DECREF(waiter);
-    if (result == NULL) {
-        /* The consumer was cancelled, or its event loop is closed. */
-        if (!PyErr_ExceptionMatches(invalid_state) && !PyErr_ExceptionMatches(PyExc_RuntimeError)) return -1;
-        PyErr_Clear();
-    }
-    Py_XDECREF(result);
+    if (PyList_Append(SLOT(SLOT(stream, stream_.wake_ups), wake_ups_waiters), waiter) < 0) return -1;
+    set_slot(owner, offset, Py_None);
     return 0;
 }
 
 static int wake_group(PyObject *stream, PyObject *group) {
     if (SLOT(stream, stream_.is_ready) == Py_True) return 0;
     set_slot(stream, stream_.is_ready, Py_True);
-    PyObject *streams = SLOT(group, group_streams);
-    if (PyList_Append(streams, stream) < 0) return -1;
-    if (PyList_GET_SIZE(streams) > 1) return 0; /* the first stream has woken the consumer */
-    PyObject *result = PyObject_CallMethodNoArgs(group, str_wake);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    if (PyList_Append(SLOT(group, group_streams), stream) < 0) return -1;
+    return wake_later(stream, group, group_waiter);
 }
 
 /* Announce a new token of a plain stream. */
@@ -131,7 +123,26 @@ static int wake(PyObject *stream, PyObject *now) {
     PyObject *metrics = SLOT(stream, stream_.metrics), *group = SLOT(stream, stream_.group);
     set_slot(metrics, metrics_last, now);
     if (SLOT(metrics, metrics_first) == Py_None) set_slot(metrics, metrics_first, now);
-    return group == Py_None ? wake_waiter(stream) : wake_group(stream, group);
+    return group == Py_None ? wake_later(stream, stream, stream_.waiter) : wake_group(stream, group);
+}
+
+/* Give a token to the completion of `entry`, as the body of the loop in `take_in` in Python does. */
+static int take_in_token(PyObject *entry, uint32_t token, uint16_t position, PyObject *now, PyObject *others,
+                         PyObject *lost) {
+    PyObject *stream = PyTuple_GET_ITEM(entry, 0), *completion = PyTuple_GET_ITEM(entry, 1);
+    if (!PyObject_TypeCheck(stream, stream_type) || SLOT(completion, completion_.is_live) != Py_True) return 0;
+    PyObject *token_ids = SLOT(completion, completion_.token_ids);
+    uint16_t ahead = (uint16_t)(position - (uint16_t)PyList_GET_SIZE(token_ids));
+    if (ahead == 0) {
+        PyObject *value = PyLong_FromUnsignedLong(token);
+        int error = value == NULL ? -1 : PyList_Append(token_ids, value);
+        Py_XDECREF(value);
+        if (error) return -1;
+        return SLOT(stream, stream_.is_plain) == Py_True ? wake(stream, now) : PyList_Append(others, entry);
+    }
+    if (ahead >= 0x8000) return 0; /* the token was received before */
+    set_slot(completion, completion_.is_live, Py_False);
+    return PyList_Append(lost, entry);
 }
 
 /* take_in(entries, slots, tokens, positions, now) -> (others, lost) */
@@ -161,21 +172,11 @@ static PyObject *take_in(PyObject *module, PyObject *const *args, Py_ssize_t nar
         if ((Py_ssize_t)slot >= PyList_GET_SIZE(entries)) continue;
         PyObject *entry = PyList_GET_ITEM(entries, slot);
         if (!PyTuple_Check(entry)) continue; /* a free slot */
-        PyObject *stream = PyTuple_GET_ITEM(entry, 0), *completion = PyTuple_GET_ITEM(entry, 1);
-        if (!PyObject_TypeCheck(stream, stream_type) || SLOT(completion, completion_.is_live) != Py_True) continue;
-        PyObject *token_ids = SLOT(completion, completion_.token_ids);
-        uint16_t ahead = (uint16_t)(positions[i] - (uint16_t)PyList_GET_SIZE(token_ids));
-        if (ahead == 0) {
-            PyObject *value = PyLong_FromUnsignedLong(tokens[i]);
-            int error = value == NULL ? -1 : PyList_Append(token_ids, value);
-            Py_XDECREF(value);
-            if (!error)
-                error = SLOT(stream, stream_.is_plain) == Py_True ? wake(stream, args[4]) : PyList_Append(others, entry);
-            if (error) goto failed;
-        } else if (ahead < 0x8000) {
-            set_slot(completion, completion_.is_live, Py_False);
-            if (PyList_Append(lost, entry) < 0) goto failed;
-        } /* else the token was received before */
+        /* An allocation may run the garbage collector, and a finalizer may free the entry. */
+        Py_INCREF(entry);
+        int error = take_in_token(entry, tokens[i], positions[i], args[4], others, lost);
+        Py_DECREF(entry);
+        if (error) goto failed;
     }
     PyObject *result = PyTuple_Pack(2, others, lost);
     Py_DECREF(others);
@@ -312,15 +313,12 @@ PyMODINIT_FUNC PyInit__output_path(void) {
     str_close = PyUnicode_InternFromString("_close");
     str_create_future = PyUnicode_InternFromString("create_future");
     str_has_news = PyUnicode_InternFromString("has_news");
-    str_set_result = PyUnicode_InternFromString("set_result");
     str_take = PyUnicode_InternFromString("take");
     str_take_from = PyUnicode_InternFromString("_take_from");
-    str_wake = PyUnicode_InternFromString("wake");
     PyObject *asyncio = PyImport_ImportModule("asyncio");
     if (asyncio == NULL) return NULL;
-    invalid_state = PyObject_GetAttrString(asyncio, "InvalidStateError");
     get_running_loop = PyObject_GetAttrString(asyncio, "get_running_loop");
     Py_DECREF(asyncio);
-    if (invalid_state == NULL || get_running_loop == NULL || PyType_Ready(&NextOutput_type) < 0) return NULL;
+    if (get_running_loop == NULL || PyType_Ready(&NextOutput_type) < 0) return NULL;
     return PyModule_Create(&definition);
 }

@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
 from vllm_mp import EngineStartError, wire
+from vllm_mp.client.engine import connection as connection_module
 from vllm_mp.client.engine.connection import CoreConnection
 
 
@@ -74,3 +78,57 @@ def test_flood_of_invalid_messages_is_counted_and_does_not_flood_the_log(tmp_pat
         assert [reply.call_id for reply in heard] == [5]
         assert connection.num_dropped == 1000
         assert 0 < len(caplog.records) < 12
+
+
+def send_replies(connection, router, count):
+    """Let the peer send replies to the client, and wait until all of them have arrived."""
+    connection.send(wire.Bye(0))
+    assert router.poll(30_000)
+    identity, _ = router.recv_multipart()
+    for call_id in range(count):
+        router.send_multipart((identity, wire.encode(wire.Reply(0, call_id))))
+    connection._socket.poll(30_000)
+
+
+def test_other_callbacks_run_between_messages_that_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection_module, "_RECEIVE_S", 0)
+    with peers(tmp_path) as (connection, router):
+        heard, seen = [], [0]
+
+        async def run():
+            loop = asyncio.get_running_loop()
+            connection.attach(heard.append, connection.monitor.getsockopt(zmq.FD), lambda: None)
+            send_replies(connection, router, 50)
+            for _ in range(5):
+                connection.send(wire.Bye(0))  # must not have further messages received in each turn
+            deadline = loop.time() + 30
+            while len(heard) < 50:
+                assert loop.time() < deadline
+                await asyncio.sleep(0)
+                seen.append(len(heard))
+            connection.detach()
+
+        asyncio.run(run())
+        assert [reply.call_id for reply in heard] == list(range(50))
+        assert max(after - before for before, after in itertools.pairwise(seen)) == 1
+
+
+def test_all_messages_that_have_arrived_are_delivered_at_once_before_another_core_takes_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection_module, "_RECEIVE_S", 0)
+    with peers(tmp_path) as (connection, _):
+        heard, frames = [], deque(wire.encode(wire.Reply(0, call_id)) for call_id in range(50))
+
+        def recv(flags):
+            if not frames:
+                raise zmq.Again
+            return frames.popleft()
+
+        async def run():
+            connection.attach(heard.append, connection.monitor.getsockopt(zmq.FD), lambda: None)
+            with monkeypatch.context() as patch:
+                patch.setattr(connection, "_socket", SimpleNamespace(closed=False, recv=recv))
+                connection.drain()
+            connection.detach()
+
+        asyncio.run(run())
+        assert [reply.call_id for reply in heard] == list(range(50))

@@ -1,18 +1,24 @@
 """The compiled output path and the one in Python do the same, and what reaches consumers is complete."""
 
 import asyncio
+import itertools
+import logging
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
 
 from vllm_mp import wire
+from vllm_mp.client import outputs
 from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
+from vllm_mp.client.outputs.wake_ups import MAX_PER_TURN
 from vllm_mp.client.request import GenerationRequest
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
@@ -254,6 +260,7 @@ def test_awaitable_of_an_output_is_an_iterator_over_futures(path):
             future = next(step)
             assert not future.done()
             stream.wake()  # without news
+            await asyncio.sleep(0)
             assert future.done()
         processor.process(message([(stream.completions[0].slot, 5, 0)]))
         with pytest.raises(StopIteration) as stop:
@@ -289,3 +296,85 @@ def test_waiting_consumer_of_a_group_is_woken(path):
         return await waiting
 
     assert [output.request_id for output in asyncio.run(run())] == ["0", "1"]
+
+
+def test_other_callbacks_run_between_the_consumers_of_a_large_step(path):
+    processor = OutputProcessor()
+    streams = [stream_in(processor, f"{i}", output_kind=RequestOutputKind.DELTA) for i in range(3 * MAX_PER_TURN)]
+    groups = [group_of(stream) for stream in streams[::2]]
+    num_done, seen = 0, [0]
+
+    async def consume(source):
+        nonlocal num_done
+        await source
+        num_done += 1
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        sources = [anext(group) for group in groups] + [stream.next() for stream in streams[1::2]]
+        consumers = [asyncio.create_task(consume(source)) for source in sources]
+        await asyncio.sleep(0)
+
+        def beat():
+            seen.append(num_done)
+            if num_done < len(streams):
+                loop.call_soon(beat)
+
+        processor.process(message([(stream.completions[0].slot, 5, 0) for stream in streams]))
+        loop.call_soon(beat)
+        await asyncio.wait_for(asyncio.gather(*consumers), 30)
+
+    asyncio.run(run())
+    turns = [after - before for before, after in itertools.pairwise(seen) if after > before]
+    assert max(turns) <= MAX_PER_TURN
+
+
+def test_steps_that_arrive_before_consumers_are_woken_are_one_output(path):
+    processor = OutputProcessor()
+    streams = [stream_in(processor, f"{i}", output_kind=RequestOutputKind.DELTA) for i in range(2 * MAX_PER_TURN)]
+
+    async def run():
+        consumers = [asyncio.create_task(stream.next()) for stream in streams]
+        await asyncio.sleep(0)
+        for position in range(3):
+            processor.process(message([(stream.completions[0].slot, position, position) for stream in streams]))
+        return await asyncio.wait_for(asyncio.gather(*consumers), 30)
+
+    assert [output.outputs[0].token_ids for output in asyncio.run(run())] == [[0, 1, 2]] * len(streams)
+
+
+def test_consumers_are_woken_by_another_event_loop_after_one_was_closed_too_early_to_wake_them(path):
+    processor = OutputProcessor()
+    streams = [stream_in(processor, f"{i}", output_kind=RequestOutputKind.DELTA) for i in range(2)]
+
+    def step(position):
+        processor.process(message([(stream.completions[0].slot, 5, position) for stream in streams]))
+
+    loop = asyncio.new_event_loop()
+    for callback in (streams[0].arrival, lambda: step(0), loop.stop):
+        loop.call_soon(callback)
+    loop.run_forever()
+    loop.close()
+
+    async def run():
+        assert len((await streams[1].next()).outputs[0].token_ids) == 1
+        consumer = asyncio.create_task(streams[1].next())
+        await asyncio.sleep(0)
+        step(1)
+        return await asyncio.wait_for(consumer, 30)
+
+    assert asyncio.run(run()).outputs[0].token_ids == [5]
+
+
+@pytest.mark.parametrize("error", [TypeError("takes 7 arguments"), AttributeError("no slot")])
+def test_compiled_path_of_another_version_is_not_used(monkeypatch, caplog, error):
+    def configure(*classes):
+        raise error
+
+    stale = types.SimpleNamespace(__file__="_output_path.so", configure=configure)
+    monkeypatch.setitem(sys.modules, "vllm_mp.client.outputs._output_path", stale)
+    monkeypatch.setattr(outputs, "_output_path", stale, raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert output_path._load_compiled() is None
+    (record,) = caplog.records
+    assert "the output path runs in Python, because _output_path.so" in record.getMessage()

@@ -125,8 +125,10 @@ def test_final_only_consumer_is_woken_once():
         waiter = stream._waiter
         for token_id in range(5):
             receive(stream, token_id)
+            await asyncio.sleep(0)
             assert not waiter.done()
         receive_last(stream, 5)
+        await asyncio.sleep(0)
         assert waiter.done()
         assert len((await reader).outputs[0].token_ids) == 6
 
