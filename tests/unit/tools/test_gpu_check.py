@@ -21,7 +21,7 @@ def run_tool(out: Path, *arguments: str) -> tuple[int, dict]:
         [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--out", str(out), "--quick", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         cwd=out.parent,
         check=False,
     )
