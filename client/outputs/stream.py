@@ -87,7 +87,7 @@ class RequestStream(ABC):
         self.is_ready = False
         """The stream is in `group`."""
         self.wake_ups = WakeUps()
-        """Where consumers are woken: those of all streams of an `OutputProcessor` together."""
+        """Wakes the consumers of all streams of an `OutputProcessor`, in slices."""
         self._metrics = RequestMetrics(request.arrival_time)
         self._waiter: asyncio.Future[None] | None = None
 

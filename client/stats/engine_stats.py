@@ -289,7 +289,7 @@ class EngineStats:
                 report()
 
     def _note_other_slots(self, slots: bytes, num_tokens: int, now: float) -> None:
-        """Count the tokens of a step whose slots are not those of the step before."""
+        """Count the tokens of a step whose slots differ from the slots of the step before."""
         self._write_step()
         if len(slots) not in (2 * num_tokens, 4 * num_tokens):
             return  # the streams refuse the message

@@ -56,7 +56,7 @@ class HistogramReading:
     def quantile(self, share: float) -> float | None:
         """Return an estimate of the value that `share` of the observations do not exceed; None without observations.
 
-        Observations count as spread evenly over their bucket; those of the last bucket count as its lower bound.
+        Observations count as spread evenly over their bucket; observations in the last bucket count as its lower bound.
         """
         rank = share * self.count
         lower = 0.0

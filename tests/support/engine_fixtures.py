@@ -40,7 +40,7 @@ def small_model(default_model, tmp_path_factory):
 
 
 SLOW_STEPS = "slow@step=*,seconds=0.02"
-"""Makes the steps of `small_model` take as long as those of a real model, so that something can happen meanwhile."""
+"""Makes the steps of `small_model` take as long as the steps of a real model, which leaves time for a fault."""
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def refused(why: str = "is not served yet; leave it out") -> msgspec.Meta:
-    """Return the mark of a field that refuses all values but those of its type; the error is its name and `why`."""
+    """Return the mark of a field that refuses all values but the values of its type; the error is name and `why`."""
     return msgspec.Meta(description=f"It {why}.", extra={"refused": why})
 
 

@@ -31,7 +31,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(TopLogprob):
-    """The log-probability of a token of a message, and those of the most likely tokens in its place."""
+    """The log-probability of a token of a message, and the log-probabilities of the most likely tokens in its place."""
 
     top_logprobs: list[TopLogprob]
 

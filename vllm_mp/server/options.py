@@ -19,7 +19,7 @@ class ServerOptions(Options):
     connect: str | None = option(
         None,
         "Address of a running core to serve, as given to `vllm-mp engine --listen`; by default a core is started. With "
-        "this option, engine options are those of that core",
+        "this option, the engine options of that core apply",
     )
     key_file: str | None = option(None, "Key file of the core that connect names, required for a tcp:// address")
     api_server_count: int = option(1, "Number of server processes that share the port and the core", low=1, high=256)

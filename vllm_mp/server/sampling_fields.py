@@ -61,7 +61,7 @@ else:
 
 
 def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) -> SamplingParams:
-    """Return the parameters that `body` asks for, over `defaults`; those of `own` precede both.
+    """Return the parameters that `body` asks for, over `defaults`; the parameters of `own` precede both.
 
     A field `max_completion_tokens` is a name of `max_tokens`. Raises ApiError, naming the field, for values out of
     range, for names of a field that differ, and for what is not served.

@@ -1,7 +1,7 @@
 /* The path of a token from a step's message to its consumer, compiled.
  *
  * Each function does what the function of the same name in output_path.py does, and handles the common case here:
- * plain streams, as `GenerationStream.is_plain` defines them, and of their outputs those of DELTA mode. Everything else
+ * plain streams, as `GenerationStream.is_plain` defines them, and of their outputs the outputs in DELTA mode. Everything else
  * goes to the Python methods. The state stays in the slots (__slots__) of the Python objects, which are read and written
  * at the offsets that `configure` looks up.
  */

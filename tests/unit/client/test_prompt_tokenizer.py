@@ -1,4 +1,4 @@
-"""The token ids of prompts: those of the tokenizer, without a wait for other prompts."""
+"""The token ids of prompts, as the tokenizer gives them, without a wait for other prompts."""
 
 from __future__ import annotations
 
