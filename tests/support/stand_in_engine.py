@@ -124,9 +124,9 @@ class Engine:
         client=0,
         **params,
     ):
-        """Add a request; no two clients may use the same slot. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
+        """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
 
-        `output` are output tokens of an earlier core.
+        `output` are output tokens of an earlier core. No two clients may use the same slot.
         """
         tokens = (
             np.arange(num_prompt_tokens, dtype=np.int32) + 100 * (slot + 1)
