@@ -29,6 +29,7 @@ from vllm_mp.client.tracing import RequestTracer, check_trace_headers
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError
+from vllm_mp.operator_key import read_operator_key
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
@@ -141,6 +142,7 @@ class AsyncLLM(EngineControl):
         address: str,
         *,
         key_file: str | None = None,
+        operator_key_file: str | None = None,
         timeout: float = 30.0,
         tokenizer: str | None = None,
         reconnect_timeout: float = 300.0,
@@ -148,12 +150,15 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
-        `key_file` is needed for TCP. `tokenizer` is the folder of the tokenizer, if it differs from the core's.
+        `key_file` is needed for TCP. `operator_key_file`, a copy of the core's, makes this client an operator, which
+        may pause the core and make other calls that affect all its clients; without it such a call raises
+        NotOperatorError. `tokenizer` is the folder of the tokenizer, if it differs from the core's.
         Several clients may share a core; `shutdown` leaves it running. After its death, streams wait up to
         `reconnect_timeout` seconds for another core that serves the same model at the address, and continue there.
         Traces of this client's requests are sent to `otlp_traces_endpoint`.
         """
-        source = RemoteCore(address, key_file, timeout)
+        operator_key = read_operator_key(operator_key_file) if operator_key_file is not None else b""
+        source = RemoteCore(address, key_file, timeout, operator_key)
         core = source.finish(lambda: None)
         source.timeout = reconnect_timeout
         # The operator of the core limits how often it restarts.

@@ -21,7 +21,7 @@ from vllm_mp.client.engine.suspects import Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats
-from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
 from vllm_mp.status_page import AWAKE, CoreState
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ class EngineCoreClient:
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core, or in its successor if the core dies before it answers.
 
-        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error.
+        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error:
+        NotOperatorError if only operators may make the call.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = _PendingCall(next(self._call_ids), name, args, reply)
@@ -258,7 +259,7 @@ class EngineCoreClient:
         if reply.error is None:
             _settle(call, reply.result, None)
         else:
-            _settle(call, None, EngineError(reply.error))
+            _settle(call, None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
 
     def _take_news(self) -> None:
         for news in self.supervisor.take_news():
