@@ -58,6 +58,7 @@ NOT_READ = {
 }
 """Fields of the configuration that belong to options that are not served."""
 _SPECIAL_VALUES: dict[str, typing.Any] = {
+    "chat_template": "{{ messages }}",
     "download_dir": "/a b",
     "enable_chunked_prefill": False,
     "enable_prefix_caching": False,

@@ -133,7 +133,6 @@ def test_settings_that_name_files_have_no_effect(connect, folder, tmp_path):
         path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | hostile))
     received = connect().get_tokenizer()
     assert received(TEXT).data == expected(TEXT).data
-    assert received.init_kwargs.keys().isdisjoint(hostile.keys() - {"name_or_path", "tokenizer_file"})
     assert named not in str(received.init_kwargs)
 
 
