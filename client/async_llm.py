@@ -157,7 +157,7 @@ class AsyncLLM(EngineControl):
         `key_file` is needed for TCP. `operator_key_file`, a copy of the core's, makes this client an operator, which
         may pause the core and make other calls that affect all its clients; without it such a call raises
         NotOperatorError. Several clients may share a core; `shutdown` leaves it running. After its death, streams wait
-        up to `reconnect_timeout` seconds for another core that serves the same model at the address, and continue there.
+        up to `reconnect_timeout` seconds for another core of the same model at the address, and continue there.
 
         `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
         Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
