@@ -83,7 +83,8 @@ class AddRequest(_Message, tag=2):
     prefixes. Requests with the same `group`, unless it is empty, share the blocks of their prompts even without a
     prefix cache. `bad_words` are `params.bad_words` as token ids. `isolate_until_num_tokens` is 0 unless the request
     was in the step during which an earlier core died: then the request runs alone in its steps until its completion has
-    that many tokens, so that no other request dies with it.
+    that many tokens, so that no other request dies with it. `after_pause`: the client knew of a pause in force when it
+    first sent the request, so that a core that has inherited a pause with mode "wait" holds the request back.
     """
 
     incarnation: int
@@ -100,6 +101,7 @@ class AddRequest(_Message, tag=2):
         msgspec.Meta(max_length=MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORDS),
     ] = []
     isolate_until_num_tokens: int = 0
+    after_pause: bool = False
 
 
 class AddPooling(_Message, tag=6):
@@ -113,6 +115,7 @@ class AddPooling(_Message, tag=6):
     priority: int = 0
     cache_salt: str = ""
     isolate_until_num_tokens: int = 0
+    after_pause: bool = False
 
 
 class AbortRequests(_Message, tag=3):
@@ -129,7 +132,11 @@ CallArgument = str | int | float | bool | None
 
 
 class Call(_Message, tag=4):
-    """Client to core: run the named operation and answer with a `Reply`."""
+    """Client to core: run the named operation and answer with a `Reply`.
+
+    `call_id` names the call among those of all clients, so clients count from a random number. An operation that pauses
+    the core, puts it to sleep or ends that is carried out once under each id, also by successors.
+    """
 
     incarnation: int
     call_id: int
@@ -159,6 +166,7 @@ class Welcome(_Message, tag=16):
     config: bytes
     schema: _Name = ""
     package: _Name = ""
+    is_paused: bool = False
 
 
 class Refused(_Message, tag=17):
@@ -237,7 +245,14 @@ class Reply(_Message, tag=19):
     needs_operator: bool = False
 
 
-CoreMessage = Welcome | Refused | StepOutput | Reply
+class PauseChanged(_Message, tag=21):
+    """Core to client: a pause has begun or ended. `Welcome` says whether there is a pause at that time."""
+
+    incarnation: int
+    is_paused: bool
+
+
+CoreMessage = Welcome | Refused | StepOutput | Reply | PauseChanged
 
 
 class _BoundedParams(SamplingParams):
@@ -317,9 +332,9 @@ def hello(operator_key: bytes = b"") -> Hello:
     return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, operator_key)
 
 
-def welcome(incarnation: int, client: int, pid: int, config: bytes) -> Welcome:
+def welcome(incarnation: int, client: int, pid: int, config: bytes, is_paused: bool = False) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
-    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE)
+    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, is_paused)
 
 
 def mismatch(peer: Hello | Welcome) -> str | None:

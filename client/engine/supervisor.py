@@ -15,7 +15,7 @@ from vllm_mp import wire
 from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource
 from vllm_mp.errors import EngineStartError
-from vllm_mp.status_page import AWAKE, CoreStatus, SleepState
+from vllm_mp.status_page import CoreStatus
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ class Death(NamedTuple):
 
     Also true for a shared core, whose cause of death is unknown.
     """
-    sleep: SleepState = AWAKE
-    """The sleep in force at the death; `AWAKE` if the status page is not visible."""
     kind: str = "connection"
     """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
     time: float = 0.0
@@ -259,9 +257,8 @@ class CoreSupervisor:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed, kind = False, "out_of_memory"
         own = {slot: num_output_tokens for client, slot, num_output_tokens in in_step if client == core.client}
-        sleep = status.sleep if status else AWAKE
         is_from_outside = was_killed or core.process is None
-        return Death(cause, own, len(in_step), is_from_outside, sleep, kind, time.monotonic())
+        return Death(cause, own, len(in_step), is_from_outside, kind, time.monotonic())
 
     def _replace(self, core: Core, death: Death) -> Core | None:
         """Start the successor of `core`; return None if there is none."""

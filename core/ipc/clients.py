@@ -30,6 +30,10 @@ class Clients:
         """Return the number of clients that have said hello and are not known to have left."""
         return len(self._identity_of)
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of all clients."""
+        return list(self._identity_of)
+
     def find(self, identity: bytes) -> int | None:
         """Return the number of a client; None if it has not said hello."""
         return self._number_of.get(identity)

@@ -59,6 +59,8 @@ class Request:
     """Number of prompt positions, from the first, whose log-probabilities are sent; the first token has none."""
     isolate_until_num_tokens: int = 0
     """Not 0: the request is a suspect, and runs isolated until its output has that many tokens."""
+    after_pause: bool = False
+    """The client knew of a pause when it first sent the request."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
     aborted: bool = False
