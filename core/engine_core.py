@@ -91,6 +91,7 @@ class EngineCore:
                 "sleep": self._sleep.sleep,
                 "wake_up": self._sleep.wake_up,
             },
+            page,
         )
 
     def run(self) -> None:

@@ -32,6 +32,10 @@ from vllm_mp.sampling_params import MAX_BAD_WORDS, SamplingParams
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
+MAX_CLIENTS = 4096
+"""Clients of one core that have said hello and have not left."""
+TOKEN_BYTES = 16
+"""Length of a client's token."""
 MAX_LIVE_REQUESTS = 2**20
 """Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
 MAX_BAD_WORD_TOKENS = 1024
@@ -55,6 +59,7 @@ _LARGE_FRAME_BYTES = 2**16
 
 _MAX_NAME_LENGTH = 64
 _Name = Annotated[str, msgspec.Meta(max_length=_MAX_NAME_LENGTH)]
+_Token = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 _PACKAGE = __version__[:_MAX_NAME_LENGTH]
 
 
@@ -63,11 +68,17 @@ class _Message(msgspec.Struct, array_like=True):
 
 
 class Hello(_Message, tag=1):
-    """Client to core: the first message. `package` is the client's version of vllm-mp; `hello` makes one."""
+    """Client to core: the first message. `package` is the client's version of vllm-mp; `hello` makes one.
+
+    `token` is random, and the same in each hello of a client, to whichever core and after whichever connection. A core
+    knows from it that a client has come back, and says what its predecessor was computing for that client. It is a
+    secret of the two: a peer that knows it can take the client's place. Empty: the client cannot be known again.
+    """
 
     version: int
     schema: _Name = ""
     package: _Name = ""
+    token: _Token = b""
 
 
 class AddRequest(_Message, tag=2):
@@ -142,10 +153,27 @@ class Bye(_Message, tag=5):
 ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling
 
 
+class LastDeath(msgspec.Struct, array_like=True, frozen=True):
+    """The death of a core's predecessor, as far as it concerns one client."""
+
+    incarnation: int
+    """The incarnation of the core that died."""
+    cause: str
+    kind: str
+    """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
+    is_from_outside: bool
+    """Another process killed or stopped the core, which no request can have caused."""
+    num_in_step: int
+    """Requests in the pending steps, of all clients."""
+    in_step: list[tuple[int, int]] = []
+    """(slot, number of output tokens) of each request of this client in the pending steps."""
+
+
 class Welcome(_Message, tag=16):
     """Core to client: the answer to Hello, sent when the core can serve; `welcome` makes one.
 
-    `config` is a `VllmConfig` as JSON, `package` the core's version of vllm-mp.
+    `config` is a `VllmConfig` as JSON, `package` the core's version of vllm-mp. `last_death` is None if the core has no
+    predecessor, or knows nothing of it.
     """
 
     version: int
@@ -155,6 +183,7 @@ class Welcome(_Message, tag=16):
     config: bytes
     schema: _Name = ""
     package: _Name = ""
+    last_death: LastDeath | None = None
 
 
 class Refused(_Message, tag=17):
@@ -304,14 +333,14 @@ SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage), VllmCon
 """What client and core must have in common beside PROTOCOL_VERSION: the messages and the configuration."""
 
 
-def hello() -> Hello:
+def hello(token: bytes = b"") -> Hello:
     """Return the `Hello` of this version of vllm-mp."""
-    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE)
+    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, token)
 
 
-def welcome(incarnation: int, client: int, pid: int, config: bytes) -> Welcome:
+def welcome(incarnation: int, client: int, pid: int, config: bytes, last_death: LastDeath | None = None) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
-    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE)
+    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death)
 
 
 def mismatch(peer: Hello | Welcome) -> str | None:

@@ -39,8 +39,10 @@ class CoreConnection:
     later hand it to another; messages that arrive while no loop runs wait in the socket.
     """
 
-    def __init__(self, address: str, key_file: str | None = None) -> None:
+    def __init__(self, address: str, key_file: str | None = None, token: bytes = b"") -> None:
         """Connect to `address`, ipc://PATH or tcp://HOST:PORT; the latter needs `key_file`, a copy of the core's.
+
+        `token` is the client's, by which a core knows it again.
 
         Raises ValueError, naming the address or the key file, if either is unusable.
         """
@@ -54,6 +56,7 @@ class CoreConnection:
         elif not address.startswith("ipc://"):
             raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
         self.address = address
+        self._token = token
         self._dropped = wire.DropCounter(logger, "the core")
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
@@ -94,7 +97,7 @@ class CoreConnection:
         EngineStartError if the peer is no core of this version, refuses, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        hello = wire.encode(wire.hello())
+        hello = wire.encode(wire.hello(self._token))
         self._socket.send(hello)
         while True:
             if self.is_broken():  # the core died while it loaded; greet the next core at this address

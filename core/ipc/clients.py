@@ -6,8 +6,7 @@ import zmq
 
 from vllm_mp import wire
 
-_PROBE_INTERVAL_S = 1.0
-_MAX_CLIENTS = 4096
+_PROBE_INTERVAL_S = 2.0
 
 
 class Clients:
@@ -21,10 +20,11 @@ class Clients:
         self._number_of: dict[bytes, int] = {}
         """By identity, the frame that the ROUTER socket puts before each message of a client."""
         self._identity_of: dict[int, bytes] = {}
+        self._token_of: dict[int, bytes] = {}
+        self._number_with: dict[bytes, int] = {}
+        """By token, of the clients that have one."""
         self._next_number = 0
-        self._probe_below = 0
-        """Clients with lower numbers connected before the latest hello, and may have left without a Bye."""
-        self._last_probe = -_PROBE_INTERVAL_S
+        self._last_probe = time.monotonic()
 
     def __len__(self) -> int:
         """Return the number of clients that have said hello and are not known to have left."""
@@ -34,37 +34,41 @@ class Clients:
         """Return the number of a client; None if it has not said hello."""
         return self._number_of.get(identity)
 
-    def add(self, identity: bytes) -> int:
-        """Return the number of a client that says hello: a new number, unless it has said hello before.
+    def find_token(self, token: bytes) -> int | None:
+        """Return the number of the client that has said hello with `token`; None if there is none."""
+        return self._number_with.get(token)
+
+    def add(self, identity: bytes, token: bytes) -> int:
+        """Return a number for a client that has not said hello before, and whose `token` no other client has.
 
         Raises ValueError if there are too many clients.
         """
-        self._probe_below = self._next_number
-        number = self._number_of.get(identity)
-        if number is not None:
-            return number
-        if len(self) >= _MAX_CLIENTS:
-            raise ValueError(f"too many clients of this core: the limit is {_MAX_CLIENTS}; close some clients")
+        if len(self) >= wire.MAX_CLIENTS:
+            raise ValueError(f"too many clients of this core: the limit is {wire.MAX_CLIENTS}; close some clients")
         number = self._next_number
         self._next_number += 1
         self._number_of[identity] = number
         self._identity_of[number] = identity
+        self._token_of[number] = token
+        if token:
+            self._number_with[token] = number
         return number
 
     def remove(self, client: int) -> None:
         """Forget a client that has left."""
         del self._number_of[self._identity_of.pop(client)]
+        self._number_with.pop(self._token_of.pop(client), None)
 
     def take_probes(self) -> list[int]:
         """Return the clients that should be sent a probe now, to find those that have left without a Bye.
 
-        Probes follow a hello, at most once in `_PROBE_INTERVAL_S`, and go to all clients that connected before it.
+        That is none, or all once in `_PROBE_INTERVAL_S`.
         """
-        if not self._probe_below or time.monotonic() < self._last_probe + _PROBE_INTERVAL_S:
+        now = time.monotonic()
+        if now < self._last_probe + _PROBE_INTERVAL_S:
             return []
-        due = [client for client in self._identity_of if client < self._probe_below]
-        self._probe_below, self._last_probe = 0, time.monotonic()
-        return due
+        self._last_probe = now
+        return list(self._identity_of)
 
     def send(self, client: int, message: wire.CoreMessage) -> bool:
         """Send `message` unless the client was removed; return False if the client turns out to be gone."""

@@ -23,7 +23,9 @@ from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
+from vllm_mp.core_launch import Predecessor
 from vllm_mp.request_validation import validate_generation, validate_pooling
+from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +47,23 @@ class RequestHandler:
     meant for another incarnation is counted in `num_dropped`. A request that cannot run is answered with its error.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", config: VllmConfig, incarnation: int) -> None:
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        config: VllmConfig,
+        incarnation: int,
+        predecessor: Predecessor | None = None,
+    ) -> None:
+        """`predecessor`: the core that served before this one and died; each client is told its part of that."""
         self._dropped = wire.DropCounter(logger, "a client")
         self._admits = True
         self._socket = socket
         self._config = config
         self._incarnation = incarnation
+        self._predecessor = predecessor
         self._clients = Clients(socket)
         self._scheduler: Scheduler | None = None
+        self._page: StatusPage | None = None
         self._calls: dict[str, Callable[..., Any]] = {}
         self._is_held_up = False
         """The latest call must be completed before later messages are read."""
@@ -67,8 +78,8 @@ class RequestHandler:
         """Number of clients that have said hello and are not known to have left."""
         return len(self._clients)
 
-    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
-        """Begin to admit requests; `calls` are the operations that clients may name.
+    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]], page: StatusPage) -> None:
+        """Begin to admit requests; `calls` are the operations that clients may name. `page` gets the clients' tokens.
 
         An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError
         or TypeError. It returns its result, plain data, or a future of it. The client is answered when the future is
@@ -76,6 +87,7 @@ class RequestHandler:
         """
         self._scheduler = scheduler
         self._calls = calls
+        self._page = page
 
     def refuse(self, reason: str) -> None:
         """Tell every client that has said hello, or whose hello has arrived, why the core will not serve."""
@@ -168,13 +180,21 @@ class RequestHandler:
         if reason := wire.mismatch(hello):
             self._clients.reply(identity, wire.Refused(reason))
             return
-        try:
-            client = self._clients.add(identity)
-        except ValueError as error:
-            self._clients.reply(identity, wire.Refused(str(error)))
-            return
+        client = self._clients.find(identity)
+        if client is None:
+            # A client that has come back replaces its former self, whose connection may not have broken yet.
+            if (former := self._clients.find_token(hello.token)) is not None:
+                self._forget(former)
+            try:
+                client = self._clients.add(identity, hello.token)
+            except ValueError as error:
+                self._clients.reply(identity, wire.Refused(str(error)))
+                return
+            if self._page is not None and hello.token:
+                self._page.note_client(client, hello.token)
         config = msgspec.json.encode(self._config)
-        self._send_to(client, wire.welcome(self._incarnation, client, os.getpid(), config))
+        last_death = self._predecessor and self._predecessor.last_death(hello.token)
+        self._send_to(client, wire.welcome(self._incarnation, client, os.getpid(), config, last_death))
 
     def _probe(self) -> None:
         """Send empty messages to clients that may have left, because only sending shows that a peer is gone."""
@@ -310,6 +330,8 @@ class RequestHandler:
     def _forget(self, client: int) -> None:
         """Remove a client and abort all its requests."""
         self._clients.remove(client)
+        if self._page is not None:
+            self._page.forget_client(client)
         scheduler = self._running_scheduler()
         for slot in scheduler.slots_of(client):
             scheduler.abort(client, slot)

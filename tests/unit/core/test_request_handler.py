@@ -12,9 +12,19 @@ from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.scheduler import memory_quota
+from vllm_mp.core_launch import Predecessor
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.status_page import StatusPage
 
 HELLO = wire.encode(wire.hello())
+TOKENS = [bytes([number]) * wire.TOKEN_BYTES for number in (1, 2)]
+PREDECESSOR = Predecessor(
+    incarnation=7,
+    cause="the core process 5 ended with signal SIGSEGV; its last log lines: a secret",
+    kind="signal",
+    is_from_outside=False,
+    in_step=[(TOKENS[0], 3, 10), (TOKENS[1], 3, 20), (TOKENS[0], 4, 0), (b"", 5, 1)],
+)
 
 
 class Core:
@@ -23,15 +33,17 @@ class Core:
     def __init__(self, address, config):
         self.address = address
         self.bound = BoundSocket(address)
-        self.request_handler = RequestHandler(self.bound.socket, config, 1)
+        self.request_handler = RequestHandler(self.bound.socket, config, 1, PREDECESSOR)
         self.engine = Engine()
-        self.request_handler.serve(
-            self.engine.scheduler, {"echo": lambda value: value, "fail": lambda: 1 // 0, "refuse": _refuse}
-        )
+        self.page = StatusPage.create(None, 1)
+        self.serve(echo=lambda value: value, fail=lambda: 1 // 0, refuse=_refuse)
         self.context = zmq.Context()
         self.dealers = []
 
-    def connect(self, greet=True, limit=0):
+    def serve(self, **calls):
+        self.request_handler.serve(self.engine.scheduler, calls, self.page)
+
+    def connect(self, greet=True, limit=0, hello=HELLO):
         dealer = self.context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.RCVHWM, 0)
         dealer.setsockopt(zmq.SNDHWM, limit)
@@ -39,9 +51,16 @@ class Core:
         dealer.connect(self.address)
         self.dealers.append(dealer)
         if greet:
-            dealer.send(HELLO)
+            dealer.send(hello)
             assert isinstance(self.answer(dealer), wire.Welcome)
         return dealer
+
+    def receive_until(self, condition):
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            self.request_handler.receive()
+            time.sleep(0.001)
 
     def answer(self, dealer):
         """Return the next message to `dealer` that is no probe."""
@@ -94,36 +113,66 @@ def test_client_of_another_version_or_schema_is_refused(core, hello):
     assert isinstance(core.ask(client, wire.hello()), wire.Welcome)
 
 
-def test_flood_of_hellos_sends_few_probes_to_other_clients(core):
-    quiet, loud = core.connect(), core.connect()
-    for _ in range(1000):
-        loud.send(HELLO)
-    for _ in range(1000):
-        core.answer(loud)
-    num_probes = 0
-    while quiet.poll(50):
-        quiet.recv()
-        num_probes += 1
-    assert num_probes <= 10
+@pytest.mark.parametrize(("token", "own"), [(TOKENS[0], [(3, 10), (4, 0)]), (TOKENS[1], [(3, 20)]), (b"", [])])
+def test_welcome_tells_each_client_what_the_predecessor_computed_for_it(core, token, own):
+    welcome = core.ask(core.connect(greet=False), wire.hello(token))
+    assert welcome.last_death == wire.LastDeath(
+        7, "the core process 5 ended with signal SIGSEGV", "signal", False, num_in_step=4, in_step=own
+    )
 
 
-def test_client_that_left_without_bye_is_forgotten_after_the_next_hello(core):
-    leaving = core.connect()
-    leaving.send(wire.encode(request(3)))
-    while not core.engine.scheduler.num_waiting:
-        core.request_handler.receive()
-    leaving.close()
+def test_client_that_comes_back_replaces_its_former_self(core):
+    hello = wire.encode(wire.hello(TOKENS[0]))
+    other, former = core.connect(hello=wire.encode(wire.hello(TOKENS[1]))), core.connect(hello=hello)
+    for dealer in (other, former):
+        dealer.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    again = core.connect(hello=hello)
+    assert core.engine.scheduler.num_waiting == 1
+    assert sorted(core.page.tokens().values()) == sorted(TOKENS)
+    again.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    former.send(wire.encode(wire.AbortRequests(1, [3])))
+    core.receive_until(lambda: core.request_handler.num_dropped == 1)
+    assert core.engine.scheduler.num_waiting == 2
+    assert core.request_handler.num_clients == 2
+
+
+def test_clients_without_a_token_do_not_replace_each_other(core):
     core.connect()
-    deadline = time.monotonic() + 10
-    while core.request_handler.num_clients != 1:
-        assert time.monotonic() < deadline
-        core.request_handler.receive()
-        time.sleep(0.01)
+    core.connect()
+    assert core.request_handler.num_clients == 2
+
+
+def test_status_page_holds_the_tokens_of_connected_clients(core):
+    leaving, _ = [core.connect(hello=wire.encode(wire.hello(token))) for token in TOKENS]
+    assert core.page.tokens() == dict(enumerate(TOKENS))
+    leaving.send(wire.encode(wire.Bye(1)))
+    core.receive_until(lambda: core.request_handler.num_clients == 1)
+    assert core.page.tokens() == {1: TOKENS[1]}
+
+
+def test_client_that_left_without_bye_is_forgotten_although_no_other_client_says_hello(core, monkeypatch):
+    monkeypatch.setattr(clients, "_PROBE_INTERVAL_S", 0.05)
+    staying, leaving = core.connect(), core.connect()
+    leaving.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 1)
+    leaving.close()
+    core.receive_until(lambda: core.request_handler.num_clients == 1)
     assert not core.engine.scheduler.num_waiting
+    assert core.ask(staying, wire.Call(1, 1, "echo", ["here"])).result == "here"
+
+
+def test_probes_are_rare_however_often_messages_are_received(core):
+    quiet = core.connect()
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline:
+        core.request_handler.receive()
+    assert not quiet.poll(50)
 
 
 def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, monkeypatch):
-    monkeypatch.setattr(clients, "_MAX_CLIENTS", 3)
+    monkeypatch.setattr(wire, "MAX_CLIENTS", 3)
     first, *_ = [core.connect() for _ in range(3)]
     late = core.connect(greet=False)
     late.send(HELLO)
@@ -132,8 +181,7 @@ def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, 
     assert "the limit is 3" in refusal.reason
     assert isinstance(core.ask(first, wire.hello()), wire.Welcome)
     first.send(wire.encode(wire.Bye(1)))
-    while core.request_handler.num_clients == 3:
-        core.request_handler.receive()
+    core.receive_until(lambda: core.request_handler.num_clients == 2)
     assert isinstance(core.ask(late, wire.hello()), wire.Welcome)
 
 
@@ -168,7 +216,7 @@ def test_flood_of_messages_does_not_delay_the_next_step(core):
         while time.monotonic() < busy_until:
             pass
 
-    core.request_handler.serve(core.engine.scheduler, {"work": work})
+    core.serve(work=work)
     for call_id in range(30):
         flooding.send(wire.encode(wire.Call(1, call_id, "work")))
     while core.bound.socket.poll(100):
@@ -187,7 +235,7 @@ def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
             calls[-1].set_result("done")
         return calls[-1]
 
-    core.request_handler.serve(core.engine.scheduler, {"begin": begin})
+    core.serve(begin=begin)
     client = core.connect()
     for call_id, waits in enumerate((False, False, True, False)):
         client.send(wire.encode(wire.Call(1, call_id, "begin", [waits])))
