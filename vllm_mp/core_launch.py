@@ -70,6 +70,8 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """Path of the status page; None: the page is private to the process."""
     supervised: bool
     """True: the core belongs to the process that started it, and stops when that process ends."""
+    is_shared: bool = False
+    """Clients other than the process that started the core connect to it."""
     runtime_dir: str | None = None
     """Folder of the socket, status page and log, which a supervised core removes if its parent has died."""
     parent_pid: int = 0

@@ -32,6 +32,8 @@ from vllm_mp.sampling_params import MAX_BAD_WORDS, SamplingParams
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
+TCP_HEARTBEAT_MS = 5000
+"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
 MAX_CLIENTS = 4096
 """Clients of one core that have said hello and have not left."""
 TOKEN_BYTES = 16
@@ -150,7 +152,14 @@ class Bye(_Message, tag=5):
     incarnation: int
 
 
-ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling
+class MarkSeen(_Message, tag=7):
+    """Client to core: the client has read everything up to the `Mark` with the same number."""
+
+    incarnation: int
+    mark: int
+
+
+ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen
 
 
 class LastDeath(msgspec.Struct, array_like=True, frozen=True):
@@ -173,7 +182,8 @@ class Welcome(_Message, tag=16):
     """Core to client: the answer to Hello, sent when the core can serve; `welcome` makes one.
 
     `config` is a `VllmConfig` as JSON, `package` the core's version of vllm-mp. `last_death` is None if the core has no
-    predecessor, or knows nothing of it.
+    predecessor, or knows nothing of it. `why_dropped` says why the core closed the client's last connection; it is
+    empty if the core did not.
     """
 
     version: int
@@ -184,6 +194,7 @@ class Welcome(_Message, tag=16):
     schema: _Name = ""
     package: _Name = ""
     last_death: LastDeath | None = None
+    why_dropped: str = ""
 
 
 class Refused(_Message, tag=17):
@@ -258,7 +269,18 @@ class Reply(_Message, tag=19):
     error: str | None = None
 
 
-CoreMessage = Welcome | Refused | StepOutput | Reply
+class Mark(_Message, tag=20):
+    """Core to client: return `mark` in a `MarkSeen`, so that the core knows how much this client has read.
+
+    A mark is random and follows every 64 KiB of output. A core that many clients share drops a client that returns none
+    while much output waits for it.
+    """
+
+    incarnation: int
+    mark: int
+
+
+CoreMessage = Welcome | Refused | StepOutput | Reply | Mark
 
 
 class _BoundedParams(SamplingParams):
@@ -338,9 +360,16 @@ def hello(token: bytes = b"") -> Hello:
     return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, token)
 
 
-def welcome(incarnation: int, client: int, pid: int, config: bytes, last_death: LastDeath | None = None) -> Welcome:
+def welcome(
+    incarnation: int,
+    client: int,
+    pid: int,
+    config: bytes,
+    last_death: LastDeath | None = None,
+    why_dropped: str = "",
+) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
-    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death)
+    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped)
 
 
 def mismatch(peer: Hello | Welcome) -> str | None:

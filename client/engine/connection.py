@@ -28,8 +28,6 @@ _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
 """Time for which messages are received before other callbacks of the event loop run."""
-_HEARTBEAT_MS = 5000
-"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
 
 
 class CoreConnection:
@@ -80,8 +78,8 @@ class CoreConnection:
             self._socket.curve_serverkey = self._socket.curve_publickey = public
             self._socket.curve_secretkey = secret
             # Only heartbeats show that a peer vanished without closing the connection.
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.TCP_HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * wire.TCP_HEARTBEAT_MS)
         self.monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         """Readable when the connection has broken. Only one thread may use it, which need not be the loop's."""
         try:

@@ -244,6 +244,8 @@ class EngineCoreClient:
             self._abort_slots(self.requests.process(message))
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
+        elif isinstance(message, wire.Mark):
+            self._send(wire.MarkSeen(self.incarnation, message.mark))
 
     def _on_reply(self, reply: wire.Reply) -> None:
         call = self._calls.pop(reply.call_id, None)

@@ -32,6 +32,7 @@ CLIENT_MESSAGES = [
     wire.Call(1, 3, "pause", ["keep", True]),
     wire.AddPooling(1, 4, "id", wire.pack_ids([1]), PoolingParams(pooling_type="CLS", dimensions=8), 2, "salt"),
     wire.Bye(3),
+    wire.MarkSeen(3, 2**63 - 1),
 ]
 CORE_MESSAGES = [
     wire.welcome(7, 2, 12345, b'{"a": 1}'),
@@ -45,6 +46,7 @@ CORE_MESSAGES = [
     wire.StepOutput(1, 9, b"", b"", b"", [wire.Finished(3, 0, "stop")], vectors=[(3, b"\x00\x00\x80\x3f")]),
     wire.Reply(1, 2, {"free_blocks": 3, "list": [1.5, None, "x"]}),
     wire.Reply(1, 2, error="no operation 'x'"),
+    wire.Mark(3, 2**63 - 1),
 ]
 
 

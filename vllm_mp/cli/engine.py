@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         incarnation=time.time_ns(),
         status_path=f"{args.listen.removeprefix('ipc://')}.status" if args.listen.startswith("ipc://") else None,
         supervised=False,
+        is_shared=True,
         key_file=args.key_file,
     )
     # The core reads the configuration from a file without a name: a pipe may be too small for it.
