@@ -67,8 +67,8 @@ class CoreProcess:
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
 
-    def launch(self, config: VllmConfig) -> None:
-        """Send the process its configuration, with which it becomes a core."""
+    def launch(self, config: VllmConfig, operator_key: bytes) -> None:
+        """Send the process its configuration, with which it becomes a core that knows its operators by their key."""
         launch = CoreLaunch(
             config=config,
             address=self.address,
@@ -77,6 +77,7 @@ class CoreProcess:
             supervised=True,
             runtime_dir=str(self._folder),
             parent_pid=os.getpid(),
+            operator_key=operator_key,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
