@@ -78,5 +78,7 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """Process id of the parent of a supervised core."""
     key_file: str | None = None
     """Path of the key file, required for tcp."""
+    operator_key: bytes = b""
+    """The key of the clients that may change the core for all clients; empty: there are none."""
     predecessor: Predecessor | None = None
     """The core that served before this one and died; None for the first core."""

@@ -72,6 +72,8 @@ class _Message(msgspec.Struct, array_like=True):
 class Hello(_Message, tag=1):
     """Client to core: the first message. `package` is the client's version of vllm-mp; `hello` makes one.
 
+    `operator_key` makes the client an operator of the core; it is empty for a plain client.
+
     `token` is random, and the same in each hello of a client, to whichever core and after whichever connection. A core
     knows from it that a client has come back, and says what its predecessor was computing for that client. It is a
     secret of the two: a peer that knows it can take the client's place. Empty: the client cannot be known again.
@@ -80,6 +82,7 @@ class Hello(_Message, tag=1):
     version: int
     schema: _Name = ""
     package: _Name = ""
+    operator_key: Annotated[bytes, msgspec.Meta(max_length=_MAX_NAME_LENGTH)] = b""
     token: _Token = b""
 
 
@@ -261,12 +264,16 @@ class StepOutput(_Message, tag=18):
 
 
 class Reply(_Message, tag=19):
-    """Core to client: the answer to a `Call`: a result of plain data, or an error."""
+    """Core to client: the answer to a `Call`: a result of plain data, or an error.
+
+    `needs_operator`: the error is that only operators may make this call.
+    """
 
     incarnation: int
     call_id: int
     result: Any = None
     error: str | None = None
+    needs_operator: bool = False
 
 
 class Mark(_Message, tag=20):
@@ -355,9 +362,9 @@ SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage), VllmCon
 """What client and core must have in common beside PROTOCOL_VERSION: the messages and the configuration."""
 
 
-def hello(token: bytes = b"") -> Hello:
+def hello(operator_key: bytes = b"", token: bytes = b"") -> Hello:
     """Return the `Hello` of this version of vllm-mp."""
-    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, token)
+    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, operator_key, token)
 
 
 def welcome(

@@ -1,13 +1,14 @@
 """Serves what clients send: adds their requests to the scheduler, runs their calls, and sends results back."""
 
 import contextlib
+import hmac
 import inspect
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,6 +42,18 @@ class _SlotInUse(Exception):
     """A client names a slot that is not free. No answer can be sent: the slot belongs to another request."""
 
 
+class OperatorCall(NamedTuple):
+    """An operation that changes the core for all clients, so that only operators may call it."""
+
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+Operation = Callable[..., Any] | OperatorCall
+
+
 class RequestHandler:
     """Turns messages into requests for the scheduler, and step updates into messages.
 
@@ -53,11 +66,13 @@ class RequestHandler:
         socket: "zmq.Socket[bytes]",
         config: VllmConfig,
         incarnation: int,
+        operator_key: bytes = b"",
         predecessor: Predecessor | None = None,
         is_shared: bool = True,
     ) -> None:
-        """`predecessor`: the core that served before this one and died; each client is told its part of that.
+        """Clients that say hello with `operator_key` are operators; if it is empty there are none.
 
+        `predecessor`: the core that served before this one and died; each client is told its part of that.
         `is_shared`: the clients are not this core's owner, so that none may make it keep much output.
         """
         self._dropped = wire.DropCounter(logger, "a client")
@@ -67,9 +82,12 @@ class RequestHandler:
         self._incarnation = incarnation
         self._predecessor = predecessor
         self._clients = Clients(socket, incarnation, limits_unread=is_shared)
+        self._operator_key = operator_key
+        self._operators: set[int] = set()
+        """The clients that are operators."""
         self._scheduler: Scheduler | None = None
         self._page: StatusPage | None = None
-        self._calls: dict[str, Callable[..., Any]] = {}
+        self._calls: dict[str, Operation] = {}
         self._is_held_up = False
         """The latest call must be completed before later messages are read."""
 
@@ -83,8 +101,8 @@ class RequestHandler:
         """Number of clients that have said hello and are not known to have left."""
         return len(self._clients)
 
-    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]], page: StatusPage) -> None:
-        """Begin to admit requests; `calls` are the operations that clients may name. `page` gets the clients' tokens.
+    def serve(self, scheduler: Scheduler, calls: dict[str, Operation], page: StatusPage) -> None:
+        """Begin to admit requests; `calls` are the operations that clients may name, or operators for `OperatorCall`.
 
         An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError
         or TypeError. It returns its result, plain data, or a future of it. The client is answered when the future is
@@ -215,7 +233,7 @@ class RequestHandler:
 
     def _greet(self, identity: bytes, connection: PeerConnection | None, hello: wire.Hello) -> None:
         """Make a peer that says hello a client, in place of its former self, or refuse it."""
-        if reason := wire.mismatch(hello):
+        if reason := self._why_refused(hello):
             self._clients.refuse(identity, connection, reason)
             return
         # The connection of the former self may not have broken yet.
@@ -232,14 +250,27 @@ class RequestHandler:
 
     def _welcome(self, client: int, hello: wire.Hello) -> None:
         """Answer the hello of a client, which may have said hello before on this connection."""
-        if reason := wire.mismatch(hello):
+        if reason := self._why_refused(hello):
             self._send_to(client, wire.Refused(reason))
             return
+        if hello.operator_key:
+            self._operators.add(client)
         config = msgspec.json.encode(self._config)
-        last_death = self._predecessor and self._predecessor.last_death(hello.token)
+        last_death = None if self._predecessor is None else self._predecessor.last_death(hello.token)
         why_dropped = self._clients.take_why_dropped(hello.token)
         welcome = wire.welcome(self._incarnation, client, os.getpid(), config, last_death, why_dropped)
         self._send_to(client, welcome)
+
+    def _why_refused(self, hello: wire.Hello) -> str | None:
+        """Return why a hello is refused, with the remedy; None if it is not."""
+        if reason := wire.mismatch(hello):
+            return reason
+        key = hello.operator_key
+        if not key or (self._operator_key and hmac.compare_digest(key, self._operator_key)):
+            return None
+        if not self._operator_key:
+            return "this core has no operators: start it with --operator-key-file, or connect without an operator key"
+        return "the operator key is not that of this core: copy the core's operator key file again"
 
     def _turn_away(self, client: int, message: wire.AddRequest | wire.AddPooling, error: str) -> None:
         """Answer a request that was never added to the scheduler."""
@@ -333,6 +364,11 @@ class RequestHandler:
             if call is None:
                 known = ", ".join(sorted(self._calls))
                 raise ValueError(f"the core has no operation {message.name[:100]!r}; it has {known}")
+            if isinstance(call, OperatorCall):
+                if client not in self._operators:
+                    self._refuse_operation(client, message)
+                    return
+                call = call.run
             try:
                 inspect.signature(call).bind(*message.args)
             except TypeError as error:
@@ -346,6 +382,13 @@ class RequestHandler:
             result.add_done_callback(lambda done: self._reply_with(client, message.call_id, done))
         else:
             self._reply(client, message.call_id, result)
+
+    def _refuse_operation(self, client: int, message: wire.Call) -> None:
+        error = (
+            f"{message.name} is for operators, because it affects all clients of this core: give the core's operator "
+            "key file to AsyncLLM.connect(operator_key_file=FILE); `vllm-mp engine --operator-key-file FILE` makes it"
+        )
+        self._send_to(client, wire.Reply(self._incarnation, message.call_id, None, error, needs_operator=True))
 
     def _reply_with(self, client: int, call_id: int, done: "Future[Any]") -> None:
         error = done.exception()
@@ -382,9 +425,8 @@ class RequestHandler:
         """Abort all requests of a client that was removed."""
         if self._page is not None:
             self._page.forget_client(client)
-        scheduler = self._running_scheduler()
-        for slot in scheduler.slots_of(client):
-            scheduler.abort(client, slot)
+        self._operators.discard(client)
+        self._running_scheduler().drop_client(client)
 
     def _scheduler_for_new(self, client: int, slot: int) -> Scheduler:
         """Return the scheduler, for a request that gets `slot`; raises ValueError while the core shuts down."""

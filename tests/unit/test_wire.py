@@ -23,7 +23,7 @@ from vllm_mp.testing.sampling_cases import every_field, invalid_values
 PARAMS = SamplingParams(**{**every_field(), "seed": -SEED_LIMIT, "stop_token_ids": [0, 2**31 - 1], "max_tokens": None})
 CLIENT_MESSAGES = [
     wire.hello(),
-    wire.hello(b"0123456789abcdef"),
+    wire.hello(b"a key", b"0123456789abcdef"),
     wire.AddRequest(1, 0, "id", wire.pack_ids([1, 2, 3]), SamplingParams(seed=1)),
     wire.AddRequest(2**63 - 1, 2**20 - 1, "id é 😀", b"", PARAMS, -(2**31), wire.pack_ids([5]), "salt é"),
     wire.AbortRequests(1, []),

@@ -11,7 +11,7 @@ from support.stand_in_engine import Engine
 from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
-from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
 from vllm_mp.core.ipc.unread_output import UnreadOutput
 from vllm_mp.core.scheduler import memory_quota
 from vllm_mp.core_launch import Predecessor
@@ -27,6 +27,7 @@ PREDECESSOR = Predecessor(
     is_from_outside=False,
     in_step=[(TOKENS[0], 3, 10), (TOKENS[1], 3, 20), (TOKENS[0], 4, 0), (b"", 5, 1)],
 )
+KEY = b"k" * 32
 
 
 class Core:
@@ -35,10 +36,15 @@ class Core:
     def __init__(self, address, config, is_shared=True):
         self.address = address
         self.bound = BoundSocket(address)
-        self.request_handler = RequestHandler(self.bound.socket, config, 1, PREDECESSOR, is_shared)
+        self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY, PREDECESSOR, is_shared)
         self.engine = Engine()
         self.page = StatusPage.create(None, 1)
-        self.serve(echo=lambda value: value, fail=lambda: 1 // 0, refuse=_refuse)
+        self.serve(
+            echo=lambda value: value,
+            fail=lambda: 1 // 0,
+            refuse=_refuse,
+            pause=OperatorCall(lambda mode: f"paused with {mode}"),
+        )
         self.context = zmq.Context()
 
     def serve(self, **calls):
@@ -113,15 +119,15 @@ def test_client_of_another_version_or_schema_is_refused(core, hello):
 
 @pytest.mark.parametrize(("token", "own"), [(TOKENS[0], [(3, 10), (4, 0)]), (TOKENS[1], [(3, 20)]), (b"", [])])
 def test_welcome_tells_each_client_what_the_predecessor_computed_for_it(core, token, own):
-    welcome = core.ask(core.connect(greet=False), wire.hello(token))
+    welcome = core.ask(core.connect(greet=False), wire.hello(token=token))
     assert welcome.last_death == wire.LastDeath(
         7, "the core process 5 ended with signal SIGSEGV", "signal", False, num_in_step=4, in_step=own
     )
 
 
 def test_client_that_comes_back_replaces_its_former_self(core):
-    hello = wire.encode(wire.hello(TOKENS[0]))
-    other, former = core.connect(hello=wire.encode(wire.hello(TOKENS[1]))), core.connect(hello=hello)
+    hello = wire.encode(wire.hello(token=TOKENS[0]))
+    other, former = core.connect(hello=wire.encode(wire.hello(token=TOKENS[1]))), core.connect(hello=hello)
     for dealer in (other, former):
         dealer.send(wire.encode(request(3)))
     core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
@@ -143,7 +149,7 @@ def test_clients_without_a_token_do_not_replace_each_other(core):
 
 
 def test_status_page_holds_the_tokens_of_connected_clients(core):
-    leaving, _ = [core.connect(hello=wire.encode(wire.hello(token))) for token in TOKENS]
+    leaving, _ = [core.connect(hello=wire.encode(wire.hello(token=token))) for token in TOKENS]
     assert core.page.tokens() == dict(enumerate(TOKENS))
     leaving.send(wire.encode(wire.Bye(1)))
     core.receive_until(lambda: core.request_handler.num_clients == 1)
@@ -216,6 +222,23 @@ def test_flood_of_messages_does_not_delay_the_next_step(core):
     assert len(calls) == 30
 
 
+def test_message_of_a_client_is_handled_before_the_rest_of_another_clients_flood(core):
+    flooding, quiet, handled = core.connect(), core.connect(), []
+
+    def note(number):
+        handled.append(number)
+        if number == 10:
+            quiet.send(wire.encode(wire.Call(1, 1, "note", [-1])))
+            time.sleep(0.05)  # until ZeroMQ has delivered it
+
+    core.serve(note=note)
+    for number in range(500):
+        flooding.send(wire.encode(wire.Call(1, number, "note", [number])))
+    while len(handled) <= 500:
+        core.request_handler.receive()
+    assert handled.index(-1) < 100
+
+
 def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
     calls = []
 
@@ -261,7 +284,7 @@ def test_message_for_another_incarnation_is_dropped(core):
 
 
 def test_client_that_sends_several_parts_is_dropped_and_told_why_when_it_comes_back(core):
-    hello = wire.encode(wire.hello(TOKENS[0]))
+    hello = wire.encode(wire.hello(token=TOKENS[0]))
     hostile, other = core.connect(hello=hello), core.connect()
     monitor = monitor_of(hostile)
     for dealer in (hostile, other):
@@ -270,8 +293,8 @@ def test_client_that_sends_several_parts_is_dropped_and_told_why_when_it_comes_b
     hostile.send_multipart([bytes(1000)] * 1000)
     core.receive_until(lambda: monitor.poll(0))
     assert core.request_handler.num_clients == core.engine.scheduler.num_waiting == 1
-    assert "several parts" in core.ask(core.connect(greet=False), wire.hello(TOKENS[0])).why_dropped
-    assert core.ask(core.connect(greet=False), wire.hello(TOKENS[0])).why_dropped == ""
+    assert "several parts" in core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped
+    assert core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped == ""
 
 
 def test_connection_of_a_peer_that_takes_itself_for_a_client_is_closed(core):
@@ -295,7 +318,7 @@ class Reader:
 
     def __init__(self, core, token=b""):
         self.core = core
-        self.dealer = core.connect(hello=wire.encode(wire.hello(token)))
+        self.dealer = core.connect(hello=wire.encode(wire.hello(token=token)))
         self.monitor = monitor_of(self.dealer)
 
     def ask_for(self, num_messages, num_bytes=2**15):
@@ -322,7 +345,7 @@ def test_client_that_does_not_read_is_dropped_and_its_output_discarded(core, mon
     reader.ask_for(1000)
     core.receive_until(lambda: reader.monitor.poll(0))
     assert core.request_handler.num_clients == core.engine.scheduler.num_waiting == 1
-    assert "bytes of output" in core.ask(core.connect(greet=False), wire.hello(TOKENS[0])).why_dropped
+    assert "bytes of output" in core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped
 
 
 def test_client_that_forges_marks_is_dropped_as_if_it_read_nothing(core, monkeypatch):
@@ -405,3 +428,31 @@ def test_error_does_not_repeat_a_large_value(core):
 
 def _refuse(value):
     raise ValueError(f"got {value}")
+
+
+def test_call_for_operators_is_refused_by_name_to_other_clients(core):
+    user, operator = core.connect(), core.connect(greet=False)
+    reply = core.ask(user, wire.Call(1, 1, "pause", ["keep"]))
+    assert reply.needs_operator
+    assert "pause is for operators" in reply.error
+    assert "operator_key_file" in reply.error
+    assert isinstance(core.ask(operator, wire.hello(operator_key=KEY)), wire.Welcome)
+    reply = core.ask(operator, wire.Call(1, 2, "pause", ["keep"]))
+    assert (reply.result, reply.error, reply.needs_operator) == ("paused with keep", None, False)
+    assert core.ask(user, wire.Call(1, 3, "pause", ["keep"])).needs_operator
+    assert core.ask(user, wire.Call(1, 4, "echo", [5])).result == 5
+
+
+def test_hello_with_another_operator_key_is_refused(core, config):
+    for key in (b"k", b"x" * 32):
+        assert "not that of this core" in core.ask(core.connect(greet=False), wire.hello(operator_key=key)).reason
+    core.request_handler = RequestHandler(core.bound.socket, config, 1)
+    assert "no operators" in core.ask(core.connect(greet=False), wire.hello(operator_key=KEY)).reason
+
+
+def test_client_that_comes_back_without_the_key_is_no_operator(core):
+    client = core.connect(greet=False)
+    core.ask(client, wire.hello(operator_key=KEY))
+    client.send(wire.encode(wire.Bye(1)))
+    core.ask(client, wire.hello())
+    assert core.ask(client, wire.Call(1, 2, "pause", ["keep"])).needs_operator
