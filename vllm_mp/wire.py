@@ -78,8 +78,9 @@ class AddRequest(_Message, tag=2):
     has no meaning, as each completion is a request of its own. Only requests with the same `cache_salt` share cached
     prefixes. Requests with the same `group`, unless it is empty, share the blocks of their prompts even without a
     prefix cache. `bad_words` are `params.bad_words` as token ids. `isolate_until_num_tokens` is 0 unless the request
-    was in the step during which an earlier core died: then the request runs alone in its steps until its completion has
-    that many tokens, so that no other request dies with it.
+    was in the step during which an earlier core died: then the request shares its steps only with requests of this
+    client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
+    dies with it.
     """
 
     incarnation: int
@@ -96,6 +97,7 @@ class AddRequest(_Message, tag=2):
         msgspec.Meta(max_length=MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORDS),
     ] = []
     isolate_until_num_tokens: int = 0
+    isolation_group: int = 0
 
 
 class AddPooling(_Message, tag=6):
@@ -109,6 +111,7 @@ class AddPooling(_Message, tag=6):
     priority: int = 0
     cache_salt: str = ""
     isolate_until_num_tokens: int = 0
+    isolation_group: int = 0
 
 
 class AbortRequests(_Message, tag=3):

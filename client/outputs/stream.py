@@ -4,6 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion, TokenText, append_logprobs
 from vllm_mp.client.outputs.wake_ups import WakeUps, set_done
-from vllm_mp.client.request import GenerationRequest, PoolingRequest
+from vllm_mp.client.request import GenerationRequest, PoolingRequest, digest_of
 from vllm_mp.errors import EngineGenerateError
 from vllm_mp.outputs import LogprobsOnePosition, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
@@ -45,6 +46,15 @@ class PooledVector:
 
 Awaited = Completion | PooledVector
 """The result that a slot on the wire brings."""
+
+
+class Isolation(NamedTuple):
+    """How the core must isolate a completion or vector; the default: not at all."""
+
+    until_num_tokens: int = 0
+    """Number of output tokens from which on it runs with all requests."""
+    group: int = 0
+    """Names the requests of this client with which it runs until then."""
 
 
 class RequestStream(ABC):
@@ -88,6 +98,7 @@ class RequestStream(ABC):
         """The stream is in `group`."""
         self.wake_ups = WakeUps()
         """Wakes the consumers of all streams of an `OutputProcessor`, in slices."""
+        self._request = request
         self._metrics = RequestMetrics(request.arrival_time)
         self._waiter: asyncio.Future[None] | None = None
 
@@ -97,8 +108,12 @@ class RequestStream(ABC):
         """The completions, or the vector, that the core must bring, each under its own slot."""
 
     @abstractmethod
-    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> AddMessage:
+    def add_message(self, index: int, incarnation: int, isolation: Isolation) -> AddMessage:
         """Return the message that asks a core for the rest of `awaited[index]`, which must have its slot."""
+
+    def digest(self) -> bytes:
+        """Return the digest of the request, which equal requests share."""
+        return digest_of(self._request)
 
     @property
     def is_over(self) -> bool:
@@ -252,8 +267,8 @@ class GenerationStream(RequestStream):
         """`completions` differ in index and seed alone; `interval` is the number of tokens between two outputs."""
         super().__init__(request)
         self.params: SamplingParams
+        self._request: GenerationRequest
         self.completions = completions
-        self._request = request
         self._interval = interval
         self._token_text = token_text
         self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
@@ -272,7 +287,7 @@ class GenerationStream(RequestStream):
     def awaited(self) -> Sequence[Completion]:
         return self.completions
 
-    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> wire.AddRequest:
+    def add_message(self, index: int, incarnation: int, isolation: Isolation) -> wire.AddRequest:
         request, completion = self._request, self.completions[index]
         return wire.AddRequest(
             incarnation=incarnation,
@@ -285,7 +300,8 @@ class GenerationStream(RequestStream):
             cache_salt=request.cache_salt,
             group=request.group,
             bad_words=list(request.bad_words),
-            isolate_until_num_tokens=isolate_until_num_tokens,
+            isolate_until_num_tokens=isolation.until_num_tokens,
+            isolation_group=isolation.group,
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:
@@ -350,14 +366,14 @@ class PoolingStream(RequestStream):
 
     def __init__(self, request: PoolingRequest) -> None:
         super().__init__(request)
+        self._request: PoolingRequest
         self.vector = PooledVector()
-        self._request = request
 
     @property
     def awaited(self) -> Sequence[PooledVector]:
         return (self.vector,)
 
-    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> wire.AddPooling:
+    def add_message(self, index: int, incarnation: int, isolation: Isolation) -> wire.AddPooling:
         request = self._request
         return wire.AddPooling(
             incarnation=incarnation,
@@ -367,7 +383,8 @@ class PoolingStream(RequestStream):
             params=request.params,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            isolate_until_num_tokens=isolate_until_num_tokens,
+            isolate_until_num_tokens=isolation.until_num_tokens,
+            isolation_group=isolation.group,
         )
 
     def has_news(self) -> bool:

@@ -3,27 +3,30 @@
 import heapq
 import time
 
+from vllm_mp.core.scheduler.isolated_groups import IsolatedGroups
 from vllm_mp.core.scheduler.request import Request, RequestKey
 
 
 class WaitingQueue:
-    """Orders the waiting requests, suspects first, and holds back requests that arrive during a pause.
+    """Orders the waiting requests, and holds back requests that arrive during a pause.
 
-    Held requests are not in the queue: `first` finds none of them before `release`.
+    Held requests are not in the queue: `first` finds none of them before `release`. Nor does it find suspects, which
+    wait in `isolated`.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[bool, int, int], Request]] = []
-        """((is no suspect, *order), request). An aborted request stays until its entry is the first."""
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        """(order, request). An aborted request stays until its entry is the first."""
         self._num_queued = 0
         """Number of entries, without aborted requests."""
+        self.isolated = IsolatedGroups()
         self._held: dict[RequestKey, Request] = {}
         self.is_holding = False
         """True: requests that arrive are held back."""
 
     def __len__(self) -> int:
-        """Return the number of requests in the queue, without held requests."""
-        return self._num_queued
+        """Return the number of waiting requests, suspects included, without held requests."""
+        return self._num_queued + len(self.isolated)
 
     @property
     def num_held(self) -> int:
@@ -36,25 +39,34 @@ class WaitingQueue:
         if is_new and self.is_holding:
             self._held[request.key] = request
             return
-        heapq.heappush(self._heap, ((not request.isolate_until_num_tokens, *request.order), request))
+        if request.isolate_until_num_tokens:
+            self.isolated.add(request)
+            return
+        heapq.heappush(self._heap, (request.order, request))
         self._num_queued += 1
 
     def first(self) -> Request | None:
-        """Return the next request, which stays in the queue; None if the queue is empty."""
+        """Return the next request that is no suspect, which stays in the queue; None if there is none."""
         while self._heap and self._heap[0][1].aborted:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
-    def pop(self) -> None:
-        """Remove the request that `first` has just returned."""
-        _, request = heapq.heappop(self._heap)
+    def pop(self, request: Request) -> None:
+        """Remove the request that `first`, of the queue or of `isolated`, has just returned."""
+        if request.isolate_until_num_tokens:
+            self.isolated.remove(request)
+        else:
+            heapq.heappop(self._heap)
+            self._num_queued -= 1
         if request.queue_seconds is None:
             request.queue_seconds = time.monotonic() - request.queued_at
-        self._num_queued -= 1
 
     def remove(self, request: Request) -> None:
         """Remove a request that is queued or held back."""
         if self._held.pop(request.key, None) is not None:
+            return
+        if request.isolate_until_num_tokens:
+            self.isolated.remove(request)
             return
         request.aborted = True
         self._num_queued -= 1
