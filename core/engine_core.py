@@ -26,6 +26,7 @@ from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.status_page import StatusPage, StepRequests
+from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,14 @@ class EngineCore:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(stop.fd, zmq.POLLIN)
         self._stop = stop
+        tokenizer_files = TokenizerFiles(model.tokenizer)
         handler.serve(
             self._scheduler,
             {
                 "ping": lambda: None,
                 "status": self.status,
+                LIST_CALL: tokenizer_files.sizes,
+                READ_CALL: tokenizer_files.read,
                 "reset_prefix_cache": self._between_steps(self._cache.forget_prefixes),
                 "pause": self._between_steps(self._pause.pause),
                 "resume": self._pause.resume,

@@ -29,6 +29,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     trust_remote_code: bool
     served_model_name: str
     chat_template: str | None
+    """The text of a template that replaces the tokenizer's own."""
     load_format: str
     dtype: str
     """"auto" until the core chooses the dtype for its device; then "float32", "float16" or "bfloat16"."""
@@ -154,7 +155,7 @@ class ObservabilityConfig(msgspec.Struct, kw_only=True):
     disable_log_stats: bool
     disable_log_requests: bool = True
     max_log_len: int | None = None
-    """Maximum number of characters of a prompt in the log; None: no limit."""
+    """Number of characters of each prompt in the log, beside the parameters; None: neither is in the log."""
     otlp_traces_endpoint: str | None = None
     """URL of a collector of OpenTelemetry; None: no traces."""
 
@@ -168,7 +169,7 @@ class LivenessConfig(msgspec.Struct, kw_only=True):
     """Longest time from the start of a core's process until it serves."""
     recovery: bool = True
     """Start the next core after a death, and continue every stream."""
-    max_core_restarts: int = 10
+    max_core_restarts: int = 16
     """Maximum number of restarts within `core_restart_window_s`."""
     core_restart_window_s: float = 300.0
     warm_standby: bool = False

@@ -30,6 +30,8 @@ _RECEIVE_S = 0.001
 """Time for which messages are received before other callbacks of the event loop run."""
 _HEARTBEAT_MS = 5000
 """Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
+_ASK_ID = -1
+"""The id of the calls that `CoreConnection.ask` makes; those of the event loop count from 0."""
 
 
 class CoreConnection:
@@ -115,6 +117,24 @@ class CoreConnection:
                 raise EngineStartError(
                     f"the core at {self.address} did not answer within {timeout:g} s; check that it runs"
                 )
+
+    def ask(self, timeout: float, name: str, *args: wire.CallArgument) -> Any:
+        """Run an operation of the greeted core and return its result; blocks, and only before `attach`.
+
+        Raises EngineStartError if the core refuses, ends, or has not answered within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        self._socket.send(wire.encode(wire.Call(self.incarnation, _ASK_ID, name, list(args))))
+        while time.monotonic() < deadline and not self.is_broken():
+            if self._socket.poll(_POLL_MS):
+                message = self._decode(self._socket.recv())
+                if isinstance(message, wire.Reply) and message.call_id == _ASK_ID:
+                    if message.error is not None:
+                        raise EngineStartError(f"the core at {self.address} refused {name}: {message.error}")
+                    return message.result
+        raise EngineStartError(
+            f"the core at {self.address} did not answer {name} within {timeout:g} s, or ended; connect again"
+        )
 
     def _accept(self, welcome: wire.Welcome) -> VllmConfig:
         """Take over the incarnation of `welcome` and return its configuration.

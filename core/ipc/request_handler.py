@@ -312,9 +312,7 @@ class RequestHandler:
     def _forget(self, client: int) -> None:
         """Remove a client and abort all its requests."""
         self._clients.remove(client)
-        scheduler = self._running_scheduler()
-        for slot in scheduler.slots_of(client):
-            scheduler.abort(client, slot)
+        self._running_scheduler().drop_client(client)
 
     def _scheduler_for_new(self, client: int, slot: int) -> Scheduler:
         """Return the scheduler, for a request that gets `slot`; raises ValueError while the core shuts down."""

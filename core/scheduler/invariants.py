@@ -34,8 +34,7 @@ def check_invariants(scheduler: Scheduler) -> None:
 def _check_requests(scheduler: Scheduler) -> None:
     batch, queue = scheduler.batch, scheduler.waiting
     running = [batch.request(row).key for row in batch.order.tolist()]
-    queued = [request for _, request in queue._heap if not request.aborted]
-    suspects = queue.isolated.requests()
+    queued, suspects = queue.turns.requests(), queue.isolated.requests()
     waiting = [request.key for request in queued + suspects]
     held = list(queue._held)
     places = [*running, *waiting, *held]

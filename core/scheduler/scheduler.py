@@ -1,8 +1,11 @@
 """The policy: which requests run in the next step, and how its output changes them.
 
 One token budget covers a whole step; there are no phases. A request in decode wants one token. A request in prefill
-wants the rest of its prompt, and gets a chunk of the remaining budget. When the KV cache runs out of blocks, the
-running request that is last in order is preempted: it gives up its blocks, waits again, and is recomputed later.
+wants the rest of its prompt, and gets a chunk of the remaining budget. When the KV cache runs out of blocks, a running
+request is preempted: it gives up its blocks, waits again, and is recomputed later.
+
+Clients take turns (`FairTurns`): however many requests a client has, others do not wait for all of them. A request is
+preempted at the cost of the client that has most blocks.
 
 A step may be scheduled while another step is pending. The tokens that the pending step samples count as known tokens,
 but only the device knows their values: nothing that depends on the values is decided before `update` has processed
@@ -17,6 +20,8 @@ groups run one after the other, in at most every second step as long as other re
 The last output token of a request is always computed by a decode, also when the tokens before it are computed again by
 a prefill. So a successor repeats the step during which a core died.
 """
+
+import bisect
 
 import numpy as np
 
@@ -87,10 +92,6 @@ class Scheduler:
     def is_live(self, client: int, slot: int) -> bool:
         return (client, slot) in self._requests
 
-    def slots_of(self, client: int) -> list[int]:
-        """Return the live slots of `client`."""
-        return [slot for owner, slot in self._requests if owner == client]
-
     def order_of(self, priority: int) -> tuple[int, int]:
         """Count an arrival and return its order; `priority` has an effect only with the policy "priority"."""
         self._num_arrivals += 1
@@ -116,6 +117,12 @@ class Scheduler:
             is_awaited = self.pending_steps.awaited_rows()[request.row]
             num_output_tokens = int(self.batch.num_tokens[request.row]) - request.num_prompt_tokens - int(is_awaited)
         return self._end(request, Ending(num_output_tokens, "abort"))
+
+    def drop_client(self, client: int) -> None:
+        """End every live request of a client that has left."""
+        for slot in [slot for owner, slot in self._requests if owner == client]:
+            self.abort(client, slot)
+        self.waiting.turns.forget(client)
 
     def abort_all(self) -> list[tuple[int, Finished]]:
         """End every live request; return (client, end) of each."""
@@ -337,7 +344,7 @@ class Scheduler:
             count = prefills.chunk(wanted)
             if count < wanted and not config.enable_chunked_prefill:
                 return
-            self.waiting.pop(request)
+            self.waiting.pop(request, wanted)
             row = batch.add(request, cache.allocate(request, found), num_cached)
             cache.register(row, num_cached + count)
             prefills.add(row, count, wanted)
@@ -362,13 +369,13 @@ class Scheduler:
         while batch.is_full or not cache.has_room(suspect, found):
             if batch.is_isolated[batch.order].all():
                 return None
-            self._preempt_last(batch.is_isolated)
+            self._preempt_next(batch.is_isolated)
         return found
 
     def _give_blocks_to_growing_rows(self, excluded: Mask | None = None, spared: Mask | None = None) -> bool:
         """Give a block to every row whose last token needs it; preempt requests if blocks run out.
 
-        Rows in `excluded` [max_num_seqs] need no block. `spared` is as for `_preempt_last`. Return False, and change
+        Rows in `excluded` [max_num_seqs] need no block. `spared` is as for `_preempt_next`. Return False, and change
         nothing, if a request would have to be preempted while a step is pending: processing that step may free blocks,
         and its tokens must not be lost.
         """
@@ -379,13 +386,34 @@ class Scheduler:
                 return True
             if self.pending_steps:
                 return False
-            self._preempt_last(spared)
+            self._preempt_next(spared)
 
-    def _preempt_last(self, spared: Mask | None = None) -> None:
-        """Preempt the running request that is last in order; if possible no row in `spared` [max_num_seqs]."""
+    def _preempt_next(self, spared: Mask | None = None) -> None:
+        """Preempt a running request; if possible none in `spared` [max_num_seqs]."""
         rows = self.batch.order
         others = rows if spared is None else rows[~spared[rows]]
-        self._preempt(self.batch.request(int((others if len(others) else rows)[-1])))
+        self._preempt(self._next_to_preempt(others if len(others) else rows))
+
+    def _next_to_preempt(self, rows: Rows) -> Request:
+        """Return the request in `rows` [n], which are in order, to preempt.
+
+        Among the requests with the highest priority number it is the newest of a client: of the client that has most
+        blocks left without it. So the only request of a client is preempted after requests of clients with several, and
+        the first request in order runs to its end.
+        """
+        batch = self.batch
+        last = batch.request(int(rows[-1]))
+        if (batch.client[rows] == last.client).all():
+            return last
+        clients, which = np.unique(batch.client[rows], return_inverse=True)
+        num_left = np.bincount(which, weights=batch.num_blocks[rows])
+        lowest = bisect.bisect_left(rows.tolist(), last.order[0], key=lambda row: batch.request(row).order[0])
+        newest = np.full(len(clients), -1)
+        newest[which[lowest:]] = np.arange(lowest, len(rows))  # of equal indices the last is kept
+        candidates = np.flatnonzero(newest >= 0)
+        num_left[candidates] -= batch.num_blocks[rows[newest[candidates]]]
+        chosen = max(candidates.tolist(), key=lambda client: (num_left[client], newest[client]))
+        return batch.request(int(rows[newest[chosen]]))
 
     def _preempt(self, request: Request) -> None:
         """Put a running request back into the waiting queue; raise RuntimeError while a step is pending."""
@@ -398,4 +426,5 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Take the row and the blocks of a running request."""
         self.pending_steps.leave(request)
+        self.waiting.turns.count(request.client, int(self.batch.num_tokens[request.row]) - len(request.tokens))
         self.cache.remove_row(request.row)

@@ -1,24 +1,21 @@
 """The requests that wait for a row of the batch."""
 
-import heapq
 import time
 
+from vllm_mp.core.scheduler.fair_turns import FairTurns
 from vllm_mp.core.scheduler.isolated_groups import IsolatedGroups
 from vllm_mp.core.scheduler.request import Request, RequestKey
 
 
 class WaitingQueue:
-    """Orders the waiting requests, and holds back requests that arrive during a pause.
+    """The requests that wait for their turn, and those that arrived during a pause and are held back.
 
     Held requests are not in the queue: `first` finds none of them before `release`. Nor does it find suspects, which
     wait in `isolated`.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
-        """(order, request). An aborted request stays until its entry is the first."""
-        self._num_queued = 0
-        """Number of entries, without aborted requests."""
+        self.turns = FairTurns()
         self.isolated = IsolatedGroups()
         self._held: dict[RequestKey, Request] = {}
         self.is_holding = False
@@ -26,7 +23,7 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         """Return the number of waiting requests, suspects included, without held requests."""
-        return self._num_queued + len(self.isolated)
+        return len(self.turns) + len(self.isolated)
 
     @property
     def num_held(self) -> int:
@@ -41,23 +38,23 @@ class WaitingQueue:
             return
         if request.isolate_until_num_tokens:
             self.isolated.add(request)
-            return
-        heapq.heappush(self._heap, (request.order, request))
-        self._num_queued += 1
+        else:
+            self.turns.add(request)
 
     def first(self) -> Request | None:
         """Return the next request that is no suspect, which stays in the queue; None if there is none."""
-        while self._heap and self._heap[0][1].aborted:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        return self.turns.first()
 
-    def pop(self, request: Request) -> None:
-        """Remove the request that `first`, of the queue or of `isolated`, has just returned."""
+    def pop(self, request: Request, num_tokens: int) -> None:
+        """Remove the request that `first`, of the queue or of `isolated`, has just returned.
+
+        `num_tokens` tokens of it are not cached.
+        """
         if request.isolate_until_num_tokens:
             self.isolated.remove(request)
+            self.turns.count(request.client, num_tokens)
         else:
-            heapq.heappop(self._heap)
-            self._num_queued -= 1
+            self.turns.take_turn(request, num_tokens)
         if request.queue_seconds is None:
             request.queue_seconds = time.monotonic() - request.queued_at
 
@@ -67,13 +64,8 @@ class WaitingQueue:
             return
         if request.isolate_until_num_tokens:
             self.isolated.remove(request)
-            return
-        request.aborted = True
-        self._num_queued -= 1
-        # The void entry stays until it is the first. Void entries must not become the majority: they hold requests.
-        if len(self._heap) > 2 * self._num_queued:
-            self._heap = [entry for entry in self._heap if not entry[1].aborted]
-            heapq.heapify(self._heap)
+        else:
+            self.turns.remove(request)
 
     def hold(self) -> None:
         """Hold back requests that arrive from now on."""

@@ -128,7 +128,8 @@ class Engine:
     ):
         """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
 
-        `output` are output tokens of an earlier core. Without an `isolation_group`, a suspect runs alone.
+        `output` are output tokens of an earlier core. Without an `isolation_group`, a suspect runs alone. No two
+        clients may use the same slot.
         """
         tokens = (
             np.arange(num_prompt_tokens, dtype=np.int32) + 100 * (slot + 1)

@@ -1,15 +1,19 @@
 """The command `engine`: a core on its own, to which clients connect."""
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import msgspec
 
+from vllm_mp.config import ModelConfig
 from vllm_mp.core_launch import CoreLaunch, core_environment
 from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.model_store import cache_root
 
 USAGE = "--listen ADDRESS [OPTIONS]"
 HELP = "Run a core that clients reach at an address (AsyncLLM.connect)."
@@ -33,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replace this process with the core. The pid stays the same, so that signals to it reach the core."""
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    _prepare_tokenizer(config.model_config)
     if args.key_file:
         from vllm_mp.curve_key import ensure_key_file
 
@@ -51,3 +56,12 @@ def run(args: argparse.Namespace) -> int:
         file.seek(0)
         os.dup2(file.fileno(), 0)
     os.execve(sys.executable, [sys.executable, "-P", "-m", "vllm_mp.core"], core_environment())
+
+
+def _prepare_tokenizer(model: ModelConfig) -> None:
+    """Convert the tokenizer if it has no tokenizer.json, because clients that have none get the core's as that file."""
+    if not model.skip_tokenizer_init:
+        from vllm_mp.client.tokenizer import fast_tokenizer_folder
+
+        with contextlib.suppress(ValueError):  # a client needs a tokenizer of its own then
+            model.tokenizer = str(fast_tokenizer_folder(Path(model.tokenizer), cache_root()) or model.tokenizer)

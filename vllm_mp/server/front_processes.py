@@ -132,6 +132,9 @@ class FrontProcesses:
         self._engine_args = engine_args
         self._listeners = listeners
         self._core = None if config is None else SharedCore(config)
+        self._client_options = engine_args.client_options()
+        if config is not None and not config.model_config.skip_tokenizer_init:
+            self._client_options["tokenizer"] = config.model_config.tokenizer
         self._start_timeout_s = _CONNECT_TIMEOUT_S if config is None else config.liveness_config.start_timeout_s
         count = len(listeners)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -244,9 +247,7 @@ class FrontProcesses:
             options=self._options,
             address=address,
             key_file=self._options.key_file,
-            # A core of this server names the tokenizer itself.
-            tokenizer=self._engine_args.tokenizer if self._core is None else None,
-            otlp_traces_endpoint=self._engine_args.otlp_traces_endpoint,
+            client_options=self._client_options,
             connect_timeout=self._start_timeout_s,
             reconnect_timeout=min(reconnect_timeout, 1e9),
             listener=listener,

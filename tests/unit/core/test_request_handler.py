@@ -178,6 +178,23 @@ def test_flood_of_messages_does_not_delay_the_next_step(core):
     assert len(calls) == 30
 
 
+def test_message_of_a_client_is_handled_before_the_rest_of_another_clients_flood(core):
+    flooding, quiet, handled = core.connect(), core.connect(), []
+
+    def note(number):
+        handled.append(number)
+        if number == 10:
+            quiet.send(wire.encode(wire.Call(1, 1, "note", [-1])))
+            time.sleep(0.05)  # until ZeroMQ has delivered it
+
+    core.request_handler.serve(core.engine.scheduler, {"note": note})
+    for number in range(500):
+        flooding.send(wire.encode(wire.Call(1, number, "note", [number])))
+    while len(handled) <= 500:
+        core.request_handler.receive()
+    assert handled.index(-1) < 100
+
+
 def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
     calls = []
 
