@@ -11,8 +11,6 @@ from vllm_mp.client.prompt import PromptType
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
-_encoder = msgspec.msgpack.Encoder(order="deterministic")
-
 
 class CallerRequest(NamedTuple):
     """A request as the caller gave it, not yet validated."""
@@ -69,4 +67,4 @@ def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:
         params = copy.copy(request.params)
         params.seed = None
     content = type(params).__name__, request.packed_prompt, params, request.cache_salt
-    return hashlib.sha256(_encoder.encode(content)).digest()
+    return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
