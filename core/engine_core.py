@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
@@ -88,13 +88,13 @@ class EngineCore:
                 "status": self.status,
                 LIST_CALL: tokenizer_files.sizes,
                 READ_CALL: tokenizer_files.read,
-                "reset_prefix_cache": self._between_steps(self._cache.forget_prefixes),
-                "pause": self._between_steps(self._pause.pause),
-                "resume": self._pause.resume,
-                "start_profile": self._between_steps(self._profiler.start),
-                "stop_profile": self._between_steps(self._profiler.stop),
-                "sleep": self._sleep.sleep,
-                "wake_up": self._sleep.wake_up,
+                "reset_prefix_cache": OperatorCall(self._between_steps(self._cache.forget_prefixes)),
+                "pause": OperatorCall(self._between_steps(self._pause.pause)),
+                "resume": OperatorCall(self._pause.resume),
+                "start_profile": OperatorCall(self._between_steps(self._profiler.start)),
+                "stop_profile": OperatorCall(self._between_steps(self._profiler.stop)),
+                "sleep": OperatorCall(self._sleep.sleep),
+                "wake_up": OperatorCall(self._sleep.wake_up),
             },
         )
 

@@ -16,6 +16,7 @@ from vllm_mp.client.engine.health import HangWatch
 from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
+from vllm_mp.operator_key import new_operator_key
 from vllm_mp.status_page import StatusPage
 
 
@@ -43,14 +44,18 @@ Check = Callable[[], None]
 class CoreLauncher:
     """Starts cores as processes of this client, with their files in one private folder, which `close` removes."""
 
-    def __init__(self, config: VllmConfig, is_shared: bool = False) -> None:
-        """`is_shared`: other clients connect to the cores too, at `shared_address`."""
+    def __init__(self, config: VllmConfig, is_shared: bool = False, operator_key: bytes = b"") -> None:
+        """`is_shared`: other clients connect to the cores too, at `shared_address`.
+
+        Clients with `operator_key` are operators of the cores; without a key only this process is.
+        """
         self._config = config
         self._is_shared = is_shared
         self._limits = config.liveness_config
         self._owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
         self._num_started = 0
+        self._operator_key = operator_key or new_operator_key()
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -74,8 +79,8 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
-        self._process.launch(self._config)
-        self._connection = CoreConnection(self._process.address)
+        self._process.launch(self._config, self._operator_key)
+        self._connection = CoreConnection(self._process.address, operator_key=self._operator_key)
 
     def finish(self, check: Check) -> Core:
         """Wait until the core that `begin` started serves.
@@ -139,12 +144,16 @@ class CoreLauncher:
 class RemoteCore:
     """The shared core at an address, and after its death the next core there that serves the same model."""
 
-    def __init__(self, address: str, key_file: str | None, timeout: float) -> None:
-        """`timeout`: seconds that `finish` waits for the core to answer."""
+    def __init__(self, address: str, key_file: str | None, timeout: float, operator_key: bytes = b"") -> None:
+        """`timeout`: seconds that `finish` waits for the core to answer.
+
+        With `operator_key`, the core's, this client is an operator.
+        """
         self.address = address
         self.timeout = timeout
         self.standby_pid: int | None = None
         self._key_file = key_file
+        self._operator_key = operator_key
         self._model: object = None
         """Configuration and dtype of the model that the first core served; None before."""
 
@@ -159,7 +168,7 @@ class RemoteCore:
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            connection = CoreConnection(self.address, self._key_file)
+            connection = CoreConnection(self.address, self._key_file, self._operator_key)
             try:
                 welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
                 break

@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, core_environment, package_path
+from vllm_mp.exit_status import describe_exit
 from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ class CoreProcess:
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
 
-    def launch(self, config: VllmConfig) -> None:
-        """Send the process its configuration, with which it becomes a core."""
+    def launch(self, config: VllmConfig, operator_key: bytes) -> None:
+        """Send the process its configuration, with which it becomes a core that knows its operators by their key."""
         launch = CoreLaunch(
             config=config,
             address=self.address,
@@ -78,6 +79,7 @@ class CoreProcess:
             supervised=True,
             runtime_dir=str(self._folder),
             parent_pid=os.getpid(),
+            operator_key=operator_key,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
@@ -117,13 +119,7 @@ class CoreProcess:
         the error.
         """
         code = self._popen.poll()
-        cause = f"exit code {code}"
-        if code is None:
-            cause = "SIGKILL, but the system still holds it"
-        elif code < 0:
-            cause = f"signal {-code}"
-            with contextlib.suppress(ValueError):
-                cause = f"signal {signal.Signals(-code).name}"
+        cause = "SIGKILL, but the system still holds it" if code is None else describe_exit(code)
         lines = self.last_log_lines()
         where = f" ({self.log_path})" if log_stays else ""
         log = f"; its last log lines{where}:\n" + "\n".join(lines) if lines else "; its log is empty"
