@@ -142,6 +142,7 @@ class AsyncLLM(EngineControl):
         address: str,
         *,
         key_file: str | None = None,
+        core_owner: str | None = None,
         timeout: float = 30.0,
         tokenizer: str | None = None,
         trust_remote_code: bool = False,
@@ -152,9 +153,10 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
-        `key_file` is needed for TCP. Several clients may share a core; `shutdown` leaves it running. After its death,
-        streams wait up to `reconnect_timeout` seconds for another core that serves the same model at the address, and
-        continue there.
+        `key_file`, made by `vllm-mp keys client`, is needed for TCP. A Unix socket must belong to this user, to root or
+        to `core_owner`, and its folder must not be writable by others, unless it is sticky. Several clients may share a
+        core; `shutdown` leaves it running. After its death, streams wait up to `reconnect_timeout` seconds for another
+        core that serves the same model at the address, and continue there.
 
         `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
         Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
@@ -163,7 +165,7 @@ class AsyncLLM(EngineControl):
         Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
         that cannot be used.
         """
-        source = RemoteCore(address, key_file, timeout)
+        source = RemoteCore(address, key_file, timeout, core_owner)
         core = source.finish(lambda: None)
         source.timeout = reconnect_timeout
         # The operator of the core limits how often it restarts.
