@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 
 from vllm_mp import wire
-from vllm_mp.client.outputs.completion import Completion, TokenText
+from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_texts
+from vllm_mp.client.outputs.logprob_columns import TokenText
 from vllm_mp.client.outputs.stream import GenerationStream, PoolingStream
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
@@ -65,6 +66,7 @@ class InputProcessor:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
         ids = np.asarray(token_ids, wire.TOKEN_IDS)
         validate_generation(given.request_id, ids, ids[:0], params, bad_words, self._config)
+        seed_is_drawn = params.seed is None
         if params.seed is None:
             # The client draws it, so that another core can continue the request.
             params.seed = secrets.randbits(63)
@@ -80,6 +82,7 @@ class InputProcessor:
             # No other request can guess this name.
             group=secrets.token_hex(16) if params.n > 1 else "",
             bad_words=bad_words,
+            seed_is_drawn=seed_is_drawn,
         )
         completions = [self._completion(index, params.seed, request) for index in range(params.n)]
         interval = self._config.scheduler_config.stream_interval

@@ -86,7 +86,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     except ValueError as error:
         logger.error("%s", error)
         return True
-    handler = RequestHandler(bound.socket, launch.config, launch.incarnation)
+    handler = RequestHandler(bound.socket, launch.config, launch.incarnation, launch.operator_key)
     core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)

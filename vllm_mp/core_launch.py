@@ -52,3 +52,5 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """Process id of the parent of a supervised core."""
     key_file: str | None = None
     """Path of the key file, required for tcp."""
+    operator_key: bytes = b""
+    """The key of the clients that may change the core for all clients; empty: there are none."""

@@ -63,11 +63,15 @@ class _Message(msgspec.Struct, array_like=True):
 
 
 class Hello(_Message, tag=1):
-    """Client to core: the first message. `package` is the client's version of vllm-mp; `hello` makes one."""
+    """Client to core: the first message. `package` is the client's version of vllm-mp; `hello` makes one.
+
+    `operator_key` makes the client an operator of the core; it is empty for a plain client.
+    """
 
     version: int
     schema: _Name = ""
     package: _Name = ""
+    operator_key: Annotated[bytes, msgspec.Meta(max_length=_MAX_NAME_LENGTH)] = b""
 
 
 class AddRequest(_Message, tag=2):
@@ -78,8 +82,9 @@ class AddRequest(_Message, tag=2):
     has no meaning, as each completion is a request of its own. Only requests with the same `cache_salt` share cached
     prefixes. Requests with the same `group`, unless it is empty, share the blocks of their prompts even without a
     prefix cache. `bad_words` are `params.bad_words` as token ids. `isolate_until_num_tokens` is 0 unless the request
-    was in the step during which an earlier core died: then the request runs alone in its steps until its completion has
-    that many tokens, so that no other request dies with it.
+    was in the step during which an earlier core died: then the request shares its steps only with requests of this
+    client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
+    dies with it.
     """
 
     incarnation: int
@@ -96,6 +101,7 @@ class AddRequest(_Message, tag=2):
         msgspec.Meta(max_length=MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORDS),
     ] = []
     isolate_until_num_tokens: int = 0
+    isolation_group: int = 0
 
 
 class AddPooling(_Message, tag=6):
@@ -109,6 +115,7 @@ class AddPooling(_Message, tag=6):
     priority: int = 0
     cache_salt: str = ""
     isolate_until_num_tokens: int = 0
+    isolation_group: int = 0
 
 
 class AbortRequests(_Message, tag=3):
@@ -221,12 +228,16 @@ class StepOutput(_Message, tag=18):
 
 
 class Reply(_Message, tag=19):
-    """Core to client: the answer to a `Call`: a result of plain data, or an error."""
+    """Core to client: the answer to a `Call`: a result of plain data, or an error.
+
+    `needs_operator`: the error is that only operators may make this call.
+    """
 
     incarnation: int
     call_id: int
     result: Any = None
     error: str | None = None
+    needs_operator: bool = False
 
 
 CoreMessage = Welcome | Refused | StepOutput | Reply
@@ -304,9 +315,9 @@ SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage), VllmCon
 """What client and core must have in common beside PROTOCOL_VERSION: the messages and the configuration."""
 
 
-def hello() -> Hello:
+def hello(operator_key: bytes = b"") -> Hello:
     """Return the `Hello` of this version of vllm-mp."""
-    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE)
+    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, operator_key)
 
 
 def welcome(incarnation: int, client: int, pid: int, config: bytes) -> Welcome:

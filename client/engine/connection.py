@@ -7,7 +7,6 @@ requests and calls that must be sent again to the next core.
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Collection
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
-"""Time for which messages are received before other callbacks of the event loop run."""
+"""Time after which no further message is received before other callbacks of the event loop have run."""
 _HEARTBEAT_MS = 5000
 """Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
 _ASK_ID = -1
@@ -43,11 +42,19 @@ class CoreConnection:
     later hand it to another; messages that arrive while no loop runs wait in the socket.
     """
 
-    def __init__(self, address: str, key_file: str | None = None, owners: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        key_file: str | None = None,
+        operator_key: bytes = b"",
+        owners: Collection[int] | None = None,
+    ) -> None:
         """Connect to `address`, ipc://PATH or tcp://HOST:PORT; the latter needs `key_file`, a key file of a client.
 
-        `owners` are the user ids that a core behind a Unix socket may have, by default this user's and root's. Raises
-        ValueError, naming the address or the key file, if either is unusable.
+        `operator_key` is that of the core, if this client is to be its operator. `owners` are the user ids that a core
+        behind a Unix socket may have, by default this user's and root's.
+
+        Raises ValueError, naming the address or the key file, if either is unusable.
         """
         key = None
         if address.startswith("tcp://"):
@@ -65,6 +72,7 @@ class CoreConnection:
         """Why the core does not admit this client; empty if it has not refused."""
         self._handshake_failure = ""
         """What to check if the core does not answer, after a handshake that failed."""
+        self._operator_key = operator_key
         self._dropped = wire.DropCounter(logger, "the core")
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
@@ -72,8 +80,9 @@ class CoreConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
-        self._receive: Callable[[float], None] = lambda limit: None
-        """Delivers the messages that have arrived, for `limit` seconds; the rest in later turns of the loop."""
+        self._receive: Callable[[], bool] = lambda: True
+        """Delivers the messages that have arrived, as many as a turn of the loop has time for; the rest in later turns.
+        Returns whether there is no rest."""
         self._receives_soon = False
         """The loop is about to call `_receive_some`."""
         self._owner = os.getpid()
@@ -106,7 +115,7 @@ class CoreConnection:
         EngineStartError if the peer is no core of this version, refuses, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        hello = wire.encode(wire.hello())
+        hello = wire.encode(wire.hello(self._operator_key))
         self._socket.send(hello)
         while True:
             is_broken = self.is_broken()
@@ -230,17 +239,17 @@ class CoreConnection:
             )
         self.detach()
 
-        def receive(limit: float) -> None:
-            end = time.monotonic() + limit
+        def receive() -> bool:
+            end = time.monotonic() + _RECEIVE_S
             while not self._socket.closed:
                 try:
                     frame = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
-                    return
+                    return True
                 except zmq.ZMQError as error:
                     if error.errno not in (zmq.ENOTSOCK, zmq.ETERM):
                         raise
-                    return  # closed by another thread, at the end of the interpreter
+                    return True  # closed by another thread, at the end of the interpreter
                 message = self._decode(frame)
                 try:
                     if message is not None:
@@ -251,7 +260,8 @@ class CoreConnection:
                 if time.monotonic() >= end:
                     # The socket's descriptor does not signal again what has arrived.
                     self._receive_soon(loop)
-                    return
+                    return False
+            return True
 
         self._loop = loop
         self._receive = receive
@@ -264,7 +274,7 @@ class CoreConnection:
 
     def _on_signal(self) -> None:
         if not self._receives_soon:
-            self._receive(_RECEIVE_S)
+            self._receive()
 
     def _receive_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive in the next turn of `loop`; at most one such call is scheduled, so that sending adds none."""
@@ -275,12 +285,14 @@ class CoreConnection:
     def _receive_some(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop is self._loop:  # else another loop, or none, receives
             self._receives_soon = False
-            self._receive(_RECEIVE_S)
+            self._receive()
 
-    def drain(self) -> None:
-        """Deliver at once all messages that have arrived; no-op if no loop is attached."""
-        if self._loop is not None:
-            self._receive(math.inf)
+    def drain(self) -> bool:
+        """Deliver the messages that have arrived, as many as a turn of the loop has time for.
+
+        Return whether there is no rest, which is so if no loop is attached.
+        """
+        return self._loop is None or self._receive()
 
     def detach(self) -> None:
         """Leave the loop; may be called from any thread. A forked child does not touch its parent's loop."""

@@ -11,17 +11,19 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from typing import Any, NamedTuple
 
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End
-from vllm_mp.client.engine.suspects import Suspects
+from vllm_mp.client.engine.refused_requests import RefusedRequests
+from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, News
+from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats
-from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
 from vllm_mp.status_page import AWAKE, CoreState
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,13 @@ class EngineCoreClient:
         self._sleep_calls: set[int] = set()
         """The ids of the calls that put the core into `_sleep` and have no reply yet."""
         self._suspects = Suspects()
+        self._held_back: list[Entry] = []
+        """What the core has not been asked for, because a group of suspects is tested."""
+        self._refused = RefusedRequests()
+        self._news: deque[News] = deque()
+        """News that wait until all messages that arrived before them have been handled."""
+        self._news_loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that is about to call `_take_news_on`."""
         self._owner = os.getpid()
         calls = self._calls
         supervisor.watch(lambda: bool(requests.num_slots_in_use or calls))
@@ -106,8 +115,10 @@ class EngineCoreClient:
     def add(self, stream: RequestStream) -> bool:
         """Ask the core for all that `stream` awaits; return False, and send nothing, if it was aborted meanwhile.
 
-        Raises ValueError if there are too many live completions, or if the message would be too large.
+        Raises ValueError if there are too many live completions, or if the message would be too large, and
+        EngineGenerateError if an equal request was to blame for deaths of cores.
         """
+        self._refused.check(stream)
         stream.is_held = self._pause is not None
         if not self.requests.enter(stream):
             return False
@@ -138,7 +149,8 @@ class EngineCoreClient:
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core, or in its successor if the core dies before it answers.
 
-        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error.
+        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error:
+        NotOperatorError if only operators may make the call.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = _PendingCall(next(self._call_ids), name, args, reply)
@@ -220,9 +232,10 @@ class EngineCoreClient:
 
     def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
         """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
-        isolate_until = self._suspects.isolate_until(awaited)
-        message = stream.add_message(awaited.index, self.incarnation, isolate_until)
-        if self._has_core:
+        message = stream.add_message(awaited.index, self.incarnation, self._suspects.isolation(awaited))
+        if self._has_core and self._suspects.is_held_back(awaited):
+            self._held_back.append((stream, awaited))
+        elif self._has_core:
             self._core.connection.send(message)
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
@@ -235,13 +248,27 @@ class EngineCoreClient:
             self.abort(stream.request_id)
 
     def _abort_slots(self, slots: list[int]) -> None:
+        if slots and self._held_back:
+            unsent = [entry for entry in self._held_back if entry[1].slot in slots]
+            self._held_back = [entry for entry in self._held_back if entry not in unsent]
+            for _, awaited in unsent:
+                slots.remove(awaited.slot)
+                self.requests.free_unsent(awaited)
         if slots:
             self._send(wire.AbortRequests(self.incarnation, slots))
+
+    def _send_held_back(self) -> None:
+        """Ask the core for the next group of suspects, or for all that was held back, once the last is cleared."""
+        if self._held_back:
+            self._suspects.choose_sent_group(self.requests.live())
+            held_back, self._held_back = self._held_back, []
+            self._replay(held_back)
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message)
             self._abort_slots(self.requests.process(message))
+            self._send_held_back()
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
 
@@ -258,10 +285,19 @@ class EngineCoreClient:
         if reply.error is None:
             _settle(call, reply.result, None)
         else:
-            _settle(call, None, EngineError(reply.error))
+            _settle(call, None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
 
     def _take_news(self) -> None:
-        for news in self.supervisor.take_news():
+        """Handle the news of the supervisor, in later turns of the loop while messages of the core wait."""
+        self._news += self.supervisor.take_news()
+        while self._news:
+            if not self._core.connection.drain():
+                loop = self._core.connection.loop
+                if loop is not None and loop is not self._news_loop:
+                    self._news_loop = loop
+                    loop.call_soon(self._take_news_on, loop)
+                return
+            news = self._news.popleft()
             if isinstance(news, Death):
                 self._on_death(news)
             elif isinstance(news, Core):
@@ -269,27 +305,38 @@ class EngineCoreClient:
             else:
                 self._on_end(news)
 
+    def _take_news_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop is self._news_loop:
+            self._news_loop = None
+        if loop is self._core.connection.loop:  # else another loop, or none, takes the news
+            self._take_news()
+
     def _on_death(self, death: Death) -> None:
-        self._core.connection.drain()
         self._recovers_from = death.cause
         if not self._sleep_calls:  # otherwise the dead core had not reached `_sleep` yet
             self._sleep = death.sleep
         requests = self.requests
         self._stats.note_death(death.kind, death.time, death.cause)
         logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
-        culprit = self._suspects.record(death, requests.live())
-        if culprit is not None:
-            requests.fail(
-                culprit,
-                f"request {culprit.request_id} failed: it was in the step of each core that died, alone in the last: "
-                f"{death.cause}",
-            )
+        for conviction in self._suspects.record(death, requests.live()):
+            self._convict(conviction)
+
+    def _convict(self, conviction: Conviction) -> None:
+        """Fail a request that is to blame for deaths, and all equal requests, live or to come."""
+        culprit, why = conviction.stream, conviction.why()
+        self.supervisor.forgive(death.time for death in conviction.deaths)
+        self._refused.add(culprit, why)
+        self.requests.fail(culprit, f"request {culprit.request_id} failed: {why}")
+        digest = culprit.digest()
+        for stream in self.requests.streams():
+            if stream.digest() == digest:
+                equal = f"request {stream.request_id} failed: it is equal to request {culprit.request_id}, of which"
+                self.requests.fail(stream, f"{equal} is known: {why}")
 
     def _replay_to(self, core: Core) -> None:
         """Make `core` the current core, and tell it everything that is pending."""
         self.count_drops()
         old, self._core, self._num_drops_counted = self._core, core, 0
-        old.connection.drain()
         old.connection.detach()
         self._recovers_from = None
         self._stats.note_restart()
@@ -297,6 +344,7 @@ class EngineCoreClient:
         self.supervisor.release(old)
         self._restore_sleep()
         self.requests.forget_core()
+        self._held_back.clear()
         live = self.requests.live()
         if self._pause is not None and self._pause.args[0] == "wait":
             # Requests from before such a pause run to their ends.
@@ -336,7 +384,6 @@ class EngineCoreClient:
         self._send(call)
 
     def _on_end(self, end: End) -> None:
-        self._core.connection.drain()
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
         self._fail_everything(EngineDeadError(end.cause))
 

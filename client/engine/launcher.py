@@ -18,6 +18,7 @@ from vllm_mp.client.engine.socket_owner import check_socket_file
 from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
+from vllm_mp.operator_key import new_operator_key
 from vllm_mp.status_page import StatusPage
 
 
@@ -47,14 +48,18 @@ Check = Callable[[], None]
 class CoreLauncher:
     """Starts cores as processes of this client, with their files in one private folder, which `close` removes."""
 
-    def __init__(self, config: VllmConfig, is_shared: bool = False) -> None:
-        """`is_shared`: other clients connect to the cores too, at `shared_address`."""
+    def __init__(self, config: VllmConfig, is_shared: bool = False, operator_key: bytes = b"") -> None:
+        """`is_shared`: other clients connect to the cores too, at `shared_address`.
+
+        Clients with `operator_key` are operators of the cores; without a key only this process is.
+        """
         self._config = config
         self._is_shared = is_shared
         self._limits = config.liveness_config
         self._owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
         self._num_started = 0
+        self._operator_key = operator_key or new_operator_key()
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -78,8 +83,8 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
-        self._process.launch(self._config)
-        self._connection = CoreConnection(self._process.address)
+        self._process.launch(self._config, self._operator_key)
+        self._connection = CoreConnection(self._process.address, operator_key=self._operator_key)
 
     def finish(self, check: Check) -> Core:
         """Wait until the core that `begin` started serves.
@@ -143,11 +148,13 @@ class CoreLauncher:
 class RemoteCore:
     """The shared core at an address, and after its death the next core there that serves the same model."""
 
-    def __init__(self, address: str, key_file: str | None, timeout: float, owner: str | None = None) -> None:
+    def __init__(
+        self, address: str, key_file: str | None, timeout: float, operator_key: bytes = b"", owner: str | None = None
+    ) -> None:
         """`timeout`: seconds that `finish` waits for the core to answer.
 
-        `owner`: a user beside this one and root whose core is trusted, if it is behind a Unix socket. Raises ValueError
-        if there is no such user.
+        With `operator_key`, the core's, this client is an operator. `owner`: a user beside this one and root whose core
+        is trusted, if it is behind a Unix socket. Raises ValueError if there is no such user.
         """
         self.address = address
         self.timeout = timeout
@@ -156,6 +163,7 @@ class RemoteCore:
         self._owners = trusted_owners() | ({user_id(owner)} if owner is not None else set())
         self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         """The socket file; None over TCP."""
+        self._operator_key = operator_key
         self._model: object = None
         """Configuration and dtype of the model that the first core served; None before."""
 
@@ -173,7 +181,7 @@ class RemoteCore:
             connection = None
             try:
                 self._wait_for_socket(check, deadline)
-                connection = CoreConnection(self.address, self._key_file, self._owners)
+                connection = CoreConnection(self.address, self._key_file, self._operator_key, self._owners)
                 welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
                 break
             except EngineStartError:

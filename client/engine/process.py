@@ -15,6 +15,7 @@ import msgspec
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, core_environment, package_path
 from vllm_mp.errors import EngineStartError
+from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
 from vllm_mp.status_page import StatusPage
 
@@ -24,6 +25,8 @@ _LOG_LINES = 8
 """Number of lines of the core's log that errors quote."""
 _STOP_TIMEOUT_S = 10.0
 """Time that a core gets to stop by itself before it is killed."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that no request can cause, and SIGKILL only through the memory that it takes."""
 _KILL_TIMEOUT_S = 20.0
 """Time that a killed core gets to end: a device needs seconds to release many GB, or never does so once it failed."""
 
@@ -69,8 +72,8 @@ class CoreProcess:
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
 
-    def launch(self, config: VllmConfig) -> None:
-        """Send the process its configuration, with which it becomes a core."""
+    def launch(self, config: VllmConfig, operator_key: bytes) -> None:
+        """Send the process its configuration, with which it becomes a core that knows its operators by their key."""
         launch = CoreLaunch(
             config=config,
             address=self.address,
@@ -79,6 +82,7 @@ class CoreProcess:
             supervised=True,
             runtime_dir=str(self._folder),
             parent_pid=os.getpid(),
+            operator_key=operator_key,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
@@ -92,6 +96,12 @@ class CoreProcess:
     def was_killed(self) -> bool:
         """Whether SIGKILL ended the core; valid only after its end or after `kill`."""
         return self._popen.poll() == -signal.SIGKILL
+
+    @property
+    def was_told_to_stop(self) -> bool:
+        """Whether a signal ended the core by which another process tells it to stop."""
+        code = self._popen.poll()
+        return code is not None and -code in _STOP_SIGNALS
 
     @property
     def ended_by_signal(self) -> bool:
@@ -112,13 +122,7 @@ class CoreProcess:
         the error.
         """
         code = self._popen.poll()
-        cause = f"exit code {code}"
-        if code is None:
-            cause = "SIGKILL, but the system still holds it"
-        elif code < 0:
-            cause = f"signal {-code}"
-            with contextlib.suppress(ValueError):
-                cause = f"signal {signal.Signals(-code).name}"
+        cause = "SIGKILL, but the system still holds it" if code is None else describe_exit(code)
         lines = self.last_log_lines()
         where = f" ({self.log_path})" if log_stays else ""
         log = f"; its last log lines{where}:\n" + "\n".join(lines) if lines else "; its log is empty"

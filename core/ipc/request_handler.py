@@ -1,13 +1,14 @@
 """Serves what clients send: adds their requests to the scheduler, runs their calls, and sends results back."""
 
 import contextlib
+import hmac
 import inspect
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,6 +39,18 @@ class _SlotInUse(Exception):
     """A client names a slot that is not free. No answer can be sent: the slot belongs to another request."""
 
 
+class OperatorCall(NamedTuple):
+    """An operation that changes the core for all clients, so that only operators may call it."""
+
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+Operation = Callable[..., Any] | OperatorCall
+
+
 class RequestHandler:
     """Turns messages into requests for the scheduler, and step updates into messages.
 
@@ -45,15 +58,21 @@ class RequestHandler:
     meant for another incarnation is counted in `num_dropped`. A request that cannot run is answered with its error.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", config: VllmConfig, incarnation: int) -> None:
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", config: VllmConfig, incarnation: int, operator_key: bytes = b""
+    ) -> None:
+        """Clients that say hello with `operator_key` are operators; if it is empty there are none."""
         self._dropped = wire.DropCounter(logger, "a client")
         self._admits = True
         self._socket = socket
         self._config = config
         self._incarnation = incarnation
         self._clients = Clients(socket)
+        self._operator_key = operator_key
+        self._operators: set[int] = set()
+        """The clients that are operators."""
         self._scheduler: Scheduler | None = None
-        self._calls: dict[str, Callable[..., Any]] = {}
+        self._calls: dict[str, Operation] = {}
         self._is_held_up = False
         """The latest call must be completed before later messages are read."""
 
@@ -67,8 +86,8 @@ class RequestHandler:
         """Number of clients that have said hello and are not known to have left."""
         return len(self._clients)
 
-    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]]) -> None:
-        """Begin to admit requests; `calls` are the operations that clients may name.
+    def serve(self, scheduler: Scheduler, calls: dict[str, Operation]) -> None:
+        """Begin to admit requests; `calls` are the operations that clients may name, or operators for `OperatorCall`.
 
         An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError
         or TypeError. It returns its result, plain data, or a future of it. The client is answered when the future is
@@ -168,13 +187,26 @@ class RequestHandler:
         if reason := wire.mismatch(hello):
             self._clients.reply(identity, wire.Refused(reason))
             return
+        if reason := self._why_no_operator(hello.operator_key):
+            self._clients.reply(identity, wire.Refused(reason))
+            return
         try:
             client = self._clients.add(identity)
         except ValueError as error:
             self._clients.reply(identity, wire.Refused(str(error)))
             return
+        if hello.operator_key:
+            self._operators.add(client)
         config = msgspec.json.encode(self._config)
         self._send_to(client, wire.welcome(self._incarnation, client, os.getpid(), config))
+
+    def _why_no_operator(self, key: bytes) -> str | None:
+        """Return why a hello with the operator key `key` is refused, with the remedy; None if it is not."""
+        if not key or (self._operator_key and hmac.compare_digest(key, self._operator_key)):
+            return None
+        if not self._operator_key:
+            return "this core has no operators: start it with --operator-key-file, or connect without an operator key"
+        return "the operator key is not that of this core: copy the core's operator key file again"
 
     def _probe(self) -> None:
         """Send empty messages to clients that may have left, because only sending shows that a peer is gone."""
@@ -209,6 +241,7 @@ class RequestHandler:
             reads_cache=pooling.pooling_type == "last",
             order=scheduler.order_of(message.priority),
             isolate_until_num_tokens=message.isolate_until_num_tokens,
+            isolation_group=message.isolation_group,
             num_bytes=num_bytes + REQUEST_BYTES,
         )
         scheduler.add(request)
@@ -244,6 +277,7 @@ class RequestHandler:
             reads_cache=prompt_logprobs is None,
             order=scheduler.order_of(message.priority),
             isolate_until_num_tokens=message.isolate_until_num_tokens,
+            isolation_group=message.isolation_group,
             num_bytes=num_bytes + REQUEST_BYTES,
         )
         scheduler.add(request)
@@ -273,6 +307,11 @@ class RequestHandler:
             if call is None:
                 known = ", ".join(sorted(self._calls))
                 raise ValueError(f"the core has no operation {message.name[:100]!r}; it has {known}")
+            if isinstance(call, OperatorCall):
+                if client not in self._operators:
+                    self._refuse_operation(client, message)
+                    return
+                call = call.run
             try:
                 inspect.signature(call).bind(*message.args)
             except TypeError as error:
@@ -286,6 +325,13 @@ class RequestHandler:
             result.add_done_callback(lambda done: self._reply_with(client, message.call_id, done))
         else:
             self._reply(client, message.call_id, result)
+
+    def _refuse_operation(self, client: int, message: wire.Call) -> None:
+        error = (
+            f"{message.name} is for operators, because it affects all clients of this core: give the core's operator "
+            "key file to AsyncLLM.connect(operator_key_file=FILE); `vllm-mp engine --operator-key-file FILE` makes it"
+        )
+        self._send_to(client, wire.Reply(self._incarnation, message.call_id, None, error, needs_operator=True))
 
     def _reply_with(self, client: int, call_id: int, done: "Future[Any]") -> None:
         error = done.exception()
@@ -310,6 +356,7 @@ class RequestHandler:
     def _forget(self, client: int) -> None:
         """Remove a client and abort all its requests."""
         self._clients.remove(client)
+        self._operators.discard(client)
         self._running_scheduler().drop_client(client)
 
     def _scheduler_for_new(self, client: int, slot: int) -> Scheduler:

@@ -125,13 +125,14 @@ def start(folder, tmp_path):
                 status_path=str(tmp_path / "page"),
                 supervised=True,
                 parent_pid=os.getpid(),
+                operator_key=b"key",
             )
             (tmp_path / "run").mkdir(exist_ok=True)
             output = output or stack.enter_context((tmp_path / "log").open("wb"))
             process = stack.enter_context(core_process(output, before, wrapper, arguments))
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
             process.stdin.flush()
-            client = stack.enter_context(contextlib.closing(CoreConnection(launch.address)))
+            client = stack.enter_context(contextlib.closing(CoreConnection(launch.address, operator_key=b"key")))
 
             def check():
                 if process.poll() is not None:
@@ -163,7 +164,7 @@ def test_exception_in_a_step_ends_the_core_and_its_requests_stay_on_the_status_p
     assert words in log
     status = core.page.read()
     assert status.state == CoreState.STEPPING
-    assert status.step_requests == [(core.welcome.client, 3, 0)]
+    assert status.step_requests == [(core.welcome.client, 3, -len(PROMPT))]
 
 
 def test_core_whose_device_failed_ends_without_releasing_device_objects(start, tmp_path):
@@ -171,7 +172,7 @@ def test_core_whose_device_failed_ends_without_releasing_device_objects(start, t
     core.add(3)
     assert core.process.wait(30) == 1
     assert "illegal memory access" in (tmp_path / "log").read_text()
-    assert core.page.read().step_requests == [(core.welcome.client, 3, 0)]
+    assert core.page.read().step_requests == [(core.welcome.client, 3, -len(PROMPT))]
 
 
 @pytest.mark.parametrize("kind", ["full", "closed", "broken"])

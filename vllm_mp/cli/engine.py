@@ -31,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Key file of the server for a tcp:// address, where it is required; `vllm-mp keys` makes it",
     )
+    parser.add_argument(
+        "--operator-key-file",
+        metavar="FILE",
+        help="Key file of the operators, who may pause the core and make other calls that affect all clients; made if "
+        "it does not exist (default: there are no operators)",
+    )
     AsyncEngineArgs.add_cli_args(parser)
 
 
@@ -42,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
         from vllm_mp.curve_keys import read_server_key
 
         read_server_key(args.key_file)  # refuses a bad file before anything is loaded
+    operator_key = b""
+    if args.operator_key_file:
+        from vllm_mp.operator_key import ensure_operator_key
+
+        operator_key = ensure_operator_key(args.operator_key_file)
     launch = CoreLaunch(
         config=config,
         address=args.listen,
@@ -49,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         status_path=f"{args.listen.removeprefix('ipc://')}.status" if args.listen.startswith("ipc://") else None,
         supervised=False,
         key_file=args.key_file,
+        operator_key=operator_key,
     )
     # The core reads the configuration from a file without a name: a pipe may be too small for it.
     with tempfile.TemporaryFile() as file:

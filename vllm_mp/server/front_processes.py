@@ -29,6 +29,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.exit_status import describe_exit
 from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
 from vllm_mp.server.options import ServerOptions
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 10
 """Restarts of each front process within `_RESTART_WINDOW_S`."""
 _RESTART_WINDOW_S = 300.0
+_START_RETRY_S = 1.0
+"""Time before the next attempt to start a front process for which the system had no room."""
 _END_GRACE_S = 10.0
 """Time that front processes get to end beyond the time of the drain."""
 _CONNECT_TIMEOUT_S = 30.0
@@ -200,7 +203,14 @@ class FrontProcesses:
         """
         restarts = RestartLimit(_MAX_RESTARTS, _RESTART_WINDOW_S)
         while not self._stopping.is_set():
-            process = await self._start_front(index)
+            try:
+                process = await self._start_front(index)
+            except OSError as error:  # such as no memory for another process; the other front processes serve on
+                if index in self._not_ready:
+                    raise EngineError(f"cannot start a front process: {error}; free memory or processes") from error
+                logger.warning("cannot start a front process: %s; another attempt follows", error)
+                await asyncio.sleep(_START_RETRY_S)
+                continue
             assert process.stdout is not None
             is_ready = False
             while line := await process.stdout.readline():
@@ -214,7 +224,7 @@ class FrontProcesses:
             self._shared.live_counts[index] = 0
             if self._stopping.is_set():
                 return
-            end = f"front process {process.pid} ended with {_describe(code)}"
+            end = f"front process {process.pid} ended with {describe_exit(code)}"
             if index in self._not_ready:
                 raise EngineError(f"{end} before it served; its messages say why")
             delay = restarts.delay_after(time.monotonic(), is_ready)
@@ -319,8 +329,3 @@ def _send(process: asyncio.subprocess.Process, message: FrontLaunch | CoreGone) 
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         process.stdin.write(msgspec.json.encode(message) + b"\n")
-
-
-def _describe(code: int) -> str:
-    """Return how a process ended, from its return code."""
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

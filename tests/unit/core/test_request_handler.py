@@ -10,11 +10,12 @@ from support.stand_in_engine import Engine
 from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
-from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
 from vllm_mp.core.scheduler import memory_quota
 from vllm_mp.sampling_params import SamplingParams
 
 HELLO = wire.encode(wire.hello())
+KEY = b"k" * 32
 
 
 class Core:
@@ -23,10 +24,16 @@ class Core:
     def __init__(self, address, config):
         self.address = address
         self.bound = BoundSocket(address)
-        self.request_handler = RequestHandler(self.bound.socket, config, 1)
+        self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY)
         self.engine = Engine()
         self.request_handler.serve(
-            self.engine.scheduler, {"echo": lambda value: value, "fail": lambda: 1 // 0, "refuse": _refuse}
+            self.engine.scheduler,
+            {
+                "echo": lambda value: value,
+                "fail": lambda: 1 // 0,
+                "refuse": _refuse,
+                "pause": OperatorCall(lambda mode: f"paused with {mode}"),
+            },
         )
         self.context = zmq.Context()
         self.dealers = []
@@ -247,3 +254,31 @@ def test_error_does_not_repeat_a_large_value(core):
 
 def _refuse(value):
     raise ValueError(f"got {value}")
+
+
+def test_call_for_operators_is_refused_by_name_to_other_clients(core):
+    user, operator = core.connect(), core.connect(greet=False)
+    reply = core.ask(user, wire.Call(1, 1, "pause", ["keep"]))
+    assert reply.needs_operator
+    assert "pause is for operators" in reply.error
+    assert "operator_key_file" in reply.error
+    assert isinstance(core.ask(operator, wire.hello(operator_key=KEY)), wire.Welcome)
+    reply = core.ask(operator, wire.Call(1, 2, "pause", ["keep"]))
+    assert (reply.result, reply.error, reply.needs_operator) == ("paused with keep", None, False)
+    assert core.ask(user, wire.Call(1, 3, "pause", ["keep"])).needs_operator
+    assert core.ask(user, wire.Call(1, 4, "echo", [5])).result == 5
+
+
+def test_hello_with_another_operator_key_is_refused(core, config):
+    for key in (b"k", b"x" * 32):
+        assert "not that of this core" in core.ask(core.connect(greet=False), wire.hello(operator_key=key)).reason
+    core.request_handler = RequestHandler(core.bound.socket, config, 1)
+    assert "no operators" in core.ask(core.connect(greet=False), wire.hello(operator_key=KEY)).reason
+
+
+def test_client_that_comes_back_without_the_key_is_no_operator(core):
+    client = core.connect(greet=False)
+    core.ask(client, wire.hello(operator_key=KEY))
+    client.send(wire.encode(wire.Bye(1)))
+    core.ask(client, wire.hello())
+    assert core.ask(client, wire.Call(1, 2, "pause", ["keep"])).needs_operator

@@ -16,6 +16,7 @@ import zmq
 
 from vllm_mp import AsyncLLM, wire
 from vllm_mp.errors import EngineError
+from vllm_mp.operator_key import read_operator_key
 from vllm_mp.testing.engines import answer, eventually, greedy, standalone_core
 from vllm_mp.testing.fuzzing.client_frames import ClientFrames, raw_connections
 from vllm_mp.testing.fuzzing.report import CampaignReport
@@ -47,12 +48,18 @@ def core_under_attack(folder: Path, *flags: str, model: str | None = None, befor
         save_random_model(CONFIGS["llama"], folder / "model")
         flags = ("--skip-tokenizer-init", *flags)
     address = f"ipc://{folder}/core.sock"
+    flags = ("--operator-key-file", _operator_key_file(address), *flags)
     # The log goes to a file, because a pipe that is not read would block the core.
     with (
         (folder / "core.log").open("wb") as log,
         standalone_core(model, address, *_FLAGS, *flags, before=before, stderr=log),
     ):
         yield address
+
+
+def _operator_key_file(address: str) -> str:
+    """Return the path of the operator key file of the core at `address`, a Unix socket."""
+    return f"{address.removeprefix('ipc://')}.operators"
 
 
 class Attacker:
@@ -65,6 +72,7 @@ class Attacker:
         self._frames = iter(ClientFrames(seed, incarnation, vocab_size))
         self._raw = raw_connections(seed)
         self._incarnation = incarnation
+        self._operator_key = read_operator_key(_operator_key_file(address))
         self._report = report
         self._sockets = [self._dealer() for _ in range(4)]
         self._stranger = self._dealer()
@@ -179,9 +187,9 @@ class Attacker:
             dealer.close(linger=100)
 
     def _pause_flood(self) -> None:
-        """Send pauses that are undone at once, and pauses with invalid arguments."""
+        """Send, as an operator, pauses that are undone at once, and pauses with invalid arguments."""
         dealer, incarnation = self._sockets[0], self._incarnation
-        self._send("hello", dealer, wire.hello())
+        self._send("hello", dealer, wire.hello(operator_key=self._operator_key))
         bad: tuple[list[Any], ...] = ([], ["x", True], [None, None], ["keep", 1], ["keep"] * 9, [2**64 - 1, 0.5])
         for i in range(100):
             self._send("pause", dealer, wire.Call(incarnation, i, "pause", ["keep", False]))
@@ -190,9 +198,12 @@ class Attacker:
         self._await_core(dealer)
 
     def _sleep_flood(self) -> None:
-        """Send sleeps of either level that end at once, and calls with invalid arguments. Wake up in either order."""
+        """Send, as an operator, sleeps of either level that end at once, and calls with invalid arguments.
+
+        Wake up in either order.
+        """
         dealer, incarnation = self._sockets[0], self._incarnation
-        self._send("hello", dealer, wire.hello())
+        self._send("hello", dealer, wire.hello(operator_key=self._operator_key))
         bad: tuple[list[Any], ...] = ([], [0], [True], [1.0, "keep"], [1, "wait"], ["weights"], [2**64 - 1], [1] * 9)
         for i in range(40):
             self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", [1 + i % 2, "keep"]))
