@@ -29,8 +29,6 @@ _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
 """Time after which no further message is received before other callbacks of the event loop have run."""
-_HEARTBEAT_MS = 5000
-"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
 _ASK_ID = -1
 """The id of the calls that `CoreConnection.ask` makes; those of the event loop count from 0."""
 
@@ -47,12 +45,15 @@ class CoreConnection:
         address: str,
         key_file: str | None = None,
         operator_key: bytes = b"",
+        token: bytes = b"",
         owners: Collection[int] | None = None,
     ) -> None:
         """Connect to `address`, ipc://PATH or tcp://HOST:PORT; the latter needs `key_file`, a key file of a client.
 
-        `operator_key` is that of the core, if this client is to be its operator. `owners` are the user ids that a core
-        behind a Unix socket may have, by default this user's and root's.
+
+        `operator_key` is that of the core, if this client is to be its operator. `token` is the client's, by which a
+        core knows it again. `owners` are the user ids that a core behind a Unix socket may have, by default this user's
+        and root's.
 
         Raises ValueError, naming the address or the key file, if either is unusable.
         """
@@ -73,6 +74,7 @@ class CoreConnection:
         self._handshake_failure = ""
         """What to check if the core does not answer, after a handshake that failed."""
         self._operator_key = operator_key
+        self._token = token
         self._dropped = wire.DropCounter(logger, "the core")
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
@@ -96,8 +98,8 @@ class CoreConnection:
             self._socket.curve_serverkey = key.server
             self._socket.curve_publickey, self._socket.curve_secretkey = key.public, key.secret
             # Only heartbeats show that a peer vanished without closing the connection.
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.TCP_HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * wire.TCP_HEARTBEAT_MS)
         self.monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
@@ -115,7 +117,7 @@ class CoreConnection:
         EngineStartError if the peer is no core of this version, refuses, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        hello = wire.encode(wire.hello(self._operator_key))
+        hello = wire.encode(wire.hello(self._operator_key, self._token))
         self._socket.send(hello)
         while True:
             is_broken = self.is_broken()

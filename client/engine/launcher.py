@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import zmq
 
+from vllm_mp import wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.health import HangWatch
 from vllm_mp.client.engine.process import CoreProcess
@@ -60,6 +62,7 @@ class CoreLauncher:
         self.folder = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
         self._num_started = 0
         self._operator_key = operator_key or new_operator_key()
+        self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -84,7 +87,7 @@ class CoreLauncher:
         if self._process is None:
             self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
         self._process.launch(self._config, self._operator_key)
-        self._connection = CoreConnection(self._process.address, operator_key=self._operator_key)
+        self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
         """Wait until the core that `begin` started serves.
@@ -164,6 +167,7 @@ class RemoteCore:
         self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         """The socket file; None over TCP."""
         self._operator_key = operator_key
+        self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._model: object = None
         """Configuration and dtype of the model that the first core served; None before."""
 
@@ -181,7 +185,7 @@ class RemoteCore:
             connection = None
             try:
                 self._wait_for_socket(check, deadline)
-                connection = CoreConnection(self.address, self._key_file, self._operator_key, self._owners)
+                connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
                 welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
                 break
             except EngineStartError:

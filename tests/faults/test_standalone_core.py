@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
-from vllm_mp.authorized_clients import AuthorizedClients
-from vllm_mp.curve_keys import make_client_key, make_server_key
-from vllm_mp.testing import answer, eventually, greedy, is_empty, standalone_core
+from vllm_mp.curve_keys import make_client_key, read_server_key
+from vllm_mp.testing import answer, eventually, greedy, is_empty, make_keys, standalone_core
 
 
 def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
@@ -196,7 +195,6 @@ def _exists(path):
 
 
 def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
-    server, own, other = tmp_path / "server", tmp_path / "own", tmp_path / "other"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -204,11 +202,11 @@ def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "vllm-mp keys server" in stderr
-    public = make_server_key(server).public
-    AuthorizedClients(server).allow("own", make_client_key(own, public).public)
-    make_client_key(other, public)
-    with standalone_core(default_model, address, "--key-file", str(server)):
-        client = AsyncLLM.connect(address, key_file=str(own))
+    server, own = make_keys(tmp_path)
+    other = tmp_path / "other"
+    make_client_key(other, read_server_key(server).public)
+    with standalone_core(default_model, address, "--key-file", server):
+        client = AsyncLLM.connect(address, key_file=own)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
         with pytest.raises(EngineStartError, match="vllm-mp keys allow"):
             AsyncLLM.connect(address, key_file=str(other), timeout=20)
