@@ -96,6 +96,7 @@ class EngineCore:
                 "sleep": OperatorCall(self._sleep.sleep),
                 "wake_up": OperatorCall(self._sleep.wake_up),
             },
+            page,
         )
 
     def run(self) -> None:

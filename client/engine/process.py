@@ -45,6 +45,7 @@ class CoreProcess:
         self._owner = os.getpid()
         self.incarnation = incarnation
         self._folder = folder
+        self._is_shared = is_shared
         self._socket_path = folder / ("core.sock" if is_shared else f"core-{incarnation}.sock")
         self._status_path = folder / ("core.sock.status" if is_shared else f"core-{incarnation}.status")
         self.address = f"ipc://{self._socket_path}"
@@ -77,6 +78,7 @@ class CoreProcess:
             incarnation=self.incarnation,
             status_path=str(self._status_path),
             supervised=True,
+            is_shared=self._is_shared,
             runtime_dir=str(self._folder),
             parent_pid=os.getpid(),
             operator_key=operator_key,
