@@ -7,6 +7,9 @@ import msgspec
 
 import vllm_mp
 from vllm_mp.config import VllmConfig
+from vllm_mp.wire import LastDeath
+
+_MAX_CAUSE_CHARACTERS = 500
 
 
 def core_environment() -> dict[str, str]:
@@ -35,6 +38,27 @@ def package_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))}
 
 
+class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
+    """The core that served before this one and died, and what it was computing."""
+
+    incarnation: int
+    cause: str
+    kind: str
+    """As in `wire.LastDeath`."""
+    is_from_outside: bool
+    """Another process killed or stopped the core, which no request can have caused."""
+    in_step: list[tuple[bytes, int, int]]
+    """(token of the client, slot, progress as in `wire.LastDeath`) of each request in the pending steps; the token is
+    empty for a client without one."""
+
+    def last_death(self, token: bytes) -> LastDeath:
+        """Return what the client with `token` may know of this death."""
+        own = [(slot, progress) for other, slot, progress in self.in_step if token and other == token]
+        # What follows the first clause may quote the core's log, which is not for every client.
+        cause = self.cause.partition(";")[0][:_MAX_CAUSE_CHARACTERS]
+        return LastDeath(self.incarnation, cause, self.kind, self.is_from_outside, len(self.in_step), own)
+
+
 class CoreLaunch(msgspec.Struct, kw_only=True):
     """The launch line that a core process reads from its standard input before it does anything else."""
 
@@ -46,6 +70,8 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """Path of the status page; None: the page is private to the process."""
     supervised: bool
     """True: the core belongs to the process that started it, and stops when that process ends."""
+    is_shared: bool = False
+    """Clients other than the process that started the core connect to it."""
     runtime_dir: str | None = None
     """Folder of the socket, status page and log, which a supervised core removes if its parent has died."""
     parent_pid: int = 0
@@ -54,3 +80,5 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """Path of the key file, required for tcp."""
     operator_key: bytes = b""
     """The key of the clients that may change the core for all clients; empty: there are none."""
+    predecessor: Predecessor | None = None
+    """The core that served before this one and died; None for the first core."""

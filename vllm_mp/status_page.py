@@ -18,17 +18,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.wire import SLEEP_LEVELS, SLEEP_TAGS
+from vllm_mp.wire import MAX_CLIENTS, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
-_MAGIC = 0x564D_5053_0002
+_MAGIC = 0x564D_5053_0003
 _HEADER_BYTES = 4096
 MAX_STEP_REQUESTS = 65_536
 """Maximum number of requests on the page; further requests of the steps are left out."""
 _WRITE_TIMEOUT_S = 0.1
 """Longest wait of a reader for a writer. A write takes microseconds, but the writer may lose the processor in it."""
 _REQUEST_BYTES = 12
-"""Three uint32: client, slot, number of output tokens."""
-_SIZE = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
+"""Three int32: client, slot, number of output tokens."""
+_CLIENT = np.dtype([("next_number", "<u8"), ("token", "u1", (TOKEN_BYTES,))])
+"""A place of the table of clients: the client's number plus 1, or 0 if the place is free; and the client's token."""
+_CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
+_SIZE = _CLIENTS_OFFSET + _CLIENT.itemsize * MAX_CLIENTS
 
 
 class CoreState(enum.IntEnum):
@@ -86,7 +89,8 @@ class StepRequests(NamedTuple):
     clients: npt.NDArray[np.uint32]
     slots: npt.NDArray[np.uint32]
     num_output_tokens: npt.NDArray[np.integer]
-    """Tokens that each request has generated so far."""
+    """Tokens that each request has generated so far; while its prompt is read, minus the number of prompt tokens that
+    are left."""
 
 
 class CoreStatus(NamedTuple):
@@ -107,7 +111,8 @@ class CoreStatus(NamedTuple):
     free_blocks: int
     total_blocks: int
     step_requests: list[tuple[int, int, int]]
-    """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps."""
+    """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps. The
+    number is as in `StepRequests`."""
     sleep: SleepState = AWAKE
 
     def __str__(self) -> str:
@@ -125,9 +130,10 @@ class StatusPage:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._header: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, count=_HEADER_BYTES // 8)
-        self._step_requests: npt.NDArray[np.uint32] = np.frombuffer(memory, np.uint32, offset=_HEADER_BYTES).reshape(
-            -1, 3
-        )
+        self._step_requests: npt.NDArray[np.int32] = np.frombuffer(
+            memory, np.int32, count=3 * MAX_STEP_REQUESTS, offset=_HEADER_BYTES
+        ).reshape(-1, 3)
+        self._clients: npt.NDArray[np.void] = np.frombuffer(memory, _CLIENT, count=MAX_CLIENTS, offset=_CLIENTS_OFFSET)
 
     @classmethod
     def create(cls, path: str | None, incarnation: int) -> "StatusPage":
@@ -198,6 +204,21 @@ class StatusPage:
         header[_Field.SLEEP_LEVEL] = sleep.level
         header[_Field.MISSING] = sum(1 << SLEEP_TAGS.index(tag) for tag in sleep.missing)
         header[_Field.SEQUENCE] += 1
+
+    def note_client(self, client: int, token: bytes) -> None:
+        """Publish the token of the client with the number `client`, unless all places are taken."""
+        for place in np.flatnonzero(self._clients["next_number"] == 0)[:1]:
+            self._clients["token"][place] = np.frombuffer(token.ljust(TOKEN_BYTES, b"\0"), np.uint8)
+            self._clients["next_number"][place] = client + 1
+
+    def forget_client(self, client: int) -> None:
+        """Remove a client that has left; no-op for a client that is not on the page."""
+        self._clients["next_number"][self._clients["next_number"] == client + 1] = 0
+
+    def tokens(self) -> dict[int, bytes]:
+        """Return the token of each client by the client's number; call this only after the core's end."""
+        taken = self._clients[self._clients["next_number"] != 0]
+        return {int(place["next_number"]) - 1: place["token"].tobytes() for place in taken}
 
     def begin_step(self, step: int, requests: StepRequests) -> None:
         """Publish `requests`: the requests of the step about to execute and of the steps that are still executing."""

@@ -32,6 +32,12 @@ from vllm_mp.sampling_params import MAX_BAD_WORDS, SamplingParams
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
+TCP_HEARTBEAT_MS = 5000
+"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
+MAX_CLIENTS = 4096
+"""Clients of one core that have said hello and have not left."""
+TOKEN_BYTES = 16
+"""Length of a client's token."""
 MAX_LIVE_REQUESTS = 2**20
 """Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
 MAX_BAD_WORD_TOKENS = 1024
@@ -55,6 +61,7 @@ _LARGE_FRAME_BYTES = 2**16
 
 _MAX_NAME_LENGTH = 64
 _Name = Annotated[str, msgspec.Meta(max_length=_MAX_NAME_LENGTH)]
+_Token = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 _PACKAGE = __version__[:_MAX_NAME_LENGTH]
 
 
@@ -66,12 +73,17 @@ class Hello(_Message, tag=1):
     """Client to core: the first message. `package` is the client's version of vllm-mp; `hello` makes one.
 
     `operator_key` makes the client an operator of the core; it is empty for a plain client.
+
+    `token` is random, and the same in each hello of a client, to whichever core and after whichever connection. A core
+    knows from it that a client has come back, and says what its predecessor was computing for that client. It is a
+    secret of the two: a peer that knows it can take the client's place. Empty: the client cannot be known again.
     """
 
     version: int
     schema: _Name = ""
     package: _Name = ""
     operator_key: Annotated[bytes, msgspec.Meta(max_length=_MAX_NAME_LENGTH)] = b""
+    token: _Token = b""
 
 
 class AddRequest(_Message, tag=2):
@@ -82,8 +94,9 @@ class AddRequest(_Message, tag=2):
     has no meaning, as each completion is a request of its own. Only requests with the same `cache_salt` share cached
     prefixes. Requests with the same `group`, unless it is empty, share the blocks of their prompts even without a
     prefix cache. `bad_words` are `params.bad_words` as token ids. `isolate_until_num_tokens` is 0 unless the request
-    was in the step during which an earlier core died: then the request runs alone in its steps until its completion has
-    that many tokens, so that no other request dies with it.
+    was in the step during which an earlier core died: then the request shares its steps only with requests of this
+    client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
+    dies with it.
     """
 
     incarnation: int
@@ -100,6 +113,7 @@ class AddRequest(_Message, tag=2):
         msgspec.Meta(max_length=MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORDS),
     ] = []
     isolate_until_num_tokens: int = 0
+    isolation_group: int = 0
 
 
 class AddPooling(_Message, tag=6):
@@ -113,6 +127,7 @@ class AddPooling(_Message, tag=6):
     priority: int = 0
     cache_salt: str = ""
     isolate_until_num_tokens: int = 0
+    isolation_group: int = 0
 
 
 class AbortRequests(_Message, tag=3):
@@ -143,13 +158,39 @@ class Bye(_Message, tag=5):
     incarnation: int
 
 
-ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling
+class MarkSeen(_Message, tag=7):
+    """Client to core: the client has read everything up to the `Mark` with the same number."""
+
+    incarnation: int
+    mark: int
+
+
+ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen
+
+
+class LastDeath(msgspec.Struct, array_like=True, frozen=True):
+    """The death of a core's predecessor, as far as it concerns one client."""
+
+    incarnation: int
+    """The incarnation of the core that died."""
+    cause: str
+    kind: str
+    """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
+    is_from_outside: bool
+    """Another process killed or stopped the core, which no request can have caused."""
+    num_in_step: int
+    """Requests in the pending steps, of all clients."""
+    in_step: list[tuple[int, int]] = []
+    """(slot, progress) of each request of this client in the pending steps. The progress is the number of output
+    tokens, or minus the number of prompt tokens that are left."""
 
 
 class Welcome(_Message, tag=16):
     """Core to client: the answer to Hello, sent when the core can serve; `welcome` makes one.
 
-    `config` is a `VllmConfig` as JSON, `package` the core's version of vllm-mp.
+    `config` is a `VllmConfig` as JSON, `package` the core's version of vllm-mp. `last_death` is None if the core has no
+    predecessor, or knows nothing of it. `why_dropped` says why the core closed the client's last connection; it is
+    empty if the core did not.
     """
 
     version: int
@@ -159,6 +200,8 @@ class Welcome(_Message, tag=16):
     config: bytes
     schema: _Name = ""
     package: _Name = ""
+    last_death: LastDeath | None = None
+    why_dropped: str = ""
 
 
 class Refused(_Message, tag=17):
@@ -237,7 +280,18 @@ class Reply(_Message, tag=19):
     needs_operator: bool = False
 
 
-CoreMessage = Welcome | Refused | StepOutput | Reply
+class Mark(_Message, tag=20):
+    """Core to client: return `mark` in a `MarkSeen`, so that the core knows how much this client has read.
+
+    A mark is random and follows every 64 KiB of output. A core that many clients share drops a client that returns none
+    while much output waits for it.
+    """
+
+    incarnation: int
+    mark: int
+
+
+CoreMessage = Welcome | Refused | StepOutput | Reply | Mark
 
 
 class _BoundedParams(SamplingParams):
@@ -312,14 +366,21 @@ SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage), VllmCon
 """What client and core must have in common beside PROTOCOL_VERSION: the messages and the configuration."""
 
 
-def hello(operator_key: bytes = b"") -> Hello:
+def hello(operator_key: bytes = b"", token: bytes = b"") -> Hello:
     """Return the `Hello` of this version of vllm-mp."""
-    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, operator_key)
+    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, operator_key, token)
 
 
-def welcome(incarnation: int, client: int, pid: int, config: bytes) -> Welcome:
+def welcome(
+    incarnation: int,
+    client: int,
+    pid: int,
+    config: bytes,
+    last_death: LastDeath | None = None,
+    why_dropped: str = "",
+) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
-    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE)
+    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped)
 
 
 def mismatch(peer: Hello | Welcome) -> str | None:

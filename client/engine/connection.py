@@ -27,8 +27,6 @@ _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
 """Time after which no further message is received before other callbacks of the event loop have run."""
-_HEARTBEAT_MS = 5000
-"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
 _ASK_ID = -1
 """The id of the calls that `CoreConnection.ask` makes; those of the event loop count from 0."""
 
@@ -40,10 +38,13 @@ class CoreConnection:
     later hand it to another; messages that arrive while no loop runs wait in the socket.
     """
 
-    def __init__(self, address: str, key_file: str | None = None, operator_key: bytes = b"") -> None:
+    def __init__(
+        self, address: str, key_file: str | None = None, operator_key: bytes = b"", token: bytes = b""
+    ) -> None:
         """Connect to `address`, ipc://PATH or tcp://HOST:PORT; the latter needs `key_file`, a copy of the core's.
 
-        `operator_key` is that of the core, if this client is to be its operator.
+        `operator_key` is that of the core, if this client is to be its operator. `token` is the client's, by which a
+        core knows it again.
 
         Raises ValueError, naming the address or the key file, if either is unusable.
         """
@@ -58,6 +59,7 @@ class CoreConnection:
             raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
         self.address = address
         self._operator_key = operator_key
+        self._token = token
         self._dropped = wire.DropCounter(logger, "the core")
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
@@ -82,8 +84,8 @@ class CoreConnection:
             self._socket.curve_serverkey = self._socket.curve_publickey = public
             self._socket.curve_secretkey = secret
             # Only heartbeats show that a peer vanished without closing the connection.
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.TCP_HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * wire.TCP_HEARTBEAT_MS)
         self.monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         """Readable when the connection has broken. Only one thread may use it, which need not be the loop's."""
         try:
@@ -99,7 +101,7 @@ class CoreConnection:
         EngineStartError if the peer is no core of this version, refuses, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        hello = wire.encode(wire.hello(self._operator_key))
+        hello = wire.encode(wire.hello(self._operator_key, self._token))
         self._socket.send(hello)
         while True:
             if self.is_broken():  # the core died while it loaded; greet the next core at this address

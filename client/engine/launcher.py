@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import zmq
 
+from vllm_mp import wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.health import HangWatch
 from vllm_mp.client.engine.process import CoreProcess
@@ -56,6 +58,7 @@ class CoreLauncher:
         self.folder = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
         self._num_started = 0
         self._operator_key = operator_key or new_operator_key()
+        self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -80,7 +83,7 @@ class CoreLauncher:
         if self._process is None:
             self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
         self._process.launch(self._config, self._operator_key)
-        self._connection = CoreConnection(self._process.address, operator_key=self._operator_key)
+        self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
         """Wait until the core that `begin` started serves.
@@ -154,6 +157,7 @@ class RemoteCore:
         self.standby_pid: int | None = None
         self._key_file = key_file
         self._operator_key = operator_key
+        self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._model: object = None
         """Configuration and dtype of the model that the first core served; None before."""
 
@@ -168,7 +172,7 @@ class RemoteCore:
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            connection = CoreConnection(self.address, self._key_file, self._operator_key)
+            connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token)
             try:
                 welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
                 break

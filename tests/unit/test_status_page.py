@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from vllm_mp.status_page import AWAKE, MAX_STEP_REQUESTS, CoreState, SleepState, StatusPage, StepRequests
+from vllm_mp.wire import MAX_CLIENTS
 
 
 @contextlib.contextmanager
@@ -258,6 +259,26 @@ def test_reader_that_races_the_writer_never_sees_half_a_write(tmp_path):
         assert writer.poll() is None
 
 
+def test_tokens_of_clients_are_on_the_page_until_they_leave(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    reader = StatusPage.open(tmp_path / "page")
+    writer.note_client(0, b"\0" * 16)
+    writer.note_client(2**40, b"0123456789abcde\0")
+    writer.note_client(5, b"short")
+    assert reader.tokens() == {0: b"\0" * 16, 2**40: b"0123456789abcde\0", 5: b"short".ljust(16, b"\0")}
+    writer.forget_client(2**40)
+    writer.forget_client(77)
+    writer.note_client(6, b"f" * 16)
+    assert set(reader.tokens()) == {0, 5, 6}
+
+
+def test_page_has_a_place_for_every_client_and_no_more():
+    page = StatusPage.create(None, 1)
+    for client in range(MAX_CLIENTS + 1):
+        page.note_client(client, b"t" * 16)
+    assert list(page.tokens()) == list(range(MAX_CLIENTS))
+
+
 def test_status_line_is_short_for_any_number_of_requests():
     page = StatusPage.create(None, 1)
     many = np.arange(5000, dtype=np.uint32)
@@ -270,7 +291,7 @@ def test_status_line_is_short_for_any_number_of_requests():
 def test_corrupted_page_can_be_read():
     page = StatusPage.create(None, 1)
     page._header[3:] = -77
-    page._step_requests[:] = 2**32 - 1
+    page._step_requests[:] = -1
     status = page.read()
     assert status.state == page.state == CoreState.STOPPED
     page._header[3:] = 2**62

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         incarnation=time.time_ns(),
         status_path=f"{args.listen.removeprefix('ipc://')}.status" if args.listen.startswith("ipc://") else None,
         supervised=False,
+        is_shared=True,
         key_file=args.key_file,
         operator_key=operator_key,
     )

@@ -144,7 +144,7 @@ class ReplayCore:
             self._send_ends(identity, streams.abort(message.slots))
         elif isinstance(message, wire.Call):
             self._call(identity, message)
-        else:
+        elif isinstance(message, wire.Bye):
             del self._clients[identity]
         return True
 

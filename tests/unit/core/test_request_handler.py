@@ -1,5 +1,6 @@
 """Bounds on what one client can cost the core and its other clients."""
 
+import contextlib
 import time
 from concurrent.futures import Future
 
@@ -11,47 +12,64 @@ from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
+from vllm_mp.core.ipc.unread_output import UnreadOutput
 from vllm_mp.core.scheduler import memory_quota
+from vllm_mp.core_launch import Predecessor
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.status_page import StatusPage
 
 HELLO = wire.encode(wire.hello())
+TOKENS = [bytes([number]) * wire.TOKEN_BYTES for number in (1, 2)]
+PREDECESSOR = Predecessor(
+    incarnation=7,
+    cause="the core process 5 ended with signal SIGSEGV; its last log lines: a secret",
+    kind="signal",
+    is_from_outside=False,
+    in_step=[(TOKENS[0], 3, 10), (TOKENS[1], 3, 20), (TOKENS[0], 4, 0), (b"", 5, 1)],
+)
 KEY = b"k" * 32
 
 
 class Core:
     """A request handler at a real socket, with a scheduler that runs no step."""
 
-    def __init__(self, address, config):
+    def __init__(self, address, config, is_shared=True):
         self.address = address
         self.bound = BoundSocket(address)
-        self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY)
+        self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY, PREDECESSOR, is_shared)
         self.engine = Engine()
-        self.request_handler.serve(
-            self.engine.scheduler,
-            {
-                "echo": lambda value: value,
-                "fail": lambda: 1 // 0,
-                "refuse": _refuse,
-                "pause": OperatorCall(lambda mode: f"paused with {mode}"),
-            },
+        self.page = StatusPage.create(None, 1)
+        self.serve(
+            echo=lambda value: value,
+            fail=lambda: 1 // 0,
+            refuse=_refuse,
+            pause=OperatorCall(lambda mode: f"paused with {mode}"),
         )
         self.context = zmq.Context()
-        self.dealers = []
 
-    def connect(self, greet=True, limit=0):
+    def serve(self, **calls):
+        self.request_handler.serve(self.engine.scheduler, calls, self.page)
+
+    def connect(self, greet=True, limit=0, hello=HELLO):
         dealer = self.context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.RCVHWM, 0)
         dealer.setsockopt(zmq.SNDHWM, limit)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(self.address)
-        self.dealers.append(dealer)
         if greet:
-            dealer.send(HELLO)
+            dealer.send(hello)
             assert isinstance(self.answer(dealer), wire.Welcome)
         return dealer
 
+    def receive_until(self, condition):
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            self.request_handler.receive()
+            time.sleep(0.001)
+
     def answer(self, dealer):
-        """Return the next message to `dealer` that is no probe."""
+        """Return the next message to `dealer` that ends a request or answers a call."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             self.request_handler.receive()
@@ -66,9 +84,7 @@ class Core:
         return self.answer(dealer)
 
     def close(self):
-        for dealer in self.dealers:
-            dealer.close()
-        self.context.term()
+        self.context.destroy(linger=0)
         self.bound.close()
 
 
@@ -101,36 +117,58 @@ def test_client_of_another_version_or_schema_is_refused(core, hello):
     assert isinstance(core.ask(client, wire.hello()), wire.Welcome)
 
 
-def test_flood_of_hellos_sends_few_probes_to_other_clients(core):
-    quiet, loud = core.connect(), core.connect()
-    for _ in range(1000):
-        loud.send(HELLO)
-    for _ in range(1000):
-        core.answer(loud)
-    num_probes = 0
-    while quiet.poll(50):
-        quiet.recv()
-        num_probes += 1
-    assert num_probes <= 10
+@pytest.mark.parametrize(("token", "own"), [(TOKENS[0], [(3, 10), (4, 0)]), (TOKENS[1], [(3, 20)]), (b"", [])])
+def test_welcome_tells_each_client_what_the_predecessor_computed_for_it(core, token, own):
+    welcome = core.ask(core.connect(greet=False), wire.hello(token=token))
+    assert welcome.last_death == wire.LastDeath(
+        7, "the core process 5 ended with signal SIGSEGV", "signal", False, num_in_step=4, in_step=own
+    )
 
 
-def test_client_that_left_without_bye_is_forgotten_after_the_next_hello(core):
-    leaving = core.connect()
-    leaving.send(wire.encode(request(3)))
-    while not core.engine.scheduler.num_waiting:
-        core.request_handler.receive()
-    leaving.close()
+def test_client_that_comes_back_replaces_its_former_self(core):
+    hello = wire.encode(wire.hello(token=TOKENS[0]))
+    other, former = core.connect(hello=wire.encode(wire.hello(token=TOKENS[1]))), core.connect(hello=hello)
+    for dealer in (other, former):
+        dealer.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    again = core.connect(hello=hello)
+    assert core.engine.scheduler.num_waiting == 1
+    assert sorted(core.page.tokens().values()) == sorted(TOKENS)
+    again.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    former.send(wire.encode(wire.AbortRequests(1, [3])))
+    core.receive_until(lambda: core.request_handler.num_dropped == 1)
+    assert core.engine.scheduler.num_waiting == 2
+    assert core.request_handler.num_clients == 2
+
+
+def test_clients_without_a_token_do_not_replace_each_other(core):
     core.connect()
-    deadline = time.monotonic() + 10
-    while core.request_handler.num_clients != 1:
-        assert time.monotonic() < deadline
-        core.request_handler.receive()
-        time.sleep(0.01)
+    core.connect()
+    assert core.request_handler.num_clients == 2
+
+
+def test_status_page_holds_the_tokens_of_connected_clients(core):
+    leaving, _ = [core.connect(hello=wire.encode(wire.hello(token=token))) for token in TOKENS]
+    assert core.page.tokens() == dict(enumerate(TOKENS))
+    leaving.send(wire.encode(wire.Bye(1)))
+    core.receive_until(lambda: core.request_handler.num_clients == 1)
+    assert core.page.tokens() == {1: TOKENS[1]}
+
+
+def test_client_that_left_without_bye_is_forgotten_although_no_other_client_says_hello(core, monkeypatch):
+    monkeypatch.setattr(clients, "_LOOK_INTERVAL_S", 0.05)
+    staying, leaving = core.connect(), core.connect()
+    leaving.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 1)
+    leaving.close()
+    core.receive_until(lambda: core.request_handler.num_clients == 1)
     assert not core.engine.scheduler.num_waiting
+    assert core.ask(staying, wire.Call(1, 1, "echo", ["here"])).result == "here"
 
 
 def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, monkeypatch):
-    monkeypatch.setattr(clients, "_MAX_CLIENTS", 3)
+    monkeypatch.setattr(wire, "MAX_CLIENTS", 3)
     first, *_ = [core.connect() for _ in range(3)]
     late = core.connect(greet=False)
     late.send(HELLO)
@@ -139,8 +177,7 @@ def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, 
     assert "the limit is 3" in refusal.reason
     assert isinstance(core.ask(first, wire.hello()), wire.Welcome)
     first.send(wire.encode(wire.Bye(1)))
-    while core.request_handler.num_clients == 3:
-        core.request_handler.receive()
+    core.receive_until(lambda: core.request_handler.num_clients == 2)
     assert isinstance(core.ask(late, wire.hello()), wire.Welcome)
 
 
@@ -175,7 +212,7 @@ def test_flood_of_messages_does_not_delay_the_next_step(core):
         while time.monotonic() < busy_until:
             pass
 
-    core.request_handler.serve(core.engine.scheduler, {"work": work})
+    core.serve(work=work)
     for call_id in range(30):
         flooding.send(wire.encode(wire.Call(1, call_id, "work")))
     while core.bound.socket.poll(100):
@@ -194,7 +231,7 @@ def test_message_of_a_client_is_handled_before_the_rest_of_another_clients_flood
             quiet.send(wire.encode(wire.Call(1, 1, "note", [-1])))
             time.sleep(0.05)  # until ZeroMQ has delivered it
 
-    core.request_handler.serve(core.engine.scheduler, {"note": note})
+    core.serve(note=note)
     for number in range(500):
         flooding.send(wire.encode(wire.Call(1, number, "note", [number])))
     while len(handled) <= 500:
@@ -211,7 +248,7 @@ def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
             calls[-1].set_result("done")
         return calls[-1]
 
-    core.request_handler.serve(core.engine.scheduler, {"begin": begin})
+    core.serve(begin=begin)
     client = core.connect()
     for call_id, waits in enumerate((False, False, True, False)):
         client.send(wire.encode(wire.Call(1, call_id, "begin", [waits])))
@@ -228,6 +265,143 @@ def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
         (3, "done"),
         (2, "at last"),
     ]
+
+
+def monitor_of(dealer):
+    return dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+
+def test_message_for_another_incarnation_is_dropped(core):
+    client = core.connect()
+    earlier = request(3)
+    earlier.incarnation = 2
+    for message in (earlier, wire.Call(2, 7, "echo", ["for another core"]), wire.Bye(0)):
+        client.send(wire.encode(message))
+    assert core.ask(client, wire.Call(1, 8, "echo", ["for this core"])).call_id == 8
+    assert core.request_handler.num_dropped == 3
+    assert core.request_handler.num_clients == 1
+    assert not core.engine.scheduler.num_waiting
+
+
+def test_client_that_sends_several_parts_is_dropped_and_told_why_when_it_comes_back(core):
+    hello = wire.encode(wire.hello(token=TOKENS[0]))
+    hostile, other = core.connect(hello=hello), core.connect()
+    monitor = monitor_of(hostile)
+    for dealer in (hostile, other):
+        dealer.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    hostile.send_multipart([bytes(1000)] * 1000)
+    core.receive_until(lambda: monitor.poll(0))
+    assert core.request_handler.num_clients == core.engine.scheduler.num_waiting == 1
+    assert "several parts" in core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped
+    assert core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped == ""
+
+
+def test_connection_of_a_peer_that_takes_itself_for_a_client_is_closed(core):
+    stranger = core.connect(greet=False)
+    monitor = monitor_of(stranger)
+    stranger.send(wire.encode(request(3)))
+    core.receive_until(lambda: monitor.poll(0))
+    assert not core.engine.scheduler.num_waiting
+
+
+def test_peer_that_is_refused_again_and_again_is_disconnected(core):
+    stranger = core.connect(greet=False)
+    monitor = monitor_of(stranger)
+    for _ in range(50):
+        stranger.send(wire.encode(wire.Hello(1)))
+    core.receive_until(lambda: monitor.poll(0))
+
+
+class Reader:
+    """A client that is sent output, and that reads it, pretends to, or does not."""
+
+    def __init__(self, core, token=b""):
+        self.core = core
+        self.dealer = core.connect(hello=wire.encode(wire.hello(token=token)))
+        self.monitor = monitor_of(self.dealer)
+
+    def ask_for(self, num_messages, num_bytes=2**15):
+        for call_id in range(num_messages):
+            self.dealer.send(wire.encode(wire.Call(1, call_id, "echo", ["x" * num_bytes])))
+
+    def read(self, returns_marks=True):
+        """Read all messages that have arrived; return the number of replies."""
+        num_replies = 0
+        while self.dealer.poll(0):
+            message = wire.decode_core_message(self.dealer.recv())
+            num_replies += isinstance(message, wire.Reply)
+            if isinstance(message, wire.Mark) and returns_marks:
+                self.dealer.send(wire.encode(wire.MarkSeen(1, message.mark)))
+        return num_replies
+
+
+def test_client_that_does_not_read_is_dropped_and_its_output_discarded(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**22)
+    reader, other = Reader(core, TOKENS[0]), core.connect()
+    for dealer in (reader.dealer, other):
+        dealer.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    reader.ask_for(1000)
+    core.receive_until(lambda: reader.monitor.poll(0))
+    assert core.request_handler.num_clients == core.engine.scheduler.num_waiting == 1
+    assert "bytes of output" in core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped
+
+
+def test_client_that_forges_marks_is_dropped_as_if_it_read_nothing(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**22)
+    reader = Reader(core)
+    for mark in range(100):
+        reader.dealer.send(wire.encode(wire.MarkSeen(1, mark)))
+    reader.ask_for(1000)
+    core.receive_until(lambda: reader.monitor.poll(0))
+    assert core.request_handler.num_dropped >= 100
+
+
+def test_client_that_reads_is_sent_any_amount(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**20)
+    reader, num_replies = Reader(core), 0
+    for _ in range(50):
+        reader.ask_for(10)
+        expected = num_replies + 10
+        deadline = time.monotonic() + 10
+        while num_replies < expected:
+            assert time.monotonic() < deadline
+            core.request_handler.receive()
+            num_replies += reader.read()
+    assert core.request_handler.num_clients == 1
+
+
+def test_clients_share_the_room_for_unread_output(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES_OF_ALL", 2**22)
+    reader, alone = Reader(core), []
+    reader.ask_for(60)
+    core.receive_until(lambda: not core.bound.socket.poll(50))
+    assert core.request_handler.num_clients == 1
+    alone.extend(core.connect() for _ in range(3))
+    reader.ask_for(10)
+    core.receive_until(lambda: reader.monitor.poll(0))
+    assert core.request_handler.num_clients == 3
+
+
+def test_results_of_one_step_may_exceed_the_limit():
+    unread = UnreadOutput()
+    for _ in range(100):
+        unread.add(2**16, True)
+    assert not unread.exceeds(2**20)
+    for _ in range(301):
+        unread.add(2**16, True)
+        exceeds = unread.exceeds(2**20)
+    assert exceeds
+
+
+def test_owner_of_a_core_may_leave_any_output_unread(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**20)
+    with contextlib.closing(Core(f"ipc://{tmp_path}/private.sock", config, is_shared=False)) as core:
+        reader = Reader(core)
+        reader.ask_for(200)
+        core.receive_until(lambda: not core.bound.socket.poll(50))
+        assert core.request_handler.num_clients == 1
 
 
 def test_unread_messages_wait_with_their_sender(core):

@@ -35,6 +35,8 @@ _MARGIN = 1e-3
 """Log-probability by which each calm token is ahead of the next best, so that rounding changes none."""
 _BURST = 400
 _ANSWER_TIMEOUT_S = 60.0
+_REPEAT_MS = 1000
+"""Time without any answer after which the last message is repeated."""
 
 
 @contextlib.contextmanager
@@ -74,6 +76,8 @@ class Attacker:
         self._incarnation = incarnation
         self._operator_key = read_operator_key(_operator_key_file(address))
         self._report = report
+        self._versions = itertools.count(2**32)
+        """Versions of the protocol that no core has."""
         self._sockets = [self._dealer() for _ in range(4)]
         self._stranger = self._dealer()
         self._episodes = itertools.cycle(
@@ -134,13 +138,18 @@ class Attacker:
         self._report.sent[kind] += 1
 
     def _await_core(self, dealer: "zmq.Socket[bytes]") -> None:
-        """Return when the core has processed everything sent on `dealer`: a refused hello is answered last."""
-        self._send("other version", dealer, wire.Hello(2**32))
-        while True:
-            if not dealer.poll(int(_ANSWER_TIMEOUT_S * 1000)):
-                raise TimeoutError(f"the core has not answered for {_ANSWER_TIMEOUT_S:g} s")
-            if (message := self._count(dealer.recv_multipart())) is not None and "4294967296" in message.reason:
-                return
+        """Return when the core has processed everything sent on `dealer`: a refused hello is answered last.
+
+        The hello is repeated, because it is lost if the core closes the connection for what came before it.
+        """
+        version = next(self._versions)
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._send("other version", dealer, wire.Hello(version))
+            while dealer.poll(_REPEAT_MS):
+                if (message := self._count(dealer.recv_multipart())) is not None and str(version) in message.reason:
+                    return
+        raise TimeoutError(f"the core has not answered for {_ANSWER_TIMEOUT_S:g} s")
 
     def _count(self, frames: list[bytes]) -> wire.Refused | None:
         """Count an answer. Return it if it refuses the client."""
