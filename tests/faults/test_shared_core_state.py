@@ -84,32 +84,32 @@ def test_pause_that_another_operator_has_ended_does_not_come_back_with_the_next_
         for client in (first, second):
             assert len((await rest(stream(client, 3))).token_ids) == 3
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 90))
 
 
 def test_repeated_call_undoes_nothing_that_another_operator_asked_for_since(core, connect):
     address, key_file = core
     operator = connect()
 
-    def pause(connection):
+    def pause():
+        """Ask for a pause, always under the same id, as a client does that has had no answer."""
+        connection = CoreConnection(address, None, ensure_operator_key(key_file))
         connection.greet(30, lambda: None)
         connection.send(wire.Call(connection.incarnation, 12345, "pause", ["keep", False]))
         while not isinstance(message := wire.decode_core_message(connection._socket.recv()), wire.Reply):
             pass
-        assert message.call_id == 12345
-        return message.error
+        connection.close()
+        assert (message.call_id, message.error) == (12345, None)
 
     async def run():
-        for _ in range(2):
-            connection = CoreConnection(address, None, ensure_operator_key(key_file))
-            assert pause(connection) is None
-            connection.close()
-            await operator.resume_generation()
-            assert not await operator.is_paused()
-            await kill(operator)
-            assert not await operator.is_paused()
+        pause()
+        assert await operator.is_paused()
+        await operator.resume_generation()
+        await kill(operator)
+        pause()
+        assert not await operator.is_paused()
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 90))
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -133,7 +133,7 @@ def test_core_sleeps_and_stays_paused_after_a_death_without_the_help_of_the_clie
         await operator.resume_generation()
         assert len((await waiting).token_ids) == 3
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 90))
 
 
 def test_requests_from_before_a_pause_that_waits_for_them_run_to_their_ends_after_a_death(connect):
@@ -154,7 +154,7 @@ def test_requests_from_before_a_pause_that_waits_for_them_run_to_their_ends_afte
         await operator.resume_generation()
         assert len((await late).token_ids) == 3
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 90))
 
 
 def test_calls_that_affect_all_clients_are_refused_by_name_to_a_client_that_is_no_operator(connect):
@@ -179,15 +179,14 @@ def test_calls_that_affect_all_clients_are_refused_by_name_to_a_client_that_is_n
         assert not await operator.is_sleeping()
         assert (await answer(user, PROMPT, greedy(3))).finished
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 90))
 
 
 def test_single_request_ends_while_most_of_another_clients_2000_requests_wait(connect):
     many, single = connect(False), connect(False)
 
     async def run():
-        for _ in range(2000):
-            await many.add_request(None, PROMPT, greedy(20, ignore_eos=True))
+        streams = [await many.add_request(None, PROMPT, greedy(20, ignore_eos=True)) for _ in range(2000)]
 
         async def core_has_most():
             return (await single.core_status())["num_waiting"] > 1800
@@ -195,5 +194,6 @@ def test_single_request_ends_while_most_of_another_clients_2000_requests_wait(co
         await eventually(core_has_most)
         assert len((await rest(stream(single, 20))).token_ids) == 20
         assert (await single.core_status())["num_waiting"] > 1500
+        assert len(streams) == 2000
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 90))
