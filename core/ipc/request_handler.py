@@ -98,7 +98,10 @@ class RequestHandler:
                     self._clients.reply(identity, wire.Refused(reason))
 
     def receive(self, admit: bool = True) -> None:
-        """Handle the messages that have arrived, without waiting; refuse new requests unless `admit`."""
+        """Handle the messages that have arrived, without waiting; ignore new clients and requests unless `admit`.
+
+        These wait for the next core: their clients send them to it when they see the end of this core.
+        """
         self._admits = admit
         deadline = time.monotonic() + _RECEIVE_S
         self._probe()
@@ -137,6 +140,8 @@ class RequestHandler:
         """Do what a message of `num_bytes` asks for; raises no error but `zmq.ZMQError`."""
         client = self._clients.find(identity)
         try:
+            if not self._admits and isinstance(message, wire.Hello | wire.AddRequest | wire.AddPooling):
+                return
             if isinstance(message, wire.Hello):
                 self._greet(identity, message)
             elif client is None:
@@ -193,7 +198,7 @@ class RequestHandler:
             if self._page is not None and hello.token:
                 self._page.note_client(client, hello.token)
         config = msgspec.json.encode(self._config)
-        last_death = self._predecessor and self._predecessor.last_death(hello.token)
+        last_death = None if self._predecessor is None else self._predecessor.last_death(hello.token)
         self._send_to(client, wire.welcome(self._incarnation, client, os.getpid(), config, last_death))
 
     def _probe(self) -> None:
@@ -337,12 +342,10 @@ class RequestHandler:
             scheduler.abort(client, slot)
 
     def _scheduler_for_new(self, client: int, slot: int) -> Scheduler:
-        """Return the scheduler, for a request that gets `slot`; raises ValueError while the core shuts down."""
+        """Return the scheduler, for a request that gets `slot`; raises _SlotInUse if it is not free."""
         scheduler = self._running_scheduler()
         if not 0 <= slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, slot):
             raise _SlotInUse(f"slot {slot} of client {client} is not free")
-        if not self._admits:
-            raise ValueError("the core is shutting down; send the request to another core")
         return scheduler
 
     def _running_scheduler(self) -> Scheduler:
