@@ -167,6 +167,8 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     """Requests in the pending steps, of all clients."""
     in_step: list[tuple[int, int]] = []
     """(slot, number of output tokens) of each request of this client in the pending steps."""
+    num_restarts: int = 1
+    """Number of restarts by the core's parent, with the one that followed this death."""
 
 
 class Welcome(_Message, tag=16):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.pings import Pings
 from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End
 from vllm_mp.client.engine.suspects import Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
@@ -72,7 +73,15 @@ class EngineCoreClient:
         self._suspects = Suspects()
         self._owner = os.getpid()
         calls = self._calls
-        supervisor.watch(lambda: bool(requests.num_slots_in_use or calls))
+        # The supervisor must not keep a client alive that its owner has dropped.
+        this = weakref.ref(self)
+
+        def ping() -> None:
+            if (client := this()) is not None:
+                client._send(wire.Call(client.incarnation, next(client._call_ids), "ping"))
+
+        self._pings = Pings(ping)
+        supervisor.watch(lambda: bool(requests.num_slots_in_use or calls), self._pings)
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -239,6 +248,7 @@ class EngineCoreClient:
             self._send(wire.AbortRequests(self.incarnation, slots))
 
     def _on_message(self, message: wire.CoreMessage) -> None:
+        self._pings.reset()
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message)
             self._abort_slots(self.requests.process(message))

@@ -15,8 +15,10 @@ import zmq
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.health import HangWatch
+from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.config import VllmConfig
+from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
 from vllm_mp.status_page import StatusPage
 
@@ -32,7 +34,25 @@ class Core(NamedTuple):
     page: StatusPage | None
     """The core's status page; None if this process cannot see it, as over TCP."""
     process: CoreProcess | None
-    """The core's process; None for a shared core."""
+    """The core's process; None for the core of another process."""
+    num_restarts: int
+    """Number of restarts by the core's parent before this core served."""
+    last_cause: str | None
+    """Why its predecessor died; None for the first core of the parent."""
+
+    @classmethod
+    def of(
+        cls,
+        connection: CoreConnection,
+        welcome: wire.Welcome,
+        config: VllmConfig,
+        page: StatusPage | None,
+        process: CoreProcess | None,
+    ) -> "Core":
+        """Return the core that has said `welcome`, with its configuration."""
+        death = welcome.last_death
+        num_restarts, last_cause = (0, None) if death is None else (death.num_restarts, death.cause)
+        return cls(connection, welcome.client, config, page, process, num_restarts, last_cause)
 
 
 _RETRY_S = 0.2
@@ -45,14 +65,18 @@ Check = Callable[[], None]
 class CoreLauncher:
     """Starts cores as processes of this client, with their files in one private folder, which `close` removes."""
 
-    def __init__(self, config: VllmConfig, is_shared: bool = False) -> None:
-        """`is_shared`: other clients connect to the cores too, at `shared_address`."""
+    def __init__(self, config: VllmConfig, has_log_files: bool = True) -> None:
+        """Without `has_log_files` the cores write their logs to the standard error of this process."""
         self._config = config
-        self._is_shared = is_shared
+        self._has_log_files = has_log_files
         self._limits = config.liveness_config
         self._owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
+        self._public: HeldAddress | None = None
+        self._first_incarnation = 1
         self._num_started = 0
+        self.predecessor: Predecessor | None = None
+        """The latest core that has served, if it died; the next core is told of it."""
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
@@ -63,21 +87,31 @@ class CoreLauncher:
         """The process id of the standby; None if there is none."""
         return self._standby.pid if self._standby is not None else None
 
-    @property
-    def shared_address(self) -> str:
-        """The address of every core, if the cores are shared."""
-        return f"ipc://{self.folder}/core.sock"
+    def share(self, address: str | None, key_file: str | None) -> str:
+        """Let other clients connect to all cores at `address`, by default in the private folder; return the address.
+
+        Call this before the first core starts. Raises ValueError as `HeldAddress` does.
+        """
+        self._public = HeldAddress(address or f"ipc://{self.folder}/core.sock", key_file)
+        # Clients may know a core of another parent at the address.
+        self._first_incarnation = int(1000 * time.time())
+        return self._public.address
 
     def begin(self) -> None:
-        """Start a core, or make the standby the core; `finish` waits for it. Raises OSError if no process can start."""
+        """Start a core, or make the standby the core; `finish` waits for it.
+
+        Raises OSError if no process can start, and ValueError if the cores' address was taken away.
+        """
+        if self._public is not None and self._public.restore() and self._standby is not None:
+            self._standby.stop()  # it has inherited the socket that was removed
         self._num_started += 1
         self._process, self._standby = self._standby, None
         if self._process is not None and not self._process.is_alive():
             self._process.stop()
             self._process = None
         if self._process is None:
-            self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
-        self._process.launch(self._config)
+            self._process = self._start(standby=False)
+        self._process.launch(self._config, self._num_started, self.predecessor)
         self._connection = CoreConnection(self._process.address, token=self._token)
 
     def finish(self, check: Check) -> Core:
@@ -108,14 +142,21 @@ class CoreLauncher:
             self.discard(process)
             raise
         self._process = self._connection = None
-        return Core(connection, welcome.client, config, process.status_page(), process)
+        if self._public is not None:
+            connection.send(wire.Bye(welcome.incarnation))  # the parent of a shared core is no client
+        return Core.of(connection, welcome, config, process.status_page(), process)
 
     def prepare_standby(self) -> None:
         """Start a standby, if `warm_standby` is set and none is alive. Raises OSError if no process can start."""
         if self._limits.warm_standby and (self._standby is None or not self._standby.is_alive()):
             if self._standby is not None:
                 self._standby.stop()
-            self._standby = CoreProcess(self.folder, self._num_started + 1, True, self._is_shared)
+            self._standby = self._start(standby=True)
+
+    def _start(self, standby: bool) -> CoreProcess:
+        """Start the process of the next core. Raises OSError if the system cannot."""
+        incarnation = self._first_incarnation + self._num_started - (not standby)
+        return CoreProcess(self.folder, incarnation, standby, self._public, self._has_log_files)
 
     def discard(self, process: CoreProcess) -> None:
         """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""
@@ -136,6 +177,9 @@ class CoreLauncher:
         for process in (self._process, self._standby, core and core.process):
             if process is not None:
                 process.stop(timeout)
+                process.remove_files()
+        if self._public is not None:
+            self._public.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -186,7 +230,7 @@ class RemoteCore:
         page = None
         if self.address.startswith("ipc://"):
             page = StatusPage.open(Path(self.address.removeprefix("ipc://") + ".status"))
-        return Core(connection, welcome.client, config, page, None)
+        return Core.of(connection, welcome, config, page, None)
 
     def prepare_standby(self) -> None:
         """No-op: a shared core has no standby."""
@@ -203,5 +247,5 @@ CoreSource = CoreLauncher | RemoteCore
 
 def _socket_root() -> str | None:
     """Return None for the usual folder of temporary files, or /tmp if the path of a socket there would be too long."""
-    longest = len(os.fsencode(tempfile.gettempdir())) + len("/vllm_mp-xxxxxxxx/core-99999.sock.lock")
+    longest = len(os.fsencode(tempfile.gettempdir())) + len("/vllm_mp-xxxxxxxx/core-9999999999999.sock")
     return None if longest <= zmq.IPC_PATH_MAX_LEN else "/tmp"

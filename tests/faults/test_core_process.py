@@ -123,7 +123,6 @@ def start(folder, tmp_path):
                 address=f"ipc://{tmp_path}/run/core.sock",
                 incarnation=1,
                 status_path=str(tmp_path / "page"),
-                supervised=True,
                 parent_pid=os.getpid(),
             )
             (tmp_path / "run").mkdir(exist_ok=True)
@@ -187,7 +186,7 @@ def test_core_serves_requests_while_its_log_cannot_be_written(start, kind):
     assert core.end() == 0
 
 
-@pytest.mark.parametrize("name", ["core.sock", "core.sock.lock", ""], ids=["socket", "lock", "folder"])
+@pytest.mark.parametrize("name", ["core.sock", ""], ids=["socket", "folder"])
 def test_core_whose_socket_is_removed_serves_connected_clients(start, tmp_path, name):
     core = start()
     if name:
