@@ -25,10 +25,12 @@ from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
+from vllm_mp.client.tokenizer_data import tokenizer_of_connected
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.errors import EngineDeadError
+from vllm_mp.operator_key import read_operator_key
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
@@ -141,28 +143,42 @@ class AsyncLLM(EngineControl):
         address: str,
         *,
         key_file: str | None = None,
+        operator_key_file: str | None = None,
         timeout: float = 30.0,
         tokenizer: str | None = None,
+        trust_remote_code: bool = False,
         reconnect_timeout: float = 300.0,
+        disable_log_requests: bool = True,
+        max_log_len: int | None = None,
         otlp_traces_endpoint: str | None = None,
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
-        `key_file` is needed for TCP. `tokenizer` is the folder of the tokenizer, if it differs from the core's.
-        Several clients may share a core; `shutdown` leaves it running. After its death, streams wait up to
-        `reconnect_timeout` seconds for another core that serves the same model at the address, and continue there.
-        Traces of this client's requests are sent to `otlp_traces_endpoint`.
+        `key_file` is needed for TCP. `operator_key_file`, a copy of the core's, makes this client an operator, which
+        may pause the core and make other calls that affect all its clients; without it such a call raises
+        NotOperatorError. Several clients may share a core; `shutdown` leaves it running. After its death, streams wait
+        up to `reconnect_timeout` seconds for another core of the same model at the address, and continue there.
+
+        `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
+        Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
+        `otlp_traces_endpoint` are the engine's options of these names; those of the core do not apply to this client.
+
+        Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
+        that cannot be used.
         """
-        source = RemoteCore(address, key_file, timeout)
+        operator_key = read_operator_key(operator_key_file) if operator_key_file is not None else b""
+        source = RemoteCore(address, key_file, timeout, operator_key)
         core = source.finish(lambda: None)
         source.timeout = reconnect_timeout
         # The operator of the core limits how often it restarts.
         restarts = RestartLimit(None, 1.0) if reconnect_timeout > 0 else None
+        core.config.observability_config.disable_log_requests = disable_log_requests
+        core.config.observability_config.max_log_len = max_log_len
         try:
-            if tokenizer is not None:
-                core.config.model_config.tokenizer = tokenizer
-            loaded = _load_prompt_tokenizer(core.config.model_config)
-            return cls(CoreSupervisor(source, core, restarts), loaded, _tracer(core.config, otlp_traces_endpoint))
+            loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
+            prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None
+            tracer = _tracer(core.config, otlp_traces_endpoint)
+            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer, tracer)
         except BaseException:
             core.connection.close()
             raise

@@ -7,6 +7,10 @@ from typing import Any
 from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.stream import RequestStream
 
+_OBJECTS_PER_TURN = 64
+"""Number of objects for log-probabilities that a consumer makes in a turn of the event loop: about 0.1 ms of work. All
+consumers that `WakeUps` wakes in a turn may do so."""
+
 Start = Callable[[], Awaitable["OutputIterator"]]
 """Sends a request."""
 Abandon = Callable[[RequestStream], None]
@@ -79,6 +83,8 @@ class OutputIterator(AsyncGenerator[Any, None]):
         try:
             while not stream.has_news():
                 await stream.arrival()
+            if stream.has_logprobs:
+                await stream.make_logprobs(_OBJECTS_PER_TURN, _OBJECTS_PER_TURN)
         except BaseException:
             self._close()
             raise

@@ -47,16 +47,18 @@ class StatLogger:
         self._since, self._last = now, tokens
 
     def log_request(self, stream: RequestStream) -> None:
-        """Write a line about a request that was sent, unless `disable_log_requests`."""
+        """Write a line about a request that was sent, unless `disable_log_requests`.
+
+        What the caller wrote is in it only with `max_log_len`: prompts, stop strings and other texts may be private.
+        """
         if self._config.disable_log_requests or not logger.isEnabledFor(logging.INFO):
             return
-        logger.info(
-            "request %s: prompt %r (%d tokens), %s",
-            stream.request_id,
-            None if stream.prompt is None else stream.prompt[: self._config.max_log_len],
-            len(stream.prompt_token_ids),
-            stream.params,
-        )
+        length, num_tokens = self._config.max_log_len, len(stream.prompt_token_ids)
+        if length is None:
+            logger.info("request %s: %d tokens", stream.request_id, num_tokens)
+        else:
+            prompt = None if stream.prompt is None else stream.prompt[:length]
+            logger.info("request %s: %d tokens, prompt %r, %s", stream.request_id, num_tokens, prompt, stream.params)
 
     def _tokens(self) -> tuple[float, float, float, float]:
         stats = self._stats

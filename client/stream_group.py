@@ -13,6 +13,9 @@ from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
+_OBJECTS_PER_TURN = 4096
+"""Number of objects for log-probabilities that a group makes in a turn of the event loop: some milliseconds of work."""
+
 
 class StreamGroup:
     """The outputs of many requests as lists: one awaitable for all streams, where `generate` has one for each.
@@ -38,6 +41,8 @@ class StreamGroup:
         """By id: the streams whose last output has not been taken."""
         self._ready = ReadyStreams()
         self._num_being_added = 0
+        self._has_logprobs = False
+        """A stream has log-probabilities."""
 
     def __len__(self) -> int:
         """Return the number of requests whose last output has not been taken."""
@@ -69,6 +74,7 @@ class StreamGroup:
             self._num_being_added -= 1
             self._ready.wake()  # this may have been the last request that an iteration waits for
         self._streams[request_id] = stream
+        self._has_logprobs = self._has_logprobs or stream.has_logprobs
         stream.group = self._ready
         if stream.has_news():
             stream.wake()
@@ -85,7 +91,11 @@ class StreamGroup:
         while self._streams or self._num_being_added:
             if not len(self._ready):
                 await self._ready.arrival()
-            if outputs := self._take():
+            streams = self._ready.take()
+            if self._has_logprobs:
+                streams = await self._make_logprobs(streams)
+            # Also forgets the streams that have ended.
+            if outputs := output_path.current.take_outputs(streams, self._take_any):
                 return outputs
         raise StopAsyncIteration
 
@@ -107,9 +117,22 @@ class StreamGroup:
     def __del__(self) -> None:
         self._close()
 
-    def _take(self) -> list[RequestOutput | RequestFailure]:
-        """Return the outputs of the streams that are ready, and forget the streams that have ended."""
-        return output_path.current.take_outputs(self._ready.take(), self._take_any)
+    async def _make_logprobs(self, streams: list[RequestStream]) -> list[RequestStream]:
+        """Make the objects for log-probabilities of `streams`; return the streams that were not closed meanwhile.
+
+        They stay ready if the call is cancelled.
+        """
+        room, is_done = _OBJECTS_PER_TURN, False
+        try:
+            for stream in streams:
+                room = await stream.make_logprobs(_OBJECTS_PER_TURN, room)
+            is_done = True
+        finally:
+            streams = [stream for stream in streams if stream.group is self._ready]
+            if not is_done:
+                for stream in streams:
+                    self._ready.append(stream)
+        return streams
 
     def _take_any(self, stream: RequestStream) -> RequestOutput | RequestFailure | None:
         """Return the output of a stream of any kind, or None without news; forget the stream if it has ended."""
@@ -123,6 +146,8 @@ class StreamGroup:
             output = RequestFailure(stream.request_id, error)
         if output.finished:
             self._streams.pop(stream.request_id, None)
+        elif stream.has_logprobs and stream.has_news():
+            stream.wake()  # tokens arrived while objects were made for this output
         return output
 
     def _close(self) -> None:

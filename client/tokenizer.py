@@ -52,6 +52,11 @@ def load_awaitable_tokenizer(config: ModelConfig) -> Any:
         chat_template=config.chat_template,
         cache_dir=cache_root(),
     )
+    return make_awaitable(tokenizer)
+
+
+def make_awaitable(tokenizer: Any) -> Any:
+    """Return `tokenizer`, on which `await` returns the tokenizer itself."""
     kind = type(tokenizer)
 
     def wait(self: Any) -> Generator[Any, None, Any]:
@@ -79,16 +84,15 @@ def load_tokenizer(
         folder: the folder of the tokenizer's files.
         mode: "auto" prefers the fast tokenizer, "slow" asks `AutoTokenizer` for the Python tokenizer.
         trust_remote_code: run the code in the folder, if its tokenizer has any.
-        chat_template: a Jinja template or the path of a template, which replaces the folder's own.
+        chat_template: a Jinja template that replaces the folder's own.
         cache_dir: the folder of converted tokenizers, which are named by the content of their source files.
 
     Raises:
-        ValueError: `mode` is unknown, the chat template's file cannot be read, or the folder holds no tokenizer
-            that can be loaded. The message names the folder, the cause and the remedy.
+        ValueError: `mode` is unknown, or the folder holds no tokenizer that can be loaded. The message names the
+            folder, the cause and the remedy.
     """
     if mode not in ("auto", "slow"):
         raise ValueError(f"tokenizer_mode must be 'auto' or 'slow', got {mode!r}")
-    template = None if chat_template is None else _read_chat_template(chat_template)
     # Our worker thread is fast enough. If the library had threads too, it would warn whenever the user's app forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not folder.is_dir():
@@ -103,8 +107,8 @@ def load_tokenizer(
             "Download the model's tokenizer files again, set `tokenizer` to a folder or hub id that has them, or set "
             "`skip_tokenizer_init=True` and give prompts as token ids"
         ) from error
-    if template is not None:
-        tokenizer.chat_template = template
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     return tokenizer
 
 
@@ -113,14 +117,22 @@ def _load(folder: Path, mode: str, trust_remote_code: bool, cache_dir: Path) -> 
     config = read_json(folder / _CONFIG_FILE, dict) or {}
     if mode == "slow" or (trust_remote_code and "auto_map" in config):
         return _load_auto(folder, use_fast=mode != "slow", trust_remote_code=trust_remote_code)
+    fast_folder = fast_tokenizer_folder(folder, cache_dir)
+    if fast_folder is None:
+        return _load_auto(folder, use_fast=True, trust_remote_code=trust_remote_code)
+    return load_fast_tokenizer(fast_folder)
+
+
+def fast_tokenizer_folder(folder: Path, cache_dir: Path) -> Path | None:
+    """Return the folder that holds the tokenizer of `folder` as a tokenizer.json: itself or its conversion.
+
+    Return None if the tokenizer has no fast form. Raises ValueError if there is no tokenizer or it cannot be converted.
+    """
     if (folder / _FAST_FILE).is_file():
-        return _load_fast(folder, config)
+        return folder
     if not has_tokenizer(folder):
         raise ValueError(f"it has no tokenizer files (none of {', '.join(TOKENIZER_FILES)})")
-    converted = _convert(folder, cache_dir)
-    if converted is None:
-        return _load_auto(folder, use_fast=True, trust_remote_code=trust_remote_code)
-    return _load_fast(converted, read_json(converted / _CONFIG_FILE, dict) or {})
+    return _convert(folder, cache_dir)
 
 
 class _FastFile(msgspec.Struct):
@@ -129,10 +141,11 @@ class _FastFile(msgspec.Struct):
     added_tokens: list[dict[str, Any]] = []
 
 
-def _load_fast(folder: Path, config: dict[str, Any]) -> Any:
-    """Load the tokenizer.json of `folder`; `config` is the content of its tokenizer_config.json."""
+def load_fast_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer.json of `folder`; no code in the folder runs. Raises any error for a damaged folder."""
     from transformers import PreTrainedTokenizerFast
 
+    config = read_json(folder / _CONFIG_FILE, dict) or {}
     options: dict[str, Any] = {}
     if "added_tokens_decoder" not in config and not any(
         (folder / name).exists() for name in ("special_tokens_map.json", "added_tokens.json")
@@ -199,19 +212,6 @@ def _identity(folder: Path) -> str:
             digest.update(f"\0{path.name}\0{len(content)}\0".encode())
             digest.update(content)
     return digest.hexdigest()[:32]
-
-
-def _read_chat_template(chat_template: str) -> str:
-    """Return the template that is given as text or as a path."""
-    if any(mark in chat_template for mark in ("{{", "{%", "{#", "\n")):
-        return chat_template
-    try:
-        return Path(chat_template).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read ({error}): "
-            "give the text of a template, or the path of one"
-        ) from error
 
 
 def _convert_to_fast(source: str, target: str) -> int:

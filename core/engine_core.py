@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
@@ -25,6 +25,7 @@ from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.status_page import StatusPage, StepRequests
+from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
@@ -78,18 +79,21 @@ class EngineCore:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(stop.fd, zmq.POLLIN)
         self._stop = stop
+        tokenizer_files = TokenizerFiles(model.tokenizer)
         handler.serve(
             self._scheduler,
             {
                 "ping": lambda: None,
                 "status": self.status,
-                "reset_prefix_cache": self._between_steps(self._cache.forget_prefixes),
-                "pause": self._between_steps(self._pause.pause),
-                "resume": self._pause.resume,
-                "start_profile": self._between_steps(self._profiler.start),
-                "stop_profile": self._between_steps(self._profiler.stop),
-                "sleep": self._sleep.sleep,
-                "wake_up": self._sleep.wake_up,
+                LIST_CALL: tokenizer_files.sizes,
+                READ_CALL: tokenizer_files.read,
+                "reset_prefix_cache": OperatorCall(self._between_steps(self._cache.forget_prefixes)),
+                "pause": OperatorCall(self._between_steps(self._pause.pause)),
+                "resume": OperatorCall(self._pause.resume),
+                "start_profile": OperatorCall(self._between_steps(self._profiler.start)),
+                "stop_profile": OperatorCall(self._between_steps(self._profiler.stop)),
+                "sleep": OperatorCall(self._sleep.sleep),
+                "wake_up": OperatorCall(self._sleep.wake_up),
             },
             page,
         )

@@ -85,7 +85,14 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     except ValueError as error:
         logger.error("%s", error)
         return True
-    handler = RequestHandler(bound.socket, launch.config, launch.incarnation, launch.predecessor)
+    handler = RequestHandler(
+        bound.socket,
+        launch.config,
+        launch.incarnation,
+        operator_key=launch.operator_key,
+        predecessor=launch.predecessor,
+        is_shared=launch.public is not None,
+    )
     core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)

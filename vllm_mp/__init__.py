@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         EngineError,
         EngineGenerateError,
         EngineStartError,
+        NotOperatorError,
     )
     from vllm_mp.outputs import (
         CompletionOutput,
@@ -49,6 +50,7 @@ _MODULE_OF = {
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
     "Logprob": "outputs",
+    "NotOperatorError": "errors",
     "PoolingOutput": "outputs",
     "PoolingParams": "pooling_params",
     "PoolingRequestOutput": "outputs",
@@ -75,6 +77,7 @@ __all__ = [
     "EngineGenerateError",
     "EngineStartError",
     "Logprob",
+    "NotOperatorError",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",

@@ -29,6 +29,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     trust_remote_code: bool
     served_model_name: str
     chat_template: str | None
+    """The text of a template that replaces the tokenizer's own."""
     load_format: str
     dtype: str
     """"auto" until the core chooses the dtype for its device; then "float32", "float16" or "bfloat16"."""
@@ -154,7 +155,7 @@ class ObservabilityConfig(msgspec.Struct, kw_only=True):
     disable_log_stats: bool
     disable_log_requests: bool = True
     max_log_len: int | None = None
-    """Maximum number of characters of a prompt in the log; None: no limit."""
+    """Number of characters of each prompt in the log, beside the parameters; None: neither is in the log."""
     otlp_traces_endpoint: str | None = None
     """URL of a collector of OpenTelemetry; None: no traces."""
 

@@ -4,6 +4,7 @@ An option that has a field of the same name in a section of `VllmConfig` is copi
 depend on the model or on other options are worked out here.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -70,6 +71,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             path=str(folder),
             tokenizer=str(tokenizer),
             served_model_name=args.served_model_name or args.model,
+            chat_template=None if args.chat_template is None else _read_chat_template(args.chat_template),
             quantization=_quantization(args, architecture),
             max_model_len=max_model_len,
             hf_config=hf_config,
@@ -92,6 +94,22 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args),
     )
+
+
+def _read_chat_template(chat_template: str) -> str:
+    """Return the template that is given as text or as a path.
+
+    The configuration holds its text, so that no client opens a path that a core names.
+    """
+    if any(mark in chat_template for mark in ("{{", "{%", "{#", "\n")):
+        return chat_template
+    try:
+        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read ({error}): "
+            "give the text of a template, or the path of one"
+        ) from error
 
 
 def _section(kind: type[Section], args: "EngineArgs", **settings: Any) -> Section:

@@ -113,5 +113,7 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """The address for other clients; None: the core serves its parent alone."""
     number: int = 1
     """The number of this core among the cores that its parent has started."""
+    operator_key: bytes = b""
+    """The key of the clients that may change the core for all clients; empty: there are none."""
     predecessor: Predecessor | None = None
     """The core that served before this one and died; None for the first core."""

@@ -5,7 +5,7 @@ of the configuration that has a field of its name.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.config_resolution import resolve_config
@@ -204,10 +204,28 @@ class EngineArgs(Options):
 class AsyncEngineArgs(EngineArgs):
     """`EngineArgs` and the options that concern only the asyncio client."""
 
-    disable_log_requests: bool = option(False, "Write no line to the log for each request")
+    CLIENT_OPTIONS: ClassVar[tuple[str, ...]] = (
+        "tokenizer",
+        "trust_remote_code",
+        "disable_log_requests",
+        "max_log_len",
+        "otlp_traces_endpoint",
+    )
+    """The options that a client of a running core has too, as arguments of `AsyncLLM.connect`."""
+
+    disable_log_requests: bool = option(
+        True, "Write no line to the log for each request; else a line has the request's id and its number of tokens"
+    )
     max_log_len: int | None = option(
-        None, "Maximum number of characters of a prompt in the log; by default prompts are not cut", low=0
+        None,
+        "Number of characters of each prompt that a line of disable_log_requests=False shows, with the request's "
+        "parameters; by default none, because those who read a log need not be the authors of prompts",
+        low=0,
     )
     otlp_traces_endpoint: str | None = option(
         None, "URL of the OpenTelemetry collector to which traces of requests are sent; by default there are no traces"
     )
+
+    def client_options(self) -> dict[str, Any]:
+        """Return the options of `CLIENT_OPTIONS` by name."""
+        return {name: getattr(self, name) for name in self.CLIENT_OPTIONS}

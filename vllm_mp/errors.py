@@ -32,5 +32,13 @@ class EngineGenerateError(EngineError):
     """
 
 
+class NotOperatorError(EngineError, PermissionError):
+    """The call changes a shared core for all its clients, and this client is no operator of it.
+
+    Raised by pauses, sleeps, their ends, the profiler and `reset_prefix_cache` of a client from `AsyncLLM.connect`
+    without `operator_key_file`. Nothing has changed: connect with the operator key file of the core.
+    """
+
+
 AsyncEngineDeadError = EngineDeadError
 """The same class under its older name."""

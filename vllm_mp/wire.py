@@ -32,6 +32,8 @@ from vllm_mp.sampling_params import MAX_BAD_WORDS, SamplingParams
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
+TCP_HEARTBEAT_MS = 5000
+"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
 MAX_CLIENTS = 4096
 """Clients of one core that have said hello and have not left."""
 TOKEN_BYTES = 16
@@ -70,6 +72,8 @@ class _Message(msgspec.Struct, array_like=True):
 class Hello(_Message, tag=1):
     """Client to core: the first message. `package` is the client's version of vllm-mp; `hello` makes one.
 
+    `operator_key` makes the client an operator of the core; it is empty for a plain client.
+
     `token` is random, and the same in each hello of a client, to whichever core and after whichever connection. A core
     knows from it that a client has come back, and says what its predecessor was computing for that client. It is a
     secret of the two: a peer that knows it can take the client's place. Empty: the client cannot be known again.
@@ -78,6 +82,7 @@ class Hello(_Message, tag=1):
     version: int
     schema: _Name = ""
     package: _Name = ""
+    operator_key: Annotated[bytes, msgspec.Meta(max_length=_MAX_NAME_LENGTH)] = b""
     token: _Token = b""
 
 
@@ -150,7 +155,14 @@ class Bye(_Message, tag=5):
     incarnation: int
 
 
-ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling
+class MarkSeen(_Message, tag=7):
+    """Client to core: the client has read everything up to the `Mark` with the same number."""
+
+    incarnation: int
+    mark: int
+
+
+ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen
 
 
 class LastDeath(msgspec.Struct, array_like=True, frozen=True):
@@ -175,7 +187,8 @@ class Welcome(_Message, tag=16):
     """Core to client: the answer to Hello, sent when the core can serve; `welcome` makes one.
 
     `config` is a `VllmConfig` as JSON, `package` the core's version of vllm-mp. `last_death` is None if the core has no
-    predecessor, or knows nothing of it.
+    predecessor, or knows nothing of it. `why_dropped` says why the core closed the client's last connection; it is
+    empty if the core did not.
     """
 
     version: int
@@ -186,6 +199,7 @@ class Welcome(_Message, tag=16):
     schema: _Name = ""
     package: _Name = ""
     last_death: LastDeath | None = None
+    why_dropped: str = ""
 
 
 class Refused(_Message, tag=17):
@@ -252,15 +266,30 @@ class StepOutput(_Message, tag=18):
 
 
 class Reply(_Message, tag=19):
-    """Core to client: the answer to a `Call`: a result of plain data, or an error."""
+    """Core to client: the answer to a `Call`: a result of plain data, or an error.
+
+    `needs_operator`: the error is that only operators may make this call.
+    """
 
     incarnation: int
     call_id: int
     result: Any = None
     error: str | None = None
+    needs_operator: bool = False
 
 
-CoreMessage = Welcome | Refused | StepOutput | Reply
+class Mark(_Message, tag=20):
+    """Core to client: return `mark` in a `MarkSeen`, so that the core knows how much this client has read.
+
+    A mark is random and follows every 64 KiB of output. A core that many clients share drops a client that returns none
+    while much output waits for it.
+    """
+
+    incarnation: int
+    mark: int
+
+
+CoreMessage = Welcome | Refused | StepOutput | Reply | Mark
 
 
 class _BoundedParams(SamplingParams):
@@ -335,14 +364,21 @@ SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage), VllmCon
 """What client and core must have in common beside PROTOCOL_VERSION: the messages and the configuration."""
 
 
-def hello(token: bytes = b"") -> Hello:
+def hello(operator_key: bytes = b"", token: bytes = b"") -> Hello:
     """Return the `Hello` of this version of vllm-mp."""
-    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, token)
+    return Hello(PROTOCOL_VERSION, SCHEMA, _PACKAGE, operator_key, token)
 
 
-def welcome(incarnation: int, client: int, pid: int, config: bytes, last_death: LastDeath | None = None) -> Welcome:
+def welcome(
+    incarnation: int,
+    client: int,
+    pid: int,
+    config: bytes,
+    last_death: LastDeath | None = None,
+    why_dropped: str = "",
+) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
-    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death)
+    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped)
 
 
 def mismatch(peer: Hello | Welcome) -> str | None:

@@ -7,7 +7,6 @@ requests and calls that must be sent again to the next core.
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -27,9 +26,9 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
-"""Time for which messages are received before other callbacks of the event loop run."""
-_HEARTBEAT_MS = 5000
-"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
+"""Time after which no further message is received before other callbacks of the event loop have run."""
+_ASK_ID = -1
+"""The id of the calls that `CoreConnection.ask` makes; those of the event loop count from 0."""
 
 
 class CoreConnection:
@@ -39,10 +38,13 @@ class CoreConnection:
     later hand it to another; messages that arrive while no loop runs wait in the socket.
     """
 
-    def __init__(self, address: str, key_file: str | None = None, token: bytes = b"") -> None:
+    def __init__(
+        self, address: str, key_file: str | None = None, operator_key: bytes = b"", token: bytes = b""
+    ) -> None:
         """Connect to `address`, ipc://PATH or tcp://HOST:PORT; the latter needs `key_file`, a copy of the core's.
 
-        `token` is the client's, by which a core knows it again.
+        `operator_key` is that of the core, if this client is to be its operator. `token` is the client's, by which a
+        core knows it again.
 
         Raises ValueError, naming the address or the key file, if either is unusable.
         """
@@ -56,6 +58,7 @@ class CoreConnection:
         elif not address.startswith("ipc://"):
             raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
         self.address = address
+        self._operator_key = operator_key
         self._token = token
         self._dropped = wire.DropCounter(logger, "the core")
         """Messages from the core that were invalid or from another incarnation."""
@@ -64,8 +67,9 @@ class CoreConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
-        self._receive: Callable[[float], None] = lambda limit: None
-        """Delivers the messages that have arrived, for `limit` seconds; the rest in later turns of the loop."""
+        self._receive: Callable[[], bool] = lambda: True
+        """Delivers the messages that have arrived, as many as a turn of the loop has time for; the rest in later turns.
+        Returns whether there is no rest."""
         self._receives_soon = False
         """The loop is about to call `_receive_some`."""
         self._owner = os.getpid()
@@ -80,8 +84,8 @@ class CoreConnection:
             self._socket.curve_serverkey = self._socket.curve_publickey = public
             self._socket.curve_secretkey = secret
             # Only heartbeats show that a peer vanished without closing the connection.
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.TCP_HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * wire.TCP_HEARTBEAT_MS)
         self.monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         """Readable when the connection has broken. Only one thread may use it, which need not be the loop's."""
         try:
@@ -97,7 +101,7 @@ class CoreConnection:
         EngineStartError if the peer is no core of this version, refuses, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        hello = wire.encode(wire.hello(self._token))
+        hello = wire.encode(wire.hello(self._operator_key, self._token))
         self._socket.send(hello)
         while True:
             if self.is_broken():  # the core died while it loaded; greet the next core at this address
@@ -118,6 +122,24 @@ class CoreConnection:
                 raise EngineStartError(
                     f"the core at {self.address} did not answer within {timeout:g} s; check that it runs"
                 )
+
+    def ask(self, timeout: float, name: str, *args: wire.CallArgument) -> Any:
+        """Run an operation of the greeted core and return its result; blocks, and only before `attach`.
+
+        Raises EngineStartError if the core refuses, ends, or has not answered within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        self._socket.send(wire.encode(wire.Call(self.incarnation, _ASK_ID, name, list(args))))
+        while time.monotonic() < deadline and not self.is_broken():
+            if self._socket.poll(_POLL_MS):
+                message = self._decode(self._socket.recv())
+                if isinstance(message, wire.Reply) and message.call_id == _ASK_ID:
+                    if message.error is not None:
+                        raise EngineStartError(f"the core at {self.address} refused {name}: {message.error}")
+                    return message.result
+        raise EngineStartError(
+            f"the core at {self.address} did not answer {name} within {timeout:g} s, or ended; connect again"
+        )
 
     def _accept(self, welcome: wire.Welcome) -> VllmConfig:
         """Take over the incarnation of `welcome` and return its configuration.
@@ -185,17 +207,17 @@ class CoreConnection:
             )
         self.detach()
 
-        def receive(limit: float) -> None:
-            end = time.monotonic() + limit
+        def receive() -> bool:
+            end = time.monotonic() + _RECEIVE_S
             while not self._socket.closed:
                 try:
                     frame = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
-                    return
+                    return True
                 except zmq.ZMQError as error:
                     if error.errno not in (zmq.ENOTSOCK, zmq.ETERM):
                         raise
-                    return  # closed by another thread, at the end of the interpreter
+                    return True  # closed by another thread, at the end of the interpreter
                 message = self._decode(frame)
                 try:
                     if message is not None:
@@ -206,7 +228,8 @@ class CoreConnection:
                 if time.monotonic() >= end:
                     # The socket's descriptor does not signal again what has arrived.
                     self._receive_soon(loop)
-                    return
+                    return False
+            return True
 
         self._loop = loop
         self._receive = receive
@@ -219,7 +242,7 @@ class CoreConnection:
 
     def _on_signal(self) -> None:
         if not self._receives_soon:
-            self._receive(_RECEIVE_S)
+            self._receive()
 
     def _receive_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive in the next turn of `loop`; at most one such call is scheduled, so that sending adds none."""
@@ -230,12 +253,14 @@ class CoreConnection:
     def _receive_some(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop is self._loop:  # else another loop, or none, receives
             self._receives_soon = False
-            self._receive(_RECEIVE_S)
+            self._receive()
 
-    def drain(self) -> None:
-        """Deliver at once all messages that have arrived; no-op if no loop is attached."""
-        if self._loop is not None:
-            self._receive(math.inf)
+    def drain(self) -> bool:
+        """Deliver the messages that have arrived, as many as a turn of the loop has time for.
+
+        Return whether there is no rest, which is so if no loop is attached.
+        """
+        return self._loop is None or self._receive()
 
     def detach(self) -> None:
         """Leave the loop; may be called from any thread. A forked child does not touch its parent's loop."""

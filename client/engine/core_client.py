@@ -11,18 +11,19 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from typing import Any, NamedTuple
 
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.pings import Pings
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End
+from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, News
 from vllm_mp.client.engine.suspects import Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats
-from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
 from vllm_mp.status_page import AWAKE, CoreState
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,10 @@ class EngineCoreClient:
         self._sleep_calls: set[int] = set()
         """The ids of the calls that put the core into `_sleep` and have no reply yet."""
         self._suspects = Suspects()
+        self._news: deque[News] = deque()
+        """News that wait until all messages that arrived before them have been handled."""
+        self._news_loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that is about to call `_take_news_on`."""
         self._owner = os.getpid()
         calls = self._calls
         # The supervisor must not keep a client alive that its owner has dropped.
@@ -147,7 +152,8 @@ class EngineCoreClient:
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core, or in its successor if the core dies before it answers.
 
-        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error.
+        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error:
+        NotOperatorError if only operators may make the call.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = _PendingCall(next(self._call_ids), name, args, reply)
@@ -254,6 +260,8 @@ class EngineCoreClient:
             self._abort_slots(self.requests.process(message))
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
+        elif isinstance(message, wire.Mark):
+            self._send(wire.MarkSeen(self.incarnation, message.mark))
 
     def _on_reply(self, reply: wire.Reply) -> None:
         call = self._calls.pop(reply.call_id, None)
@@ -268,10 +276,19 @@ class EngineCoreClient:
         if reply.error is None:
             _settle(call, reply.result, None)
         else:
-            _settle(call, None, EngineError(reply.error))
+            _settle(call, None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
 
     def _take_news(self) -> None:
-        for news in self.supervisor.take_news():
+        """Handle the news of the supervisor, in later turns of the loop while messages of the core wait."""
+        self._news += self.supervisor.take_news()
+        while self._news:
+            if not self._core.connection.drain():
+                loop = self._core.connection.loop
+                if loop is not None and loop is not self._news_loop:
+                    self._news_loop = loop
+                    loop.call_soon(self._take_news_on, loop)
+                return
+            news = self._news.popleft()
             if isinstance(news, Death):
                 self._on_death(news)
             elif isinstance(news, Core):
@@ -279,8 +296,13 @@ class EngineCoreClient:
             else:
                 self._on_end(news)
 
+    def _take_news_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop is self._news_loop:
+            self._news_loop = None
+        if loop is self._core.connection.loop:  # else another loop, or none, takes the news
+            self._take_news()
+
     def _on_death(self, death: Death) -> None:
-        self._core.connection.drain()
         self._recovers_from = death.cause
         if not self._sleep_calls:  # otherwise the dead core had not reached `_sleep` yet
             self._sleep = death.sleep
@@ -299,7 +321,6 @@ class EngineCoreClient:
         """Make `core` the current core, and tell it everything that is pending."""
         self.count_drops()
         old, self._core, self._num_drops_counted = self._core, core, 0
-        old.connection.drain()
         old.connection.detach()
         self._recovers_from = None
         self._stats.note_restart()
@@ -346,7 +367,6 @@ class EngineCoreClient:
         self._send(call)
 
     def _on_end(self, end: End) -> None:
-        self._core.connection.drain()
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
         self._fail_everything(EngineDeadError(end.cause))
 

@@ -20,6 +20,7 @@ from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
+from vllm_mp.operator_key import new_operator_key
 from vllm_mp.status_page import StatusPage
 
 
@@ -65,8 +66,11 @@ Check = Callable[[], None]
 class CoreLauncher:
     """Starts cores as processes of this client, with their files in one private folder, which `close` removes."""
 
-    def __init__(self, config: VllmConfig, has_log_files: bool = True) -> None:
-        """Without `has_log_files` the cores write their logs to the standard error of this process."""
+    def __init__(self, config: VllmConfig, operator_key: bytes | None = None, has_log_files: bool = True) -> None:
+        """Clients with `operator_key` are operators of the cores; None: only this process is, empty: there are none.
+
+        Without `has_log_files` the cores write their logs to the standard error of this process.
+        """
         self._config = config
         self._has_log_files = has_log_files
         self._limits = config.liveness_config
@@ -77,6 +81,7 @@ class CoreLauncher:
         self._num_started = 0
         self.predecessor: Predecessor | None = None
         """The latest core that has served, if it died; the next core is told of it."""
+        self._operator_key = new_operator_key() if operator_key is None else operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
@@ -111,8 +116,8 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = self._start(standby=False)
-        self._process.launch(self._config, self._num_started, self.predecessor)
-        self._connection = CoreConnection(self._process.address, token=self._token)
+        self._process.launch(self._config, self._operator_key, self._num_started, self.predecessor)
+        self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
         """Wait until the core that `begin` started serves.
@@ -186,12 +191,16 @@ class CoreLauncher:
 class RemoteCore:
     """The shared core at an address, and after its death the next core there that serves the same model."""
 
-    def __init__(self, address: str, key_file: str | None, timeout: float) -> None:
-        """`timeout`: seconds that `finish` waits for the core to answer."""
+    def __init__(self, address: str, key_file: str | None, timeout: float, operator_key: bytes = b"") -> None:
+        """`timeout`: seconds that `finish` waits for the core to answer.
+
+        With `operator_key`, the core's, this client is an operator.
+        """
         self.address = address
         self.timeout = timeout
         self.standby_pid: int | None = None
         self._key_file = key_file
+        self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._model: object = None
         """Configuration and dtype of the model that the first core served; None before."""
@@ -207,7 +216,7 @@ class RemoteCore:
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            connection = CoreConnection(self.address, self._key_file, self._token)
+            connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token)
             try:
                 welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
                 break

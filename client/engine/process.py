@@ -16,6 +16,7 @@ import msgspec
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
+from vllm_mp.exit_status import describe_exit
 from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class CoreProcess:
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
 
-    def launch(self, config: VllmConfig, number: int, predecessor: Predecessor | None) -> None:
+    def launch(self, config: VllmConfig, operator_key: bytes, number: int, predecessor: Predecessor | None) -> None:
         """Send the process its configuration, with which it becomes a core; `CoreLaunch` describes the rest."""
         launch = CoreLaunch(
             config=config,
@@ -91,6 +92,7 @@ class CoreProcess:
             public=None if self._public is None else self._public.public_address(),
             number=number,
             predecessor=predecessor,
+            operator_key=operator_key,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
@@ -133,13 +135,7 @@ class CoreProcess:
         the error.
         """
         code = self._popen.poll()
-        cause = f"exit code {code}"
-        if code is None:
-            cause = "SIGKILL, but the system still holds it"
-        elif code < 0:
-            cause = f"signal {-code}"
-            with contextlib.suppress(ValueError):
-                cause = f"signal {signal.Signals(-code).name}"
+        cause = "SIGKILL, but the system still holds it" if code is None else describe_exit(code)
         end = f"the core process {self.pid} ended with {cause}"
         if self.log_path is None:
             return f"{end}; its log says more"

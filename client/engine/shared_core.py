@@ -24,17 +24,18 @@ class SharedCore:
         config: VllmConfig,
         address: str | None = None,
         key_file: str | None = None,
+        operator_key: bytes = b"",
         has_log_files: bool = True,
         on_restart: Callable[[str], None] = lambda kind: None,
     ) -> None:
         """Hold `address`, by default a Unix socket in the private folder, until `close`.
 
-        TCP needs `key_file`. Without `has_log_files` the core writes its log to the standard error of this process.
-        `on_restart` is called with the kind of each death once the successor serves. Raises ValueError, with the
-        remedy, if the address cannot be used.
+        TCP needs `key_file`. Clients with `operator_key` are operators; empty: there are none. Without `has_log_files`
+        the core writes its log to the standard error of this process. `on_restart` is called with the kind of each
+        death once the successor serves. Raises ValueError, with the remedy, if the address cannot be used.
         """
         self._limits = config.liveness_config
-        self._launcher = CoreLauncher(config, has_log_files)
+        self._launcher = CoreLauncher(config, operator_key, has_log_files)
         try:
             self.address = self._launcher.share(address, key_file)
         except BaseException:

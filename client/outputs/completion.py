@@ -1,19 +1,14 @@
 """A completion as it arrives: its tokens, their log-probabilities, and their text."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
 
 from vllm_mp.client.outputs.cumulative import CumulativeOutput, GrowingText
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
+from vllm_mp.client.outputs.logprob_columns import LogprobColumns, TokenText
 from vllm_mp.client.outputs.stop_strings import StopStrings
-from vllm_mp.outputs import CompletionOutput, Logprob, LogprobsOnePosition
+from vllm_mp.outputs import CompletionOutput
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
-from vllm_mp.wire import Finished, TokenLogprobs
-
-TokenText = Callable[[int], str]
-"""Returns the text of a single token."""
+from vllm_mp.wire import Finished
 
 
 class Completion:
@@ -23,21 +18,19 @@ class Completion:
         "__weakref__",
         "_append_text",
         "_byte_text",
-        "_cumulative_logprobs",
         "_detokenizer",
         "_end_is_taken",
         "_is_delta",
-        "_logprobs",
         "_num_read",
         "_num_taken",
         "_stops",
         "_text",
         "_text_is_complete",
-        "_token_text",
         "finish",
         "index",
         "is_live",
         "is_plain",
+        "logprobs",
         "params",
         "slot",
         "token_ids",
@@ -67,13 +60,11 @@ class Completion:
         self._detokenizer = detokenizer
         self._append_text = detokenizer.append if detokenizer is not None else _no_text
         self._byte_text = getattr(detokenizer, "byte_text", None)
-        self._token_text = token_text
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self._logprobs: list[LogprobsOnePosition] | None = None if params.logprobs is None else []
-        self._cumulative_logprobs: list[float] = []
-        """Entry i is the sum of the log-probabilities of tokens 0 to i."""
+        self.logprobs = None if params.logprobs is None else LogprobColumns(token_text)
+        """The log-probabilities of the tokens; None unless the request asks for them."""
         self._is_delta = params.output_kind == RequestOutputKind.DELTA
-        self.is_plain = self._stops is None and self._logprobs is None
+        self.is_plain = self._stops is None and self.logprobs is None
         """Before the end, an output has tokens and their text, and nothing else."""
         self._text = GrowingText()
         """All text so far; with DELTA the text that the consumer has not taken yet."""
@@ -109,20 +100,6 @@ class Completion:
             return True
         return ahead >= 0x8000
 
-    def take_in_logprobs(self, message: TokenLogprobs) -> None:
-        """Add log-probabilities of tokens; repeated positions are ignored.
-
-        Raises ValueError for a message that leaves a gap or whose parts disagree.
-        """
-        if self._logprobs is None:
-            return
-        start = len(self._logprobs)
-        append_logprobs(self._logprobs, message, self._token_text)
-        sums = self._cumulative_logprobs
-        for entry in self._logprobs[start:]:
-            sampled = next(iter(entry.values()))
-            sums.append((sums[-1] if sums else 0.0) + sampled.logprob)
-
     def has_news(self, interval: int) -> bool:
         """Return whether the consumer has not seen an end, a first token or at least `interval` tokens."""
         if self.finish is not None:
@@ -130,13 +107,20 @@ class Completion:
         num_new = len(self.token_ids) - self._num_taken
         return num_new >= interval or (num_new > 0 and self._num_taken == 0)
 
-    def read(self) -> None:
-        """Turn the tokens received since the last call into text; end the completion at a stop string."""
+    def read(self, end: int | None = None) -> None:
+        """Turn the tokens before position `end` (None: all) into text; end the completion at a stop string.
+
+        `end` must be None for a text that is searched for stop strings.
+        """
         detokenizer, finish = self._detokenizer, self.finish
         if detokenizer is None or self._text_is_complete:
             return
-        new_ids = self.token_ids[self._num_read :]
-        start, self._num_read = self._num_read, len(self.token_ids)
+        if end is None:
+            end = len(self.token_ids)
+        elif end < len(self.token_ids):
+            finish = None
+        new_ids = self.token_ids[self._num_read : end]
+        start, self._num_read = self._num_read, end
         self._text_is_complete = finish is not None
         if new_ids and finish and finish.reason == "stop" and not self.params.include_stop_str_in_output:
             new_ids.pop()  # the stop token: it arrives together with the end, so it is the last of these
@@ -164,25 +148,34 @@ class Completion:
             self._text.append(rest)
 
     def output(self) -> CompletionOutput:
-        """Return all that has arrived, or with DELTA only what the consumer has not seen; mark it as seen."""
+        """Return what the next output shows, or with DELTA only what the consumer has not seen; mark it as seen.
+
+        That is all that has arrived, except tokens whose log-probabilities are not objects yet although earlier ones
+        are, which belong to a later output.
+        """
         finish = self.finish
         if self._is_delta and self.is_plain and finish is None:
             new_ids = self.token_ids[self._num_taken :]
             self._num_taken = self._num_read = len(self.token_ids)
             return CompletionOutput(self.index, self._append_text(new_ids), new_ids)
         # Before its end, only OutputProcessor reads a text that is searched, because the core must be told of a stop.
-        if self._stops is None or finish is not None:
+        if self._stops is not None and finish is not None:
             self.read()
-        start, self._num_taken = self._num_taken, len(self.token_ids)
+        end = self._end_of_output()
+        if self._stops is None:
+            self.read(end)
+        if end < len(self.token_ids):
+            finish = None
+        start, self._num_taken = self._num_taken, end
         self._end_is_taken = finish is not None
-        cumulative_logprob = self._cumulative_logprobs[-1] if self._cumulative_logprobs else None
         reason, stop_reason = (finish.reason, finish.stop_reason) if finish is not None else (None, None)
+        logprobs = self.logprobs
         if not self._is_delta:
             return CumulativeOutput(
                 self.index,
                 "",
                 [],
-                cumulative_logprob,
+                None if logprobs is None else logprobs.sum,
                 None,
                 reason,
                 stop_reason,
@@ -190,24 +183,33 @@ class Completion:
                 self._text,
                 len(self._text),
                 self.token_ids,
-                self._num_taken,
-                self._logprobs,
+                end,
+                None if logprobs is None else logprobs.made,
             )
         return CompletionOutput(
             index=self.index,
             text=self._text.take(),
-            token_ids=self.token_ids[start:],
-            cumulative_logprob=cumulative_logprob,
-            logprobs=None if self._logprobs is None else self._logprobs[start:],
+            token_ids=self.token_ids[start:end],
+            cumulative_logprob=None if logprobs is None else logprobs.sum,
+            logprobs=None if logprobs is None else logprobs.take(),
             finish_reason=reason,
             stop_reason=stop_reason,
         )
 
+    def _end_of_output(self) -> int:
+        """Return the number of tokens that the next output covers, and make objects if none were made for it."""
+        num_tokens, logprobs = len(self.token_ids), self.logprobs
+        if logprobs is None:
+            return num_tokens
+        if logprobs.num_made <= self._num_taken:
+            logprobs.make(num_tokens)
+        return min(logprobs.num_made, num_tokens) if logprobs.num_made < len(logprobs) else num_tokens
+
     def _cut(self, count: int, stop: str) -> None:
         """End the completion for the stop string `stop`, which token number `count` completes."""
         del self.token_ids[count:]
-        if self._logprobs is not None:
-            del self._logprobs[count:], self._cumulative_logprobs[count:]
+        if self.logprobs is not None:
+            self.logprobs.cut(count)
         self.finish = Finished(self.slot, count, "stop", stop)
         self.is_live = False
         self._text_is_complete = True
@@ -216,27 +218,3 @@ class Completion:
 def _no_text(token_ids: Sequence[int]) -> str:
     """Return no text, in place of a detokenizer."""
     return ""
-
-
-def append_logprobs(known: list[Any], message: TokenLogprobs, token_text: TokenText | None) -> None:
-    """Append the new positions of `message` to `known`, which has an entry for each position so far.
-
-    Raises ValueError for a message that leaves a gap or whose parts disagree.
-    """
-    ranks = np.frombuffer(message.ranks, "<u4")
-    ids = np.frombuffer(message.token_ids, "<i4").reshape(len(ranks), -1)
-    values = np.frombuffer(message.values, "<f4").reshape(ids.shape)
-    if len(ranks) and (not ids.size or ids.min() < 0):
-        raise ValueError(f"log-probabilities of position {message.position} came without their token")
-    if message.position > len(known):
-        raise ValueError(
-            f"log-probabilities of position {message.position} came, but position {len(known)} is the next"
-        )
-    for i in range(len(known) - message.position, len(ranks)):
-        entry: LogprobsOnePosition = {}
-        for column, (token_id, value) in enumerate(zip(ids[i].tolist(), values[i].tolist(), strict=True)):
-            # The sampled token comes first, and a second time at its rank if it is among the most likely.
-            if token_id not in entry:
-                rank = int(ranks[i]) if column == 0 else column
-                entry[token_id] = Logprob(value, rank, token_text(token_id) if token_text else None)
-        known.append(entry)

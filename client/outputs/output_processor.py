@@ -220,7 +220,8 @@ class OutputProcessor:
             if (entry := touched_at.get(message.slot)) is not None:
                 stream, completion = entry
                 try:
-                    completion.take_in_logprobs(message)
+                    if completion.logprobs is not None:
+                        completion.logprobs.append(message)
                 except ValueError as error:
                     unwanted += self.fail(stream, f"request {stream.request_id}: {error}")
         return unwanted

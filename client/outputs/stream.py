@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp import wire
-from vllm_mp.client.outputs.completion import Completion, TokenText, append_logprobs
+from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.logprob_columns import LogprobColumns, TokenText
 from vllm_mp.client.outputs.wake_ups import WakeUps, set_done
 from vllm_mp.client.request import GenerationRequest, PoolingRequest
 from vllm_mp.errors import EngineGenerateError
-from vllm_mp.outputs import LogprobsOnePosition, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
+from vllm_mp.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
@@ -35,12 +36,19 @@ class PooledVector:
         """The slot of the vector; -1 until its request enters `OutputProcessor`."""
         self.finish: wire.Finished | None = None
         """The end of the request; None while it runs."""
-        self.data: npt.NDArray[np.float32] | None = None
-        """float32 [dimensions]; None until it has arrived."""
+        self._packed: bytes | None = None
+        """The vector as little-endian float32; None until it has arrived."""
+
+    @property
+    def data(self) -> npt.NDArray[np.float32] | None:
+        """The vector as float32 [dimensions], made by this call; None until it has arrived."""
+        return None if self._packed is None else np.frombuffer(self._packed, "<f4").astype(np.float32)
 
     def take_in(self, data: bytes) -> None:
         """Keep the vector `data`, little-endian float32. Raises ValueError if its length is no multiple of 4."""
-        self.data = np.frombuffer(data, "<f4").astype(np.float32)
+        if len(data) % 4:
+            raise ValueError(f"the vector has {len(data)} bytes, which is no multiple of 4")
+        self._packed = data
 
 
 Awaited = Completion | PooledVector
@@ -60,6 +68,7 @@ class RequestStream(ABC):
         "_waiter",
         "error",
         "group",
+        "has_logprobs",
         "is_held",
         "is_ready",
         "num_cached_tokens",
@@ -79,6 +88,8 @@ class RequestStream(ABC):
         """The request arrived during a pause and waits for the pause to end."""
         self.num_cached_tokens = 0
         """Prompt tokens whose keys and values were already in the core's cache when the first completion began."""
+        self.has_logprobs = False
+        """Outputs have log-probabilities, for which `make_logprobs` makes the objects."""
         self.error: Exception | None = None
         """The error that ended the stream; None without an error."""
         self.group: ReadyStreams | None = None
@@ -172,6 +183,14 @@ class RequestStream(ABC):
     def has_news(self) -> bool:
         """Return whether there is an output for the consumer."""
 
+    async def make_logprobs(self, per_turn: int, room: int) -> int:
+        """Make the objects for the log-probabilities that have arrived; the next output covers these positions.
+
+        The caller may make `room` objects, and after it `per_turn` in each turn of the event loop. Return the room that
+        is left.
+        """
+        return room
+
     def take(self) -> RequestOutput | PoolingRequestOutput:
         """Return the output for the consumer, and mark its content as seen; call this if there is news.
 
@@ -236,7 +255,6 @@ class GenerationStream(RequestStream):
         "_interval",
         "_is_delta",
         "_prompt_logprobs",
-        "_token_text",
         "_wakes_for_each_token",
         "completions",
         "is_plain",
@@ -255,15 +273,14 @@ class GenerationStream(RequestStream):
         self.completions = completions
         self._request = request
         self._interval = interval
-        self._token_text = token_text
-        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
-        if self.params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None]
+        self._prompt_logprobs = None if self.params.prompt_logprobs is None else LogprobColumns(token_text, first=1)
+        """None unless the request asks for them, and with DELTA after the first output."""
         self._is_delta = self.params.output_kind == RequestOutputKind.DELTA
         self._wakes_for_each_token = (
             self.params.output_kind != RequestOutputKind.FINAL_ONLY and interval == 1 and self._prompt_logprobs is None
         )
         """Each token is news."""
+        self.has_logprobs = self._prompt_logprobs is not None or completions[0].logprobs is not None
         self._first = completions[0]
         self.is_plain = len(completions) == 1 and self._wakes_for_each_token and completions[0].is_plain
         """Before the end, each token is news, and an output has only tokens of a single completion, and their text."""
@@ -294,7 +311,7 @@ class GenerationStream(RequestStream):
         Raises ValueError for a message that leaves a gap or whose parts disagree.
         """
         if self._prompt_logprobs is not None:
-            append_logprobs(self._prompt_logprobs, message, self._token_text)
+            self._prompt_logprobs.append(message)
 
     def wake_for_tokens(self, now: float) -> None:
         """Wake the consumer if it wants to see the new tokens; `now` is in seconds of `time.time()`."""
@@ -318,8 +335,22 @@ class GenerationStream(RequestStream):
                 return True
         return False
 
+    async def make_logprobs(self, per_turn: int, room: int) -> int:
+        for columns in (self._prompt_logprobs, *[completion.logprobs for completion in self.completions]):
+            if columns is None:
+                continue
+            until = len(columns)
+            while columns.num_made < min(until, len(columns)):
+                if room <= 0:
+                    await self.wake_ups.turn()
+                    room = per_turn
+                room -= columns.make(until, room)
+        return room
+
     def _output(self) -> RequestOutput:
         completions, prompt_logprobs = self.completions, self._prompt_logprobs
+        if prompt_logprobs is not None:
+            prompt_logprobs.make(len(prompt_logprobs))
         if len(completions) == 1:
             outputs = [completions[0].output()]
             finished = completions[0].is_taken
@@ -337,7 +368,7 @@ class GenerationStream(RequestStream):
             self.prompt_token_ids,
             outputs,
             finished,
-            prompt_logprobs,
+            None if prompt_logprobs is None else prompt_logprobs.made,
             self._metrics,
             self.num_cached_tokens,
         )

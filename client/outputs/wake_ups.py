@@ -27,6 +27,12 @@ class WakeUps:
         self._waiters.append(waiter)
         self.start()
 
+    async def turn(self) -> None:
+        """Return in a later turn of the event loop, after the consumers that are to be woken already."""
+        waiter = asyncio.get_running_loop().create_future()
+        self.add(waiter)
+        await waiter
+
     def start(self) -> None:
         """Complete the futures in later turns of the running event loop; at once without a loop."""
         loop = asyncio._get_running_loop()

@@ -10,7 +10,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_mp.core_launch import PublicAddress
 from vllm_mp.curve_key import read_key_file
 from vllm_mp.descriptor_limit import raise_descriptor_limit
-from vllm_mp.wire import MAX_MESSAGE_BYTES
+from vllm_mp.wire import MAX_MESSAGE_BYTES, TCP_HEARTBEAT_MS
 
 _MAX_UNREAD = 32
 """Number of unread messages of each client that the core holds."""
@@ -33,9 +33,9 @@ class BoundSocket:
         raise_descriptor_limit()  # libzmq ends the process if a connection finds no descriptor left
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
-        # A message to a client that has gone raises instead of being dropped silently. The send queue has no limit,
-        # because tokens beyond it would be lost. Messages that a client sends faster than the core reads them wait
-        # with the client.
+        # A message to a client that has gone raises instead of being dropped silently. The send queue has no limit
+        # here: `Clients` drops a client that leaves too many bytes unread. Messages that a client sends faster than
+        # the core reads them wait with the client.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
@@ -84,6 +84,9 @@ class BoundSocket:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(public_key))
+        # Only heartbeats show that a client vanished without closing the connection.
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * TCP_HEARTBEAT_MS)
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = public_key, secret_key
 

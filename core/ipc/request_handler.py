@@ -1,13 +1,14 @@
 """Serves what clients send: adds their requests to the scheduler, runs their calls, and sends results back."""
 
 import contextlib
+import hmac
 import inspect
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ import zmq
 from vllm_mp import wire
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.ipc.clients import Clients
+from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.step_messages import by_client, step_outputs
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
@@ -40,6 +42,18 @@ class _SlotInUse(Exception):
     """A client names a slot that is not free. No answer can be sent: the slot belongs to another request."""
 
 
+class OperatorCall(NamedTuple):
+    """An operation that changes the core for all clients, so that only operators may call it."""
+
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+Operation = Callable[..., Any] | OperatorCall
+
+
 class RequestHandler:
     """Turns messages into requests for the scheduler, and step updates into messages.
 
@@ -52,19 +66,27 @@ class RequestHandler:
         socket: "zmq.Socket[bytes]",
         config: VllmConfig,
         incarnation: int,
+        operator_key: bytes = b"",
         predecessor: Predecessor | None = None,
+        is_shared: bool = True,
     ) -> None:
-        """`predecessor`: the core that served before this one and died; each client is told its part of that."""
+        """Clients that say hello with `operator_key` are operators; if it is empty there are none.
+
+        `predecessor`: the core that served before this one and died; each client is told its part of that.
+        `is_shared`: the clients are not this core's owner, so that none may make it keep much output.
+        """
         self._dropped = wire.DropCounter(logger, "a client")
-        self._admits = True
         self._socket = socket
         self._config = config
         self._incarnation = incarnation
         self._predecessor = predecessor
-        self._clients = Clients(socket)
+        self._clients = Clients(socket, incarnation, limits_unread=is_shared)
+        self._operator_key = operator_key
+        self._operators: set[int] = set()
+        """The clients that are operators."""
         self._scheduler: Scheduler | None = None
         self._page: StatusPage | None = None
-        self._calls: dict[str, Callable[..., Any]] = {}
+        self._calls: dict[str, Operation] = {}
         self._is_held_up = False
         """The latest call must be completed before later messages are read."""
 
@@ -78,8 +100,8 @@ class RequestHandler:
         """Number of clients that have said hello and are not known to have left."""
         return len(self._clients)
 
-    def serve(self, scheduler: Scheduler, calls: dict[str, Callable[..., Any]], page: StatusPage) -> None:
-        """Begin to admit requests; `calls` are the operations that clients may name. `page` gets the clients' tokens.
+    def serve(self, scheduler: Scheduler, calls: dict[str, Operation], page: StatusPage) -> None:
+        """Begin to admit requests; `calls` are the operations that clients may name, or operators for `OperatorCall`.
 
         An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError
         or TypeError. It returns its result, plain data, or a future of it. The client is answered when the future is
@@ -95,30 +117,45 @@ class RequestHandler:
             identity, *frames = self._socket.recv_multipart()
             with contextlib.suppress(*_DECODE_ERRORS):
                 if isinstance(wire.decode_client_message(b"".join(frames)), wire.Hello):
-                    self._clients.reply(identity, wire.Refused(reason))
+                    self._clients.refuse(identity, None, reason)
 
     def receive(self, admit: bool = True) -> None:
         """Handle the messages that have arrived, without waiting; ignore new clients and requests unless `admit`.
 
         These wait for the next core: their clients send them to it when they see the end of this core.
         """
-        self._admits = admit
         deadline = time.monotonic() + _RECEIVE_S
-        self._probe()
         self._is_held_up = False
         while time.monotonic() < deadline and not self._is_held_up:
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
+            client = self._clients.find(identity)
+            if client is not None:
+                frame, connection = self._socket.recv(), None
+            else:
+                first = self._socket.recv(copy=False)
+                frame, connection = first.bytes, PeerConnection.of(first)
+            if self._socket.getsockopt(zmq.RCVMORE):
+                self._drop_for_parts(identity, client, connection)
+                continue
             try:
-                if len(frames) != 1:
-                    raise ValueError(f"{len(frames)} frames where 1 was expected")
-                message = wire.decode_client_message(frames[0])
+                message = wire.decode_client_message(frame)
             except _DECODE_ERRORS as error:
                 self._dropped.warn(str(error))
+                continue
+            if not admit and isinstance(message, wire.Hello | wire.AddRequest | wire.AddPooling):
+                continue
+            if client is None:
+                self._handle_stranger(identity, connection, message)
             else:
-                self._handle(identity, message, len(frames[0]))
+                self._handle(client, message, len(frame))
+        self._clients.close_due()
+        for client in self._clients.find_gone():
+            self._forget(client)
+        for client, num_bytes in self._clients.take_slow():
+            self._drop(client, f"it had not read {num_bytes} bytes of output; read faster, or ask for less at a time")
 
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
         """Send (client, end) of requests that have ended outside of a step to their clients."""
@@ -136,16 +173,31 @@ class RequestHandler:
         """Yield (client, message) for step `number`."""
         return step_outputs(self._incarnation, number, update, output)
 
-    def _handle(self, identity: bytes, message: wire.ClientMessage, num_bytes: int) -> None:
+    def _handle_stranger(self, identity: bytes, connection: PeerConnection | None, message: wire.ClientMessage) -> None:
+        """Greet a peer that says hello. Another peer takes itself for a client: its broken connection tells it."""
+        if isinstance(message, wire.Hello):
+            self._greet(identity, connection, message)
+            return
+        self._dropped.warn("a message from a client that has not said hello")
+        if not isinstance(message, wire.Bye):
+            self._clients.close(identity, connection, "this core does not know the client; say hello first")
+
+    def _drop_for_parts(self, identity: bytes, client: int | None, connection: PeerConnection | None) -> None:
+        """Drop a peer that has sent a message in several parts, which have no limit together."""
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(copy=False)
+        self._dropped.warn("a message of several parts where 1 was expected")
+        why = "it sent a message of several parts; send messages of 1 part"
+        if client is None:
+            self._clients.close(identity, connection, why)
+        else:
+            self._drop(client, why)
+
+    def _handle(self, client: int, message: wire.ClientMessage, num_bytes: int) -> None:
         """Do what a message of `num_bytes` asks for; raises no error but `zmq.ZMQError`."""
-        client = self._clients.find(identity)
         try:
-            if not self._admits and isinstance(message, wire.Hello | wire.AddRequest | wire.AddPooling):
-                return
             if isinstance(message, wire.Hello):
-                self._greet(identity, message)
-            elif client is None:
-                self._dropped.warn("a message from a client that has not said hello")
+                self._welcome(client, message)
             elif message.incarnation != self._incarnation:
                 self._dropped.warn(f"a message for incarnation {message.incarnation}, this is {self._incarnation}")
             elif isinstance(message, wire.AddRequest):
@@ -156,6 +208,9 @@ class RequestHandler:
                 self._abort(client, message.slots)
             elif isinstance(message, wire.Call):
                 self._call(client, message)
+            elif isinstance(message, wire.MarkSeen):
+                if not self._clients.note_seen(client, message.mark):
+                    self._dropped.warn("a mark that the client was not sent, or not in this order")
             else:
                 self._forget(client)
         except zmq.ZMQError:
@@ -166,7 +221,7 @@ class RequestHandler:
             # Whatever a message asks for, the other clients are served.
             self._answer_failure(client, message, error)
 
-    def _answer_failure(self, client: int | None, message: wire.ClientMessage, error: Exception) -> None:
+    def _answer_failure(self, client: int, message: wire.ClientMessage, error: Exception) -> None:
         """Tell the client why its request or call failed."""
         is_add = isinstance(message, wire.AddRequest | wire.AddPooling)
         if is_add and isinstance(error, ValueError | NotImplementedError):
@@ -174,37 +229,51 @@ class RequestHandler:
         else:
             why = repr(error)
             self._dropped.warn(f"it could not be handled: {why}", error)
-        if client is None:
-            return
         if isinstance(message, wire.AddRequest | wire.AddPooling):
             self._turn_away(client, message, why)
         elif isinstance(message, wire.Call):
             self._reply(client, message.call_id, error=why)
 
-    def _greet(self, identity: bytes, hello: wire.Hello) -> None:
-        if reason := wire.mismatch(hello):
-            self._clients.reply(identity, wire.Refused(reason))
+    def _greet(self, identity: bytes, connection: PeerConnection | None, hello: wire.Hello) -> None:
+        """Make a peer that says hello a client, in place of its former self, or refuse it."""
+        if reason := self._why_refused(hello):
+            self._clients.refuse(identity, connection, reason)
             return
-        client = self._clients.find(identity)
-        if client is None:
-            # A client that has come back replaces its former self, whose connection may not have broken yet.
-            if (former := self._clients.find_token(hello.token)) is not None:
-                self._forget(former)
-            try:
-                client = self._clients.add(identity, hello.token)
-            except ValueError as error:
-                self._clients.reply(identity, wire.Refused(str(error)))
-                return
-            if self._page is not None and hello.token:
-                self._page.note_client(client, hello.token)
+        # The connection of the former self may not have broken yet.
+        if (former := self._clients.find_token(hello.token)) is not None:
+            self._forget(former)
+        try:
+            client = self._clients.add(identity, hello.token, connection)
+        except ValueError as error:
+            self._clients.refuse(identity, connection, str(error))
+            return
+        if self._page is not None and hello.token:
+            self._page.note_client(client, hello.token)
+        self._welcome(client, hello)
+
+    def _welcome(self, client: int, hello: wire.Hello) -> None:
+        """Answer the hello of a client, which may have said hello before on this connection."""
+        if reason := self._why_refused(hello):
+            self._send_to(client, wire.Refused(reason))
+            return
+        if hello.operator_key:
+            self._operators.add(client)
         config = msgspec.json.encode(self._config)
         last_death = None if self._predecessor is None else self._predecessor.last_death(hello.token)
-        self._send_to(client, wire.welcome(self._incarnation, client, os.getpid(), config, last_death))
+        why_dropped = self._clients.take_why_dropped(hello.token)
+        welcome = wire.welcome(self._incarnation, client, os.getpid(), config, last_death, why_dropped)
+        self._send_to(client, welcome)
 
-    def _probe(self) -> None:
-        """Send empty messages to clients that may have left, because only sending shows that a peer is gone."""
-        for client in self._clients.take_probes():
-            self._send_to(client, wire.StepOutput(self._incarnation, 0, b"", b"", b""))
+    def _why_refused(self, hello: wire.Hello) -> str | None:
+        """Return why a hello is refused, with the remedy; None if it is not."""
+        if reason := wire.mismatch(hello):
+            return reason
+        key = hello.operator_key
+        if not key or (self._operator_key and hmac.compare_digest(key, self._operator_key)):
+            return None
+        if not self._operator_key:
+            return "this core has no operators: start it with --operator-key-file, or connect without an operator key"
+        return "the operator key is not that of this core: copy the core's operator key file again"
 
     def _turn_away(self, client: int, message: wire.AddRequest | wire.AddPooling, error: str) -> None:
         """Answer a request that was never added to the scheduler."""
@@ -298,6 +367,11 @@ class RequestHandler:
             if call is None:
                 known = ", ".join(sorted(self._calls))
                 raise ValueError(f"the core has no operation {message.name[:100]!r}; it has {known}")
+            if isinstance(call, OperatorCall):
+                if client not in self._operators:
+                    self._refuse_operation(client, message)
+                    return
+                call = call.run
             try:
                 inspect.signature(call).bind(*message.args)
             except TypeError as error:
@@ -311,6 +385,13 @@ class RequestHandler:
             result.add_done_callback(lambda done: self._reply_with(client, message.call_id, done))
         else:
             self._reply(client, message.call_id, result)
+
+    def _refuse_operation(self, client: int, message: wire.Call) -> None:
+        error = (
+            f"{message.name} is for operators, because it affects all clients of this core: give the core's operator "
+            "key file to AsyncLLM.connect(operator_key_file=FILE); `vllm-mp engine --operator-key-file FILE` makes it"
+        )
+        self._send_to(client, wire.Reply(self._incarnation, message.call_id, None, error, needs_operator=True))
 
     def _reply_with(self, client: int, call_id: int, done: "Future[Any]") -> None:
         error = done.exception()
@@ -332,14 +413,23 @@ class RequestHandler:
             logger.debug("client %d is gone", client)
             self._forget(client)
 
+    def _drop(self, client: int, why: str) -> None:
+        """Close the connection of a client that harms the core, and abort all its requests; it may come back."""
+        logger.warning("client %d is dropped: %s", client, why)
+        self._clients.drop(client, why)
+        self._end_requests(client)
+
     def _forget(self, client: int) -> None:
-        """Remove a client and abort all its requests."""
+        """Remove a client that is gone and abort all its requests."""
         self._clients.remove(client)
+        self._end_requests(client)
+
+    def _end_requests(self, client: int) -> None:
+        """Abort all requests of a client that was removed."""
         if self._page is not None:
             self._page.forget_client(client)
-        scheduler = self._running_scheduler()
-        for slot in scheduler.slots_of(client):
-            scheduler.abort(client, slot)
+        self._operators.discard(client)
+        self._running_scheduler().drop_client(client)
 
     def _scheduler_for_new(self, client: int, slot: int) -> Scheduler:
         """Return the scheduler, for a request that gets `slot`; raises _SlotInUse if it is not free."""

@@ -34,7 +34,7 @@ def check_invariants(scheduler: Scheduler) -> None:
 def _check_requests(scheduler: Scheduler) -> None:
     batch, queue = scheduler.batch, scheduler.waiting
     running = [batch.request(row).key for row in batch.order.tolist()]
-    waiting = [request.key for _, request in queue._heap if not request.aborted]
+    waiting = [request.key for request in queue.turns.requests()]
     held = list(queue._held)
     places = [*running, *waiting, *held]
     _require("a live request has one place: a row, the waiting queue, or held back", _repeated(places))

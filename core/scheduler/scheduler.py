@@ -1,8 +1,11 @@
 """The policy: which requests run in the next step, and how its output changes them.
 
 One token budget covers a whole step; there are no phases. A request in decode wants one token. A request in prefill
-wants the rest of its prompt, and gets a chunk of the remaining budget. When the KV cache runs out of blocks, the
-running request that is last in order is preempted: it gives up its blocks, waits again, and is recomputed later.
+wants the rest of its prompt, and gets a chunk of the remaining budget. When the KV cache runs out of blocks, a running
+request is preempted: it gives up its blocks, waits again, and is recomputed later.
+
+Clients take turns (`FairTurns`): however many requests a client has, others do not wait for all of them. A request is
+preempted at the cost of the client that has most blocks.
 
 A step may be scheduled while another step is pending. The tokens that the pending step samples count as known tokens,
 but only the device knows their values: nothing that depends on the values is decided before `update` has processed
@@ -13,6 +16,8 @@ Any request in the step during which a core died may have caused the death. Thes
 requests, one at a time, and each of them isolated until it gets past that step. So a request that kills cores dies
 alone, and the status page names it.
 """
+
+import bisect
 
 import numpy as np
 
@@ -81,10 +86,6 @@ class Scheduler:
     def is_live(self, client: int, slot: int) -> bool:
         return (client, slot) in self._requests
 
-    def slots_of(self, client: int) -> list[int]:
-        """Return the live slots of `client`."""
-        return [slot for owner, slot in self._requests if owner == client]
-
     def order_of(self, priority: int) -> tuple[int, int]:
         """Count an arrival and return its order; `priority` has an effect only with the policy "priority"."""
         self._num_arrivals += 1
@@ -110,6 +111,12 @@ class Scheduler:
             is_awaited = self.pending_steps.awaited_rows()[request.row]
             num_output_tokens = int(self.batch.num_tokens[request.row]) - request.num_prompt_tokens - int(is_awaited)
         return self._end(request, Ending(num_output_tokens, "abort"))
+
+    def drop_client(self, client: int) -> None:
+        """End every live request of a client that has left."""
+        for slot in [slot for owner, slot in self._requests if owner == client]:
+            self.abort(client, slot)
+        self.waiting.turns.forget(client)
 
     def abort_all(self) -> list[tuple[int, Finished]]:
         """End every live request; return (client, end) of each."""
@@ -260,8 +267,8 @@ class Scheduler:
             assert request is not None
             found = self.cache.find_prefix(request)
             while batch.is_full or not self.cache.has_room(request, found):
-                self._preempt(batch.request(int(batch.order[-1])))
-            self.waiting.pop()
+                self._preempt(self._next_to_preempt(batch.order))
+            self.waiting.pop(request, len(request.tokens) - len(found) * self.cache.block_size)
             batch.add(request, self.cache.allocate(request, found), len(found) * self.cache.block_size)
             self._suspect = request
         row = self._suspect.row
@@ -323,7 +330,7 @@ class Scheduler:
             count = prefills.chunk(wanted)
             if count < wanted and not config.enable_chunked_prefill:
                 return
-            self.waiting.pop()
+            self.waiting.pop(request, wanted)
             row = batch.add(request, cache.allocate(request, found), num_cached)
             cache.register(row, num_cached + count)
             prefills.add(row, count, wanted)
@@ -341,7 +348,28 @@ class Scheduler:
                 return True
             if self.pending_steps:
                 return False
-            self._preempt(self.batch.request(int(self.batch.order[-1])))
+            self._preempt(self._next_to_preempt(self.batch.order))
+
+    def _next_to_preempt(self, rows: Rows) -> Request:
+        """Return the request in `rows` [n], which are in order, to preempt.
+
+        Among the requests with the highest priority number it is the newest of a client: of the client that has most
+        blocks left without it. So the only request of a client is preempted after requests of clients with several, and
+        the first request in order runs to its end.
+        """
+        batch = self.batch
+        last = batch.request(int(rows[-1]))
+        if (batch.client[rows] == last.client).all():
+            return last
+        clients, which = np.unique(batch.client[rows], return_inverse=True)
+        num_left = np.bincount(which, weights=batch.num_blocks[rows])
+        lowest = bisect.bisect_left(rows.tolist(), last.order[0], key=lambda row: batch.request(row).order[0])
+        newest = np.full(len(clients), -1)
+        newest[which[lowest:]] = np.arange(lowest, len(rows))  # of equal indices the last is kept
+        candidates = np.flatnonzero(newest >= 0)
+        num_left[candidates] -= batch.num_blocks[rows[newest[candidates]]]
+        chosen = max(candidates.tolist(), key=lambda client: (num_left[client], newest[client]))
+        return batch.request(int(rows[newest[chosen]]))
 
     def _preempt(self, request: Request) -> None:
         """Put a running request back into the waiting queue; raise RuntimeError while a step is pending."""
@@ -354,6 +382,7 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Take the row and the blocks of a running request."""
         self.pending_steps.leave(request)
+        self.waiting.turns.count(request.client, int(self.batch.num_tokens[request.row]) - len(request.tokens))
         self.cache.remove_row(request.row)
         if request is self._suspect:
             self._suspect = None

@@ -1,29 +1,26 @@
 """The requests that wait for a row of the batch."""
 
-import heapq
 import time
 
+from vllm_mp.core.scheduler.fair_turns import FairTurns
 from vllm_mp.core.scheduler.request import Request, RequestKey
 
 
 class WaitingQueue:
-    """Orders the waiting requests, suspects first, and holds back requests that arrive during a pause.
+    """The requests that wait for their turn, suspects first, and those that arrived during a pause and are held back.
 
     Held requests are not in the queue: `first` finds none of them before `release`.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[bool, int, int], Request]] = []
-        """((is no suspect, *order), request). An aborted request stays until its entry is the first."""
-        self._num_queued = 0
-        """Number of entries, without aborted requests."""
+        self.turns = FairTurns()
         self._held: dict[RequestKey, Request] = {}
         self.is_holding = False
         """True: requests that arrive are held back."""
 
     def __len__(self) -> int:
         """Return the number of requests in the queue, without held requests."""
-        return self._num_queued
+        return len(self.turns)
 
     @property
     def num_held(self) -> int:
@@ -36,32 +33,22 @@ class WaitingQueue:
         if is_new and self.is_holding:
             self._held[request.key] = request
             return
-        heapq.heappush(self._heap, ((not request.isolate_until_num_tokens, *request.order), request))
-        self._num_queued += 1
+        self.turns.add(request)
 
     def first(self) -> Request | None:
         """Return the next request, which stays in the queue; None if the queue is empty."""
-        while self._heap and self._heap[0][1].aborted:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        return self.turns.first()
 
-    def pop(self) -> None:
-        """Remove the request that `first` has just returned."""
-        _, request = heapq.heappop(self._heap)
+    def pop(self, request: Request, num_tokens: int) -> None:
+        """Remove the request that `first` has just returned; `num_tokens` tokens of it are not cached."""
+        self.turns.take_turn(request, num_tokens)
         if request.queue_seconds is None:
             request.queue_seconds = time.monotonic() - request.queued_at
-        self._num_queued -= 1
 
     def remove(self, request: Request) -> None:
         """Remove a request that is queued or held back."""
-        if self._held.pop(request.key, None) is not None:
-            return
-        request.aborted = True
-        self._num_queued -= 1
-        # The void entry stays until it is the first. Void entries must not become the majority: they hold requests.
-        if len(self._heap) > 2 * self._num_queued:
-            self._heap = [entry for entry in self._heap if not entry[1].aborted]
-            heapq.heapify(self._heap)
+        if self._held.pop(request.key, None) is None:
+            self.turns.remove(request)
 
     def hold(self) -> None:
         """Hold back requests that arrive from now on."""

@@ -208,10 +208,13 @@ def num_running_is(llm, count):
     return condition
 
 
-def test_pause_holds_for_all_clients_and_outlives_the_client_that_called_it(small_model, tmp_path):
+def test_pause_holds_for_all_clients_and_outlives_the_client_that_called_it(small_model, operators, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS):
-        first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
+    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS, *operators):
+        first, second = (
+            AsyncLLM.connect(address, operator_key_file=operators[1]),
+            AsyncLLM.connect(address, operator_key_file=operators[1]),
+        )
 
         async def run():
             streams = [streaming(first), streaming(second, 60)]
@@ -235,10 +238,13 @@ def test_pause_holds_for_all_clients_and_outlives_the_client_that_called_it(smal
         second.shutdown()
 
 
-def test_mode_abort_ends_the_requests_of_every_client(small_model, tmp_path):
+def test_mode_abort_ends_the_requests_of_every_client(small_model, operators, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS):
-        first, second = AsyncLLM.connect(address), AsyncLLM.connect(address)
+    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS, *operators):
+        first, second = (
+            AsyncLLM.connect(address, operator_key_file=operators[1]),
+            AsyncLLM.connect(address, operator_key_file=operators[1]),
+        )
 
         async def run():
             streams = [streaming(first), streaming(second)]
@@ -253,10 +259,12 @@ def test_mode_abort_ends_the_requests_of_every_client(small_model, tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "sent"), [("keep", signal.SIGINT), ("wait", signal.SIGINT), ("keep", signal.SIGTERM)])
-def test_core_told_to_stop_does_not_wait_for_requests_that_a_pause_holds_back(small_model, tmp_path, mode, sent):
+def test_core_told_to_stop_does_not_wait_for_requests_that_a_pause_holds_back(
+    small_model, operators, tmp_path, mode, sent
+):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS) as process:
-        client = AsyncLLM.connect(address, reconnect_timeout=0)
+    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS, *operators) as process:
+        client = AsyncLLM.connect(address, operator_key_file=operators[1], reconnect_timeout=0)
 
         async def run():
             stream = streaming(client, 100)

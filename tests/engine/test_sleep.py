@@ -202,10 +202,13 @@ def test_each_level_of_sleep_frees_the_memory_that_it_names(tmp_path):
         asyncio.run(run())
 
 
-def test_sleep_holds_for_all_clients_and_does_not_delay_a_core_told_to_stop(small_model, tmp_path):
+def test_sleep_holds_for_all_clients_and_does_not_delay_a_core_told_to_stop(small_model, operators, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS) as process:
-        first, second = AsyncLLM.connect(address), AsyncLLM.connect(address, reconnect_timeout=0)
+    with standalone_core(small_model, address, "--fault-injection", SLOW_STEPS, *operators) as process:
+        first, second = (
+            AsyncLLM.connect(address, operator_key_file=operators[1]),
+            AsyncLLM.connect(address, operator_key_file=operators[1], reconnect_timeout=0),
+        )
 
         async def run():
             await first.sleep(2)

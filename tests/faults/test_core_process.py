@@ -124,13 +124,14 @@ def start(folder, tmp_path):
                 incarnation=1,
                 status_path=str(tmp_path / "page"),
                 parent_pid=os.getpid(),
+                operator_key=b"key",
             )
             (tmp_path / "run").mkdir(exist_ok=True)
             output = output or stack.enter_context((tmp_path / "log").open("wb"))
             process = stack.enter_context(core_process(output, before, wrapper, arguments))
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
             process.stdin.flush()
-            client = stack.enter_context(contextlib.closing(CoreConnection(launch.address)))
+            client = stack.enter_context(contextlib.closing(CoreConnection(launch.address, operator_key=b"key")))
 
             def check():
                 if process.poll() is not None:

@@ -55,6 +55,19 @@ def test_text_parts_and_the_developer_role_are_what_a_template_knows(server):
     assert _tokens(server, messages) == _tokens(server, plain)
 
 
+def test_fields_that_change_no_answer_are_accepted(client):
+    request = {"messages": MESSAGES, "max_tokens": 4, **GREEDY}
+    plain = client.chat.completions.create(**request)
+    request["messages"] = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": MESSAGES[0]["content"], "cache_control": {"type": "ephemeral"}}],
+        }
+    ]
+    fields = {"use_beam_search": False, "length_penalty": 1.0, "service_tier": "auto"}
+    assert client.chat.completions.create(extra_body=fields, **request).choices == plain.choices
+
+
 def test_history_with_tool_calls_is_answered(client):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     messages = [

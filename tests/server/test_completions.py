@@ -91,9 +91,10 @@ def test_echo_repeats_the_prompt_with_the_logprobs_of_its_tokens(client, stream)
         assert max(top.values()) == value  # greedy
 
 
-def test_echo_without_tokens_scores_a_given_text(client):
+@pytest.mark.parametrize("limit", [{"max_tokens": 0}, {"extra_body": {"max_completion_tokens": 0}}])
+def test_echo_without_tokens_scores_a_given_text(client, limit):
     request = {"prompt": PROMPT + " Paris", "logprobs": 1, "echo": True, **GREEDY}
-    scored = client.completions.create(max_tokens=0, **request)
+    scored = client.completions.create(**limit, **request)
     longer = client.completions.create(max_tokens=1, **request)
     assert scored.choices[0].text == PROMPT + " Paris"
     assert scored.usage.completion_tokens == 0

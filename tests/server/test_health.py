@@ -6,6 +6,9 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_mp import __version__
+from vllm_mp.server.admission import Admission
+from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.state import ServerState
 
 
 def test_a_ready_server_says_so_and_names_its_core(server):
@@ -24,6 +27,29 @@ def test_application_answers_through_a_core_without_a_model(in_process):
             assert (await client.get("/ready")).json() == {"status": "ready"}
 
     asyncio.run(run())
+
+
+def test_probes_at_the_same_time_share_a_ping_of_the_core(replay_engine, monkeypatch):
+    pings = []
+
+    async def run():
+        asked, answers = asyncio.Event(), asyncio.Event()
+
+        async def ping(timeout):
+            pings.append(timeout)
+            asked.set()
+            await answers.wait()
+
+        monkeypatch.setattr(replay_engine, "ping", ping)
+        state = ServerState(replay_engine, ServerOptions(), Admission(1))
+        probes = [asyncio.create_task(state.ping_core()) for _ in range(20)]
+        await asked.wait()
+        answers.set()
+        await asyncio.gather(*probes)
+        await state.ping_core()
+
+    asyncio.run(run())
+    assert len(pings) == 2
 
 
 def test_server_whose_core_hangs_is_alive_and_not_ready(server):

@@ -4,6 +4,7 @@ import pytest
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM
 from vllm_mp.model_store import resolve_model
+from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing.engines import ENGINE, running_engine
 
 
@@ -51,6 +52,14 @@ def make_small_engine(small_model, make_engine):
         return make_engine(**{"model": str(small_model), "fault_injection": SLOW_STEPS, **options})
 
     return make
+
+
+@pytest.fixture
+def operators(tmp_path):
+    """The flag and path of an operator key file for `standalone_core`."""
+    path = tmp_path / "operators"
+    ensure_operator_key(path)
+    return "--operator-key-file", str(path)
 
 
 @pytest.fixture(scope="session")

@@ -121,11 +121,12 @@ class Engine:
         pooled=False,
         output=(),
         isolate_until_num_tokens=0,
+        client=0,
         **params,
     ):
         """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
 
-        `output` are output tokens of an earlier core.
+        `output` are output tokens of an earlier core. No two clients may use the same slot.
         """
         tokens = (
             np.arange(num_prompt_tokens, dtype=np.int32) + 100 * (slot + 1)
@@ -137,7 +138,7 @@ class Engine:
         if len(output):
             self.outputs[slot] = list(output)
         request = Request(
-            client=0,
+            client=client,
             slot=slot,
             request_id=str(slot),
             params=PoolingParams() if pooled else SamplingParams(max_tokens=max_tokens, seed=1, **params),
@@ -210,8 +211,8 @@ class Engine:
 
     @property
     def waiting(self):
-        """The requests in the waiting queue, in the order of its heap."""
-        return [request for _, request in self.scheduler.waiting._heap if not request.aborted]
+        """The requests in the waiting queue, in no order."""
+        return self.scheduler.waiting.turns.requests()
 
     def end(self, ends):
         for _, end in ends:

@@ -58,6 +58,7 @@ NOT_READ = {
 }
 """Fields of the configuration that belong to options that are not served."""
 _SPECIAL_VALUES: dict[str, typing.Any] = {
+    "chat_template": "{{ messages }}",
     "download_dir": "/a b",
     "enable_chunked_prefill": False,
     "enable_prefix_caching": False,
@@ -624,8 +625,22 @@ def test_tokenizer_may_be_in_another_folder_and_must_exist(model, tmp_path):
     assert config_of(folder, tokenizer=str(other)).model_config.tokenizer == str(other)
 
 
-def test_only_async_engine_args_log_requests(model):
+def test_requests_are_logged_only_if_asked_for(model):
     folder = model()
-    assert not config_of(folder).observability_config.disable_log_requests
+    assert config_of(folder).observability_config.disable_log_requests
+    assert not config_of(folder, disable_log_requests=False).observability_config.disable_log_requests
     blocking = EngineArgs(model=folder, load_format="dummy").create_engine_config()
     assert blocking.observability_config.disable_log_requests
+
+
+def test_chat_template_may_be_text_or_a_path_and_the_configuration_has_its_text(model, tmp_path):
+    folder, template = model(), "<{{ messages[0]['content'] }}>"
+    (tmp_path / "mine.jinja").write_text(template)
+    for given in (template, str(tmp_path / "mine.jinja")):
+        assert config_of(folder, chat_template=given).model_config.chat_template == template
+
+
+@pytest.mark.parametrize("given", ["no/such/file.jinja", "x" * 10_000, "."])
+def test_chat_template_that_is_neither_text_nor_a_path_is_refused(model, given):
+    with pytest.raises(ValueError, match="chat_template"):
+        config_of(model(), chat_template=given)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.connect_flags import check_connect
+from vllm_mp.cli.connect_flags import check_connect, flag_of
 from vllm_mp.cli.generate import chat_prompt, show, stream_completion
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="Address of a running core to use; by default a core is started. With this flag, the only engine option "
-        "that is allowed is --tokenizer, which names a local folder",
+        help="Address of a running core to use; by default a core is started. With this flag, the only engine options "
+        "that are allowed are those of the client: " + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS)),
     )
     parser.add_argument("--key-file", metavar="FILE", help="Key file of that core, required for a tcp:// address")
     add_sampling_flags(parser)
@@ -43,11 +43,12 @@ def run(args: argparse.Namespace) -> int:
 
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
     check_connect(args)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.connect is not None:
-            llm = AsyncLLM.connect(args.connect, key_file=args.key_file, tokenizer=args.tokenizer)
+            llm = AsyncLLM.connect(args.connect, key_file=args.key_file, **engine_args.client_options())
         else:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+            llm = AsyncLLM.from_engine_args(engine_args)
         try:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a model without a template
             if sys.stdin.isatty():

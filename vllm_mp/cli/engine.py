@@ -2,11 +2,15 @@
 
 import argparse
 import asyncio
+import contextlib
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_mp.config import ModelConfig
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineDeadError, EngineStartError
+from vllm_mp.model_store import cache_root
 
 if TYPE_CHECKING:
     from vllm_mp.client.engine.shared_core import SharedCore
@@ -29,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Key file for a tcp:// address, where it is required; made if it does not exist; clients need a copy",
     )
+    parser.add_argument(
+        "--operator-key-file",
+        metavar="FILE",
+        help="Key file of the operators, who may pause the core and make other calls that affect all clients; made if "
+        "it does not exist (default: there are no operators)",
+    )
     AsyncEngineArgs.add_cli_args(parser)
 
 
@@ -41,10 +51,16 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.curve_key import ensure_key_file
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    _prepare_tokenizer(config.model_config)
     if args.key_file:
         ensure_key_file(args.key_file)
+    operator_key = b""
+    if args.operator_key_file:
+        from vllm_mp.operator_key import ensure_operator_key
+
+        operator_key = ensure_operator_key(args.operator_key_file)
     try:
-        core = SharedCore(config, args.listen, args.key_file, has_log_files=False)
+        core = SharedCore(config, args.listen, args.key_file, operator_key, has_log_files=False)
     except ValueError as error:
         raise EngineStartError(str(error)) from error
     return asyncio.run(_keep(core))
@@ -77,3 +93,12 @@ async def _keep(core: "SharedCore") -> int:
     finally:
         await core.close()
     return _INTERRUPTED if num_signals > 1 else 0
+
+
+def _prepare_tokenizer(model: ModelConfig) -> None:
+    """Convert the tokenizer if it has no tokenizer.json, because clients that have none get the core's as that file."""
+    if not model.skip_tokenizer_init:
+        from vllm_mp.client.tokenizer import fast_tokenizer_folder
+
+        with contextlib.suppress(ValueError):  # a client needs a tokenizer of its own then
+            model.tokenizer = str(fast_tokenizer_folder(Path(model.tokenizer), cache_root()) or model.tokenizer)

@@ -18,10 +18,6 @@ USAGE = "[MODEL] [OPTIONS]"
 HELP = "Serve a model over HTTP with OpenAI's API."
 
 
-_DEFAULTS: dict[str, object] = {"disable_log_requests": True}
-"""Defaults that differ from the options': those who read the log of a server need not be the authors of prompts."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "served_model",
@@ -31,14 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ServerOptions.add_cli_args(parser)
     AsyncEngineArgs.add_cli_args(parser)
-    parser.set_defaults(**_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
     options = ServerOptions.from_cli_args(args)
     if args.served_model is not None:
         args.model = args.served_model
-    check_connect(args, ("tokenizer", "otlp_traces_endpoint"), _DEFAULTS)
+    check_connect(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
 
     from vllm_mp.server.listening import is_loopback, listen_together, url_of
@@ -80,12 +75,7 @@ def _serve_alone(
             return await AsyncLLM.start(engine_args)
         address = options.connect
         return await call_in_thread(
-            lambda: AsyncLLM.connect(
-                address,
-                key_file=options.key_file,
-                tokenizer=engine_args.tokenizer,
-                otlp_traces_endpoint=engine_args.otlp_traces_endpoint,
-            )
+            lambda: AsyncLLM.connect(address, key_file=options.key_file, **engine_args.client_options())
         )
 
     def on_ready(engine: AsyncLLM) -> None:

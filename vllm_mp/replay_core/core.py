@@ -18,6 +18,7 @@ from vllm_mp.replay_core.answers import Answers
 from vllm_mp.replay_core.streams import Streams
 from vllm_mp.request_validation import validate_generation
 from vllm_mp.status_page import CoreState, StatusPage
+from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 
 _BEAT_MS = 500
 """Interval of the heartbeats without work."""
@@ -58,9 +59,12 @@ class ReplayCore:
         self._is_paused = False
         self._due = 0.0
         """Time of the next step, in seconds of `time.perf_counter()`."""
+        tokenizer_files = TokenizerFiles(config.model_config.tokenizer)
         self._calls: dict[str, Callable[..., Any]] = {
             "ping": lambda: None,
             "status": self.status,
+            LIST_CALL: tokenizer_files.sizes,
+            READ_CALL: tokenizer_files.read,
             "reset_prefix_cache": lambda: None,
             "pause": self._begin_pause,
             "resume": self._end_pause,
@@ -140,7 +144,7 @@ class ReplayCore:
             self._send_ends(identity, streams.abort(message.slots))
         elif isinstance(message, wire.Call):
             self._call(identity, message)
-        else:
+        elif isinstance(message, wire.Bye):
             del self._clients[identity]
         return True
 
@@ -236,7 +240,7 @@ def serve(address: str, config: VllmConfig, pace: Pace) -> None:
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-    incarnation = time.time_ns()
+    incarnation = int(1000 * time.time())
     page = StatusPage.create(f"{path}.status", incarnation)
     try:
         try:

@@ -33,6 +33,8 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that is no character without its other half."""
+_MAX_SEPARATORS = 2**19
+"""Number of commas that a body may have. Texts have few of them; decoding many small values holds up the event loop."""
 _MAX_QUOTED = 200
 """Number of characters of a body that an error may repeat."""
 
@@ -97,7 +99,10 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decode_body(content: bytes, kind: type[Body]) -> Body:
-    """Return the JSON `content` as a `kind`. Raises ApiError, naming the field, if it is none."""
+    """Return the JSON `content` as a `kind`. Raises ApiError, naming the field, if it is none or too much."""
+    if content.count(b",") > _MAX_SEPARATORS:
+        message = f"the body has too many values: the limit is {_MAX_SEPARATORS} commas; split it into several requests"
+        raise ApiError(413, message, code="body_too_large")
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:

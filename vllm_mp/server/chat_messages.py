@@ -18,6 +18,7 @@ class TextPart(RequestBody):
     image_url: Refused = None
     input_audio: Refused = None
     file: Refused = None
+    cache_control: Ignored = None
 
 
 class FunctionCall(RequestBody):

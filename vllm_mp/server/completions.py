@@ -122,7 +122,7 @@ def _params(body: CompletionBody, defaults: dict[str, Any]) -> SamplingParams:
 
 def _is_echo_alone(body: CompletionBody) -> bool:
     """Return whether the request asks for its prompt only, as for the log-probabilities of a given text."""
-    return bool(body.echo) and getattr(body, "max_tokens", None) == 0
+    return bool(body.echo) and 0 in (getattr(body, "max_tokens", None), body.max_completion_tokens)
 
 
 async def _events(

@@ -31,8 +31,7 @@ async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
                 key_file=launch.key_file,
                 timeout=launch.connect_timeout,
                 reconnect_timeout=launch.reconnect_timeout,
-                tokenizer=launch.tokenizer,
-                otlp_traces_endpoint=launch.otlp_traces_endpoint,
+                **launch.client_options,
             )
         )
 

@@ -3,6 +3,8 @@
 The first line is a `FrontLaunch`. A later line is a `CoreGone`. The end of the input means that the parent has died.
 """
 
+from typing import Any
+
 import msgspec
 
 from vllm_mp.server.options import ServerOptions
@@ -19,8 +21,8 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     address: str
     """The address of the core."""
     key_file: str | None
-    tokenizer: str | None
-    """Folder of the tokenizer; None: as the core says."""
+    client_options: dict[str, Any]
+    """Further arguments of `AsyncLLM.connect`. For a core of this server they name its tokenizer."""
     connect_timeout: float
     """Seconds that the core may take to load."""
     reconnect_timeout: float
@@ -37,8 +39,6 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     """Descriptor of shared memory, as `SharedState` describes it."""
     metrics_folder: str
     """Folder in which the front processes share their statistics."""
-    otlp_traces_endpoint: str | None
-    """URL of the collector to which traces are sent; None: no traces."""
 
 
 class CoreGone(msgspec.Struct):

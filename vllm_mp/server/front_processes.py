@@ -27,6 +27,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineError
+from vllm_mp.exit_status import describe_exit
 from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
 from vllm_mp.server.options import ServerOptions
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 10
 """Restarts of each front process within `_RESTART_WINDOW_S`."""
 _RESTART_WINDOW_S = 300.0
+_START_RETRY_S = 1.0
+"""Time before the next attempt to start a front process for which the system had no room."""
 _END_GRACE_S = 10.0
 """Time that front processes get to end beyond the time of the drain."""
 _CONNECT_TIMEOUT_S = 30.0
@@ -63,6 +66,9 @@ class FrontProcesses:
         self._listeners = listeners
         num_restarts = RestartCounter()
         self._core = None if config is None else SharedCore(config, on_restart=num_restarts.add)
+        self._client_options = engine_args.client_options()
+        if config is not None and not config.model_config.skip_tokenizer_init:
+            self._client_options["tokenizer"] = config.model_config.tokenizer
         self._start_timeout_s = _CONNECT_TIMEOUT_S if config is None else config.liveness_config.start_timeout_s
         count = len(listeners)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -133,7 +139,14 @@ class FrontProcesses:
         """
         restarts = RestartLimit(_MAX_RESTARTS, _RESTART_WINDOW_S)
         while not self._stopping.is_set():
-            process = await self._start_front(index)
+            try:
+                process = await self._start_front(index)
+            except OSError as error:  # such as no memory for another process; the other front processes serve on
+                if index in self._not_ready:
+                    raise EngineError(f"cannot start a front process: {error}; free memory or processes") from error
+                logger.warning("cannot start a front process: %s; another attempt follows", error)
+                await asyncio.sleep(_START_RETRY_S)
+                continue
             assert process.stdout is not None
             is_ready = False
             while line := await process.stdout.readline():
@@ -147,7 +160,7 @@ class FrontProcesses:
             self._shared.live_counts[index] = 0
             if self._stopping.is_set():
                 return
-            end = f"front process {process.pid} ended with {_describe(code)}"
+            end = f"front process {process.pid} ended with {describe_exit(code)}"
             if index in self._not_ready:
                 raise EngineError(f"{end} before it served; its messages say why")
             delay = restarts.delay_after(time.monotonic(), is_ready)
@@ -180,9 +193,7 @@ class FrontProcesses:
             options=self._options,
             address=address,
             key_file=self._options.key_file,
-            # A core of this server names the tokenizer itself.
-            tokenizer=self._engine_args.tokenizer if self._core is None else None,
-            otlp_traces_endpoint=self._engine_args.otlp_traces_endpoint,
+            client_options=self._client_options,
             connect_timeout=self._start_timeout_s,
             reconnect_timeout=min(reconnect_timeout, 1e9),
             listener=listener,
@@ -251,8 +262,3 @@ def _send(process: asyncio.subprocess.Process, message: FrontLaunch | CoreGone) 
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         process.stdin.write(msgspec.json.encode(message) + b"\n")
-
-
-def _describe(code: int) -> str:
-    """Return how a process ended, from its return code."""
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

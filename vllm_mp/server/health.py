@@ -34,7 +34,7 @@ async def ready(request: Request) -> Response:
     if server.shared is not None and (num_loading := server.shared.num_loading):
         return _not_ready(f"{num_loading} of the server's processes are loading")
     try:
-        await server.engine.ping(server.options.ready_timeout)
+        await server.ping_core()
     except EngineError as error:
         return _not_ready(str(error))
     return _json({"status": "ready"})

@@ -175,7 +175,7 @@ class _HttpServer(uvicorn.Server):
     """uvicorn's server, which leaves signals to `ServerProcess`."""
 
     def __init__(self, options: ServerOptions, tls: ssl.SSLContext | None, app: ASGIApp) -> None:
-        limits = ConnectionLimits.of(options, raise_descriptor_limit() - _RESERVED_DESCRIPTORS)
+        limits = ConnectionLimits.of(options, max(1, raise_descriptor_limit() - _RESERVED_DESCRIPTORS))
         config = uvicorn.Config(
             app,
             interface="asgi3",

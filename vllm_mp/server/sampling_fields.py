@@ -6,7 +6,7 @@ import msgspec
 
 from vllm_mp.parameters import Integer, NotServed, Number, Parameter
 from vllm_mp.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
-from vllm_mp.server.body import Refused, RequestBody
+from vllm_mp.server.body import Ignored, Refused, RequestBody
 from vllm_mp.server.errors import ApiError, as_refusal
 
 _INTERNAL = frozenset({"output_kind", "detokenize", "extra_args"})
@@ -18,13 +18,11 @@ _REFUSED = (
     "guided_grammar",
     "guided_decoding_backend",
     "guided_whitespace_pattern",
-    "use_beam_search",
-    "length_penalty",
     "logits_processors",
     "kv_transfer_params",
     "vllm_xargs",
 )
-"""Fields of vLLM's that are not served: the older names of structured output, beam search, extensions of its engine."""
+"""Fields of vLLM's that are not served: the older names of structured output, extensions of its engine."""
 _FIELDS = tuple(name for name in PARAMETERS if name not in _INTERNAL)
 
 
@@ -52,6 +50,8 @@ else:
         [
             *[(name, _declaration(name, PARAMETERS[name]), None) for name in _FIELDS],
             *[(name, Refused, None) for name in _REFUSED],
+            ("use_beam_search", bool | None, None),
+            ("length_penalty", Ignored, None),  # it only concerns beam search
         ],
         bases=(RequestBody,),
         kw_only=True,
@@ -66,6 +66,13 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
     A field `max_completion_tokens` is a name of `max_tokens`. Raises ApiError, naming the field, for values out of
     range, for names of a field that differ, and for what is not served.
     """
+    if getattr(body, "use_beam_search", None):
+        raise ApiError(
+            400,
+            "use_beam_search is not served; leave it out, and sample with n instead",
+            param="use_beam_search",
+            code="unsupported_field",
+        )
     given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
     max_tokens = getattr(body, "max_completion_tokens", None)
     if max_tokens is not None and given.setdefault("max_tokens", max_tokens) != max_tokens:

@@ -1,5 +1,6 @@
 """What all requests to a server share."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -27,7 +28,21 @@ class ServerState:
     live_feed: LiveFeed = field(init=False)
     """What the page at `/` shows."""
 
+    _ping: "asyncio.Future[None] | None" = field(init=False, default=None)
+    """The latest ping of the core."""
+
     def __post_init__(self) -> None:
         has_tokenizer = not self.engine.model_config.skip_tokenizer_init
         self.chat_template = ChatTemplate(self.engine.get_tokenizer() if has_tokenizer else None)
         self.live_feed = LiveFeed(self.engine, self.admission)
+
+    async def ping_core(self) -> None:
+        """Return once the core answers; callers at the same time share a ping, so that probes cannot flood the core.
+
+        Raises EngineError if the core does not answer within the option `ready_timeout`.
+        """
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.ensure_future(self.engine.ping(self.options.ready_timeout))
+            # The caller may hang up: then the error has no other reader.
+            self._ping.add_done_callback(lambda ping: ping.cancelled() or ping.exception())
+        await asyncio.shield(self._ping)

@@ -7,12 +7,14 @@ typedef struct {
 
 static PyTypeObject NextOutput_type;
 
-/* next_output(iterator, stream) */
+/* next_output(iterator, stream). The objects for log-probabilities are made in turns of the event loop, in Python. */
 static PyObject *next_output(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 2) {
         PyErr_SetString(PyExc_TypeError, "next_output needs an iterator and a stream");
         return NULL;
     }
+    if (Py_IS_TYPE(args[1], stream_type) && SLOT(args[1], stream_.has_logprobs) == Py_True)
+        return PyObject_CallMethodNoArgs(args[0], str_next);
     NextOutput *self = PyObject_GC_New(NextOutput, &NextOutput_type);
     if (self == NULL) return NULL;
     self->iterator = Py_NewRef(args[0]);

@@ -22,14 +22,14 @@ static struct {
 } completion_;
 static struct {
     Py_ssize_t is_plain, is_delta, first, error, request_id, prompt, prompt_token_ids, metrics, num_cached_tokens, group,
-        is_ready, waiter, wake_ups;
+        is_ready, waiter, wake_ups, has_logprobs;
 } stream_;
 static Py_ssize_t group_streams, group_waiter, wake_ups_waiters, text_held, text_texts, text_bytes, metrics_first, metrics_last;
 static PyTypeObject *stream_type, *byte_text_type;
 static PyObject *request_output, *completion_output;
 static PyObject *get_running_loop;
 static PyObject *str_arrival, *str_blocking, *str_close, *str_create_future, *str_has_news, *str_take,
-    *str_take_from;
+    *str_next, *str_take_from;
 
 static void set_slot(PyObject *object, Py_ssize_t offset, PyObject *value) {
     PyObject *old = SLOT(object, offset);
@@ -84,6 +84,7 @@ static PyObject *configure(PyObject *module, PyObject *args) {
         {stream, "is_ready", &stream_.is_ready},
         {stream, "_waiter", &stream_.waiter},
         {stream, "wake_ups", &stream_.wake_ups},
+        {stream, "has_logprobs", &stream_.has_logprobs},
         {group, "_streams", &group_streams},
         {group, "_waiter", &group_waiter},
         {wake_ups, "_waiters", &wake_ups_waiters},
@@ -313,6 +314,7 @@ PyMODINIT_FUNC PyInit__output_path(void) {
     str_close = PyUnicode_InternFromString("_close");
     str_create_future = PyUnicode_InternFromString("create_future");
     str_has_news = PyUnicode_InternFromString("has_news");
+    str_next = PyUnicode_InternFromString("_next");
     str_take = PyUnicode_InternFromString("take");
     str_take_from = PyUnicode_InternFromString("_take_from");
     PyObject *asyncio = PyImport_ImportModule("asyncio");

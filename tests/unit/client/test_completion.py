@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from vllm_mp import wire
-from vllm_mp.client.outputs.completion import Completion, append_logprobs
+from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.logprob_columns import LogprobColumns
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
@@ -275,24 +276,51 @@ def test_stream_interval_spaces_outputs_except_the_first_and_the_last(interval, 
     assert sizes == expected_sizes
 
 
-def test_repeated_log_probabilities_are_ignored_and_a_gap_is_an_error():
-    known = []
-    append_logprobs(known, logprobs_message(0, 0, [5, 6]), None)
-    append_logprobs(known, logprobs_message(0, 0, [5, 6]), None)
-    append_logprobs(known, logprobs_message(0, 1, [6, 8]), None)
-    assert [next(iter(entry)) for entry in known] == [5, 6, 8]
+def made(columns):
+    """Return the objects of all positions of `columns`."""
+    columns.make(len(columns))
+    return columns.made
+
+
+@pytest.mark.parametrize("makes", [False, True])
+def test_repeated_log_probabilities_are_ignored_and_a_gap_is_an_error(makes):
+    columns = LogprobColumns(None)
+    for position, token_ids in ((0, [5, 6]), (0, [5, 6]), (1, [6, 8])):
+        columns.append(logprobs_message(0, position, token_ids))
+        if makes:
+            made(columns)
     with pytest.raises(ValueError, match="position 4 came, but position 3 is the next"):
-        append_logprobs(known, logprobs_message(0, 4, [9]), None)
-    assert len(known) == 3
+        columns.append(logprobs_message(0, 4, [9]))
+    assert [next(iter(entry)) for entry in made(columns)] == [5, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "values", "ranks"),
+    [
+        (bytes(8), bytes(8), b""),
+        (b"", b"", bytes(4)),
+        (bytes(8), bytes(4), bytes(4)),
+        (bytes(7), bytes(8), bytes(4)),
+        (bytes(8), bytes(8), bytes(5)),
+        (bytes(4), bytes(4), bytes(4)),
+        (b"\xff" * 8, bytes(8), bytes(4)),
+    ],
+)
+def test_log_probabilities_whose_parts_disagree_are_an_error(token_ids, values, ranks):
+    columns = LogprobColumns(None)
+    columns.append(logprobs_message(0, 0, [5]))
+    with pytest.raises(ValueError, match="position 1"):
+        columns.append(TokenLogprobs(0, 1, token_ids, values, ranks))
+    assert len(columns) == 1
 
 
 def test_sampled_token_comes_first_with_its_own_rank_and_only_once():
-    known = []
+    columns = LogprobColumns("text {}".format)
     ids, values = np.array([[5, 3, 5, 4]], "<i4"), np.array([[-2, -1, -2, -3]], "<f4")
-    message = TokenLogprobs(0, 0, ids.tobytes(), values.tobytes(), np.array([2], "<u4").tobytes())
-    append_logprobs(known, message, "text {}".format)
-    assert list(known[0]) == [5, 3, 4]
-    assert [(entry.logprob, entry.rank, entry.decoded_token) for entry in known[0].values()] == [
+    columns.append(TokenLogprobs(0, 0, ids.tobytes(), values.tobytes(), np.array([2], "<u4").tobytes()))
+    (entry,) = made(columns)
+    assert list(entry) == [5, 3, 4]
+    assert [(value.logprob, value.rank, value.decoded_token) for value in entry.values()] == [
         (-2, 2, "text 5"),
         (-1, 1, "text 3"),
         (-3, 3, "text 4"),

@@ -13,6 +13,10 @@ import zmq
 from vllm_mp import EngineStartError, wire
 from vllm_mp.client.engine import connection as connection_module
 from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.engine.core_client import EngineCoreClient
+from vllm_mp.client.engine.supervisor import Death
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.stats import EngineStats
 
 
 @contextlib.contextmanager
@@ -113,7 +117,7 @@ def test_other_callbacks_run_between_messages_that_wait(tmp_path, monkeypatch):
         assert max(after - before for before, after in itertools.pairwise(seen)) == 1
 
 
-def test_all_messages_that_have_arrived_are_delivered_at_once_before_another_core_takes_over(tmp_path, monkeypatch):
+def test_messages_that_wait_are_drained_in_turns_until_none_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(connection_module, "_RECEIVE_S", 0)
     with peers(tmp_path) as (connection, _):
         heard, frames = [], deque(wire.encode(wire.Reply(0, call_id)) for call_id in range(50))
@@ -124,11 +128,82 @@ def test_all_messages_that_have_arrived_are_delivered_at_once_before_another_cor
             return frames.popleft()
 
         async def run():
+            assert connection.drain(), "no loop, nothing to deliver to"
             connection.attach(heard.append, connection.monitor.getsockopt(zmq.FD), lambda: None)
             with monkeypatch.context() as patch:
                 patch.setattr(connection, "_socket", SimpleNamespace(closed=False, recv=recv))
-                connection.drain()
+                for count in range(1, 51):
+                    assert not connection.drain()
+                    assert len(heard) == count
+                assert connection.drain()
             connection.detach()
 
         asyncio.run(run())
         assert [reply.call_id for reply in heard] == list(range(50))
+
+
+class DyingCore:
+    """A supervisor whose core has died while messages of it wait, and that core's connection."""
+
+    incarnation = num_dropped = 0
+    news_fd = -1
+    end = None
+
+    def __init__(self, num_turns):
+        self.num_left = num_turns
+        """Number of turns that the messages which wait take."""
+        self.core = SimpleNamespace(connection=self)
+        self.loop = None
+        self.news = [Death("the core died", {}, 0, True)]
+
+    def attach(self, on_message, news_fd, on_news):
+        self.loop = asyncio.get_running_loop()
+
+    def drain(self):
+        self.num_left -= 1
+        return self.num_left < 0
+
+    def take_news(self):
+        news, self.news = self.news, []
+        return news
+
+    def watch(self, has_work):
+        pass
+
+
+def test_death_is_handled_after_all_messages_that_arrived_before_it_and_other_callbacks_run_meanwhile():
+    core = DyingCore(20)
+    stats = EngineStats(64, False)
+    client = EngineCoreClient(core, OutputProcessor(), stats)
+
+    async def run():
+        seen = []
+        client.attach()
+        while client.recovers_from is None:
+            client.attach()  # a request that arrives meanwhile must not have more messages received in a turn
+            seen.append(core.num_left)
+            await asyncio.sleep(0)
+        return seen
+
+    seen = asyncio.run(run())
+    assert len(seen) >= 10
+    assert core.num_left == -1
+    assert client.recovers_from == "the core died"
+
+
+def test_death_is_handled_by_another_event_loop_if_the_first_was_closed_meanwhile():
+    core = DyingCore(1000)
+    client = EngineCoreClient(core, OutputProcessor(), EngineStats(64, False))
+
+    async def attach():
+        client.attach()
+
+    async def run():
+        client.attach()
+        while core.num_left >= 0:  # noqa: ASYNC110, it counts turns
+            await asyncio.sleep(0)
+
+    asyncio.run(attach())
+    assert client.recovers_from is None
+    asyncio.run(run())
+    assert client.recovers_from == "the core died"

@@ -204,3 +204,118 @@ def test_streams_get_a_token_in_every_step_while_long_prompts_are_computed():
         assert [len(engine.outputs[slot]) for slot in range(6)] == [num_steps] * 6
         assert step.counts.sum() <= 16
     assert num_steps == 1 + 2 * 200 // (16 - 6), "prompts get the budget that streams leave in each step"
+
+
+def admitted(engine):
+    """Return a list that will hold (client, slot) of each request that gets a row, in that order."""
+    keys, add = [], engine.batch.add
+
+    def watch_add(request, *blocks):
+        keys.append(request.key)
+        return add(request, *blocks)
+
+    engine.batch.add = watch_add
+    return keys
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20], ids=["only prompts", "long outputs"])
+def test_single_request_of_a_client_waits_for_one_turn_of_a_client_with_many_requests(max_tokens):
+    engine = Engine(budget=16, max_num_seqs=4, num_blocks=40)
+    keys = admitted(engine)
+    for slot in range(300):
+        engine.add(slot, max_tokens=max_tokens)
+    for _ in range(30):
+        engine.step()
+    num_before = len(keys)
+    engine.add(1000, client=1, max_tokens=3)
+    while 1000 not in engine.ends:
+        engine.step()
+    assert keys.index((1, 1000)) <= num_before + 1
+    assert engine.scheduler.num_waiting > 150
+
+
+def test_clients_take_turns_by_the_tokens_that_were_computed_for_them():
+    engine = Engine(budget=16, max_num_seqs=8, num_blocks=200)
+    keys = admitted(engine)
+    for slot in range(40):
+        engine.add(slot, num_prompt_tokens=40, max_tokens=1)
+    for slot in range(1000, 1400):
+        engine.add(slot, client=1, num_prompt_tokens=4, max_tokens=1)
+    while len(keys) < 200:
+        engine.step()
+    counts = Counter(client for client, _ in keys)
+    assert abs((40 + 1) * counts[0] - (4 + 1) * counts[1]) <= 41
+    for client in (0, 1):
+        slots = [slot for owner, slot in keys if owner == client]
+        assert slots == sorted(slots), "the requests of a client run in their order"
+
+
+def test_output_tokens_count_for_their_client():
+    engine = Engine(budget=16, max_num_seqs=1, num_blocks=40)
+    keys = admitted(engine)
+    for slot in range(100):
+        engine.add(slot, num_prompt_tokens=1, max_tokens=30)
+        engine.add(1000 + slot, client=1, num_prompt_tokens=1, max_tokens=2)
+    while len(keys) < 60:
+        engine.step()
+    counts = Counter(client for client, _ in keys)
+    assert counts[1] > 8 * counts[0]
+
+
+def test_client_gets_no_credit_for_the_time_before_its_requests():
+    engine = Engine(budget=16, max_num_seqs=1, num_blocks=40)
+    keys = admitted(engine)
+    engine.add(500, client=1, num_prompt_tokens=4, max_tokens=1)
+    for slot in range(200):
+        engine.add(slot, num_prompt_tokens=4, max_tokens=1)
+    while len(keys) < 100:
+        engine.step()
+    for slot in range(1000, 1050):
+        engine.add(slot, client=1, num_prompt_tokens=4, max_tokens=1)
+    while len(keys) < 140:
+        engine.step()
+    assert 19 <= Counter(client for client, _ in keys[100:])[1] <= 21
+
+
+def test_priority_counts_before_turns():
+    engine = Engine(budget=16, max_num_seqs=1, policy="priority")
+    keys = admitted(engine)
+    for slot in range(3):
+        engine.add(slot, max_tokens=1, priority=0)
+        engine.add(1000 + slot, client=1, max_tokens=1, priority=-1)
+    engine.run()
+    assert [client for client, _ in keys] == [1, 1, 1, 0, 0, 0]
+
+
+def test_client_that_has_most_is_preempted_and_the_only_request_of_another_is_not():
+    engine = Engine(budget=64, max_num_seqs=8, num_blocks=12, max_model_len=48)
+    for slot in range(5):
+        engine.add(slot, num_prompt_tokens=4, max_tokens=30)
+    engine.step()
+    engine.add(1000, client=1, num_prompt_tokens=4, max_tokens=30)
+    engine.step()
+    preempted, preempt = [], engine.scheduler._preempt
+
+    def watch(request):
+        preempted.append(request.key)
+        assert request.client == 0 or len(engine.batch) == 2, "the other client has several requests"
+        preempt(request)
+
+    engine.scheduler._preempt = watch
+    engine.run()
+    assert preempted[:2] == [(0, 4), (0, 3)], "the newest of the client with most blocks"
+    assert len(engine.ends) == 6
+
+
+def test_long_request_of_a_client_ends_beside_a_stream_of_small_ones():
+    engine = Engine(budget=32, max_num_seqs=6, num_blocks=16)
+    slots = iter(range(1000, 10_000))
+    engine.add(next(slots), client=1, num_prompt_tokens=4, max_tokens=10)
+    engine.step()
+    engine.add(0, num_prompt_tokens=30, max_tokens=30)
+    num_steps = 0
+    while 0 not in engine.ends:
+        engine.add(next(slots), client=1, num_prompt_tokens=4, max_tokens=10)
+        engine.step()
+        num_steps += 1
+        assert num_steps < 300

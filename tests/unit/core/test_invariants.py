@@ -35,7 +35,7 @@ def test_no_request_row_or_block_is_lost_in_any_interleaving_of_events(data):
         policy=data.draw(st.sampled_from(["fcfs", "priority"])),
         ahead=data.draw(st.integers(0, 1)),
     )
-    live, limits, drains = set(), {}, []
+    live, limits, drains, clients = set(), {}, [], {}
     for slot in range(data.draw(st.integers(1, 50))):
         action = data.draw(st.sampled_from(ACTIONS))
         if action == "add":
@@ -43,8 +43,10 @@ def test_no_request_row_or_block_is_lost_in_any_interleaving_of_events(data):
             pooled = data.draw(st.sampled_from([0, 0, 1, 3]))
             length = 0 if pooled else min(limit, LENGTH - len(prompt))
             output = data.draw(st.lists(st.integers(7, 8), max_size=max(0, length - 1)))
+            clients[slot] = data.draw(st.sampled_from([0, 0, 1, 2]))
             engine.add(
                 slot,
+                client=clients[slot],
                 pooled=pooled,
                 output=output,
                 isolate_until_num_tokens=data.draw(st.sampled_from([False, False, True])),
@@ -61,10 +63,10 @@ def test_no_request_row_or_block_is_lost_in_any_interleaving_of_events(data):
         elif action == "abort" and live:
             victim = data.draw(st.sampled_from(sorted(live)))
             live.discard(victim)
-            end = engine.scheduler.abort(0, victim)
+            end = engine.scheduler.abort(clients[victim], victim)
             assert (end is None) == (victim in engine.ends)
             if end is not None:
-                engine.end([(0, end)])
+                engine.end([(clients[victim], end)])
         elif action == "forget":
             engine.pool.forget_all()
         elif action == "pause":
@@ -156,11 +158,12 @@ def let_a_running_request_wait(engine):
 
 
 def lose_a_waiting_request(engine):
-    engine.scheduler.waiting._heap.pop()
+    turns = engine.scheduler.waiting.turns
+    turns.remove(turns.requests()[-1])
 
 
 def miscount_the_waiting(engine):
-    engine.scheduler.waiting._num_queued += 1
+    engine.scheduler.waiting.turns._num_requests += 1
 
 
 def run_while_asleep(engine):
@@ -169,8 +172,8 @@ def run_while_asleep(engine):
 
 def hold_back_without_a_pause(engine):
     queue = engine.scheduler.waiting
-    _, request = queue._heap.pop()
-    queue._num_queued -= 1
+    request = queue.turns.requests()[-1]
+    queue.turns.remove(request)
     queue._held[0, request.slot] = request
 
 

@@ -245,7 +245,7 @@ class StandInHandler:
         self.stop = None
         self.note = None
 
-    def serve(self, scheduler, calls):
+    def serve(self, scheduler, calls, page):
         self.scheduler, self.calls = scheduler, calls
 
     def send_ends(self, ends):

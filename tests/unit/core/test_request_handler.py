@@ -1,5 +1,6 @@
 """Bounds on what one client can cost the core and its other clients."""
 
+import contextlib
 import time
 from concurrent.futures import Future
 
@@ -10,7 +11,8 @@ from support.stand_in_engine import Engine
 from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
-from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
+from vllm_mp.core.ipc.unread_output import UnreadOutput
 from vllm_mp.core.scheduler import memory_quota
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.sampling_params import SamplingParams
@@ -25,20 +27,25 @@ PREDECESSOR = Predecessor(
     is_from_outside=False,
     in_step=[(TOKENS[0], 3, 10), (TOKENS[1], 3, 20), (TOKENS[0], 4, 0), (b"", 5, 1)],
 )
+KEY = b"k" * 32
 
 
 class Core:
     """A request handler at a real socket, with a scheduler that runs no step."""
 
-    def __init__(self, address, config):
+    def __init__(self, address, config, is_shared=True):
         self.address = address
         self.bound = BoundSocket(address)
-        self.request_handler = RequestHandler(self.bound.socket, config, 1, PREDECESSOR)
+        self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY, PREDECESSOR, is_shared)
         self.engine = Engine()
         self.page = StatusPage.create(None, 1)
-        self.serve(echo=lambda value: value, fail=lambda: 1 // 0, refuse=_refuse)
+        self.serve(
+            echo=lambda value: value,
+            fail=lambda: 1 // 0,
+            refuse=_refuse,
+            pause=OperatorCall(lambda mode: f"paused with {mode}"),
+        )
         self.context = zmq.Context()
-        self.dealers = []
 
     def serve(self, **calls):
         self.request_handler.serve(self.engine.scheduler, calls, self.page)
@@ -49,7 +56,6 @@ class Core:
         dealer.setsockopt(zmq.SNDHWM, limit)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(self.address)
-        self.dealers.append(dealer)
         if greet:
             dealer.send(hello)
             assert isinstance(self.answer(dealer), wire.Welcome)
@@ -63,7 +69,7 @@ class Core:
             time.sleep(0.001)
 
     def answer(self, dealer):
-        """Return the next message to `dealer` that is no probe."""
+        """Return the next message to `dealer` that ends a request or answers a call."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             self.request_handler.receive()
@@ -78,9 +84,7 @@ class Core:
         return self.answer(dealer)
 
     def close(self):
-        for dealer in self.dealers:
-            dealer.close()
-        self.context.term()
+        self.context.destroy(linger=0)
         self.bound.close()
 
 
@@ -115,15 +119,15 @@ def test_client_of_another_version_or_schema_is_refused(core, hello):
 
 @pytest.mark.parametrize(("token", "own"), [(TOKENS[0], [(3, 10), (4, 0)]), (TOKENS[1], [(3, 20)]), (b"", [])])
 def test_welcome_tells_each_client_what_the_predecessor_computed_for_it(core, token, own):
-    welcome = core.ask(core.connect(greet=False), wire.hello(token))
+    welcome = core.ask(core.connect(greet=False), wire.hello(token=token))
     assert welcome.last_death == wire.LastDeath(
         7, "the core process 5 ended with signal SIGSEGV", "signal", False, num_in_step=4, in_step=own
     )
 
 
 def test_client_that_comes_back_replaces_its_former_self(core):
-    hello = wire.encode(wire.hello(TOKENS[0]))
-    other, former = core.connect(hello=wire.encode(wire.hello(TOKENS[1]))), core.connect(hello=hello)
+    hello = wire.encode(wire.hello(token=TOKENS[0]))
+    other, former = core.connect(hello=wire.encode(wire.hello(token=TOKENS[1]))), core.connect(hello=hello)
     for dealer in (other, former):
         dealer.send(wire.encode(request(3)))
     core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
@@ -145,7 +149,7 @@ def test_clients_without_a_token_do_not_replace_each_other(core):
 
 
 def test_status_page_holds_the_tokens_of_connected_clients(core):
-    leaving, _ = [core.connect(hello=wire.encode(wire.hello(token))) for token in TOKENS]
+    leaving, _ = [core.connect(hello=wire.encode(wire.hello(token=token))) for token in TOKENS]
     assert core.page.tokens() == dict(enumerate(TOKENS))
     leaving.send(wire.encode(wire.Bye(1)))
     core.receive_until(lambda: core.request_handler.num_clients == 1)
@@ -153,7 +157,7 @@ def test_status_page_holds_the_tokens_of_connected_clients(core):
 
 
 def test_client_that_left_without_bye_is_forgotten_although_no_other_client_says_hello(core, monkeypatch):
-    monkeypatch.setattr(clients, "_PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(clients, "_LOOK_INTERVAL_S", 0.05)
     staying, leaving = core.connect(), core.connect()
     leaving.send(wire.encode(request(3)))
     core.receive_until(lambda: core.engine.scheduler.num_waiting == 1)
@@ -161,14 +165,6 @@ def test_client_that_left_without_bye_is_forgotten_although_no_other_client_says
     core.receive_until(lambda: core.request_handler.num_clients == 1)
     assert not core.engine.scheduler.num_waiting
     assert core.ask(staying, wire.Call(1, 1, "echo", ["here"])).result == "here"
-
-
-def test_probes_are_rare_however_often_messages_are_received(core):
-    quiet = core.connect()
-    deadline = time.monotonic() + 0.2
-    while time.monotonic() < deadline:
-        core.request_handler.receive()
-    assert not quiet.poll(50)
 
 
 def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, monkeypatch):
@@ -226,6 +222,23 @@ def test_flood_of_messages_does_not_delay_the_next_step(core):
     assert len(calls) == 30
 
 
+def test_message_of_a_client_is_handled_before_the_rest_of_another_clients_flood(core):
+    flooding, quiet, handled = core.connect(), core.connect(), []
+
+    def note(number):
+        handled.append(number)
+        if number == 10:
+            quiet.send(wire.encode(wire.Call(1, 1, "note", [-1])))
+            time.sleep(0.05)  # until ZeroMQ has delivered it
+
+    core.serve(note=note)
+    for number in range(500):
+        flooding.send(wire.encode(wire.Call(1, number, "note", [number])))
+    while len(handled) <= 500:
+        core.request_handler.receive()
+    assert handled.index(-1) < 100
+
+
 def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
     calls = []
 
@@ -254,6 +267,143 @@ def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
     ]
 
 
+def monitor_of(dealer):
+    return dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+
+def test_message_for_another_incarnation_is_dropped(core):
+    client = core.connect()
+    earlier = request(3)
+    earlier.incarnation = 2
+    for message in (earlier, wire.Call(2, 7, "echo", ["for another core"]), wire.Bye(0)):
+        client.send(wire.encode(message))
+    assert core.ask(client, wire.Call(1, 8, "echo", ["for this core"])).call_id == 8
+    assert core.request_handler.num_dropped == 3
+    assert core.request_handler.num_clients == 1
+    assert not core.engine.scheduler.num_waiting
+
+
+def test_client_that_sends_several_parts_is_dropped_and_told_why_when_it_comes_back(core):
+    hello = wire.encode(wire.hello(token=TOKENS[0]))
+    hostile, other = core.connect(hello=hello), core.connect()
+    monitor = monitor_of(hostile)
+    for dealer in (hostile, other):
+        dealer.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    hostile.send_multipart([bytes(1000)] * 1000)
+    core.receive_until(lambda: monitor.poll(0))
+    assert core.request_handler.num_clients == core.engine.scheduler.num_waiting == 1
+    assert "several parts" in core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped
+    assert core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped == ""
+
+
+def test_connection_of_a_peer_that_takes_itself_for_a_client_is_closed(core):
+    stranger = core.connect(greet=False)
+    monitor = monitor_of(stranger)
+    stranger.send(wire.encode(request(3)))
+    core.receive_until(lambda: monitor.poll(0))
+    assert not core.engine.scheduler.num_waiting
+
+
+def test_peer_that_is_refused_again_and_again_is_disconnected(core):
+    stranger = core.connect(greet=False)
+    monitor = monitor_of(stranger)
+    for _ in range(50):
+        stranger.send(wire.encode(wire.Hello(1)))
+    core.receive_until(lambda: monitor.poll(0))
+
+
+class Reader:
+    """A client that is sent output, and that reads it, pretends to, or does not."""
+
+    def __init__(self, core, token=b""):
+        self.core = core
+        self.dealer = core.connect(hello=wire.encode(wire.hello(token=token)))
+        self.monitor = monitor_of(self.dealer)
+
+    def ask_for(self, num_messages, num_bytes=2**15):
+        for call_id in range(num_messages):
+            self.dealer.send(wire.encode(wire.Call(1, call_id, "echo", ["x" * num_bytes])))
+
+    def read(self, returns_marks=True):
+        """Read all messages that have arrived; return the number of replies."""
+        num_replies = 0
+        while self.dealer.poll(0):
+            message = wire.decode_core_message(self.dealer.recv())
+            num_replies += isinstance(message, wire.Reply)
+            if isinstance(message, wire.Mark) and returns_marks:
+                self.dealer.send(wire.encode(wire.MarkSeen(1, message.mark)))
+        return num_replies
+
+
+def test_client_that_does_not_read_is_dropped_and_its_output_discarded(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**22)
+    reader, other = Reader(core, TOKENS[0]), core.connect()
+    for dealer in (reader.dealer, other):
+        dealer.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    reader.ask_for(1000)
+    core.receive_until(lambda: reader.monitor.poll(0))
+    assert core.request_handler.num_clients == core.engine.scheduler.num_waiting == 1
+    assert "bytes of output" in core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped
+
+
+def test_client_that_forges_marks_is_dropped_as_if_it_read_nothing(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**22)
+    reader = Reader(core)
+    for mark in range(100):
+        reader.dealer.send(wire.encode(wire.MarkSeen(1, mark)))
+    reader.ask_for(1000)
+    core.receive_until(lambda: reader.monitor.poll(0))
+    assert core.request_handler.num_dropped >= 100
+
+
+def test_client_that_reads_is_sent_any_amount(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**20)
+    reader, num_replies = Reader(core), 0
+    for _ in range(50):
+        reader.ask_for(10)
+        expected = num_replies + 10
+        deadline = time.monotonic() + 10
+        while num_replies < expected:
+            assert time.monotonic() < deadline
+            core.request_handler.receive()
+            num_replies += reader.read()
+    assert core.request_handler.num_clients == 1
+
+
+def test_clients_share_the_room_for_unread_output(core, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES_OF_ALL", 2**22)
+    reader, alone = Reader(core), []
+    reader.ask_for(60)
+    core.receive_until(lambda: not core.bound.socket.poll(50))
+    assert core.request_handler.num_clients == 1
+    alone.extend(core.connect() for _ in range(3))
+    reader.ask_for(10)
+    core.receive_until(lambda: reader.monitor.poll(0))
+    assert core.request_handler.num_clients == 3
+
+
+def test_results_of_one_step_may_exceed_the_limit():
+    unread = UnreadOutput()
+    for _ in range(100):
+        unread.add(2**16, True)
+    assert not unread.exceeds(2**20)
+    for _ in range(301):
+        unread.add(2**16, True)
+        exceeds = unread.exceeds(2**20)
+    assert exceeds
+
+
+def test_owner_of_a_core_may_leave_any_output_unread(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**20)
+    with contextlib.closing(Core(f"ipc://{tmp_path}/private.sock", config, is_shared=False)) as core:
+        reader = Reader(core)
+        reader.ask_for(200)
+        core.receive_until(lambda: not core.bound.socket.poll(50))
+        assert core.request_handler.num_clients == 1
+
+
 def test_unread_messages_wait_with_their_sender(core):
     num_sent, frame = 0, wire.encode(wire.Call(1, 1, "echo", ["x" * 2**20]))
     dealer = core.connect(greet=False, limit=1)
@@ -278,3 +428,31 @@ def test_error_does_not_repeat_a_large_value(core):
 
 def _refuse(value):
     raise ValueError(f"got {value}")
+
+
+def test_call_for_operators_is_refused_by_name_to_other_clients(core):
+    user, operator = core.connect(), core.connect(greet=False)
+    reply = core.ask(user, wire.Call(1, 1, "pause", ["keep"]))
+    assert reply.needs_operator
+    assert "pause is for operators" in reply.error
+    assert "operator_key_file" in reply.error
+    assert isinstance(core.ask(operator, wire.hello(operator_key=KEY)), wire.Welcome)
+    reply = core.ask(operator, wire.Call(1, 2, "pause", ["keep"]))
+    assert (reply.result, reply.error, reply.needs_operator) == ("paused with keep", None, False)
+    assert core.ask(user, wire.Call(1, 3, "pause", ["keep"])).needs_operator
+    assert core.ask(user, wire.Call(1, 4, "echo", [5])).result == 5
+
+
+def test_hello_with_another_operator_key_is_refused(core, config):
+    for key in (b"k", b"x" * 32):
+        assert "not that of this core" in core.ask(core.connect(greet=False), wire.hello(operator_key=key)).reason
+    core.request_handler = RequestHandler(core.bound.socket, config, 1)
+    assert "no operators" in core.ask(core.connect(greet=False), wire.hello(operator_key=KEY)).reason
+
+
+def test_client_that_comes_back_without_the_key_is_no_operator(core):
+    client = core.connect(greet=False)
+    core.ask(client, wire.hello(operator_key=KEY))
+    client.send(wire.encode(wire.Bye(1)))
+    core.ask(client, wire.hello())
+    assert core.ask(client, wire.Call(1, 2, "pause", ["keep"])).needs_operator

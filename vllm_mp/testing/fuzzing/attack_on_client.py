@@ -161,7 +161,7 @@ async def attack_client(
     asyncio.get_running_loop().set_exception_handler(
         lambda loop, context: report.breaches.append(f"the event loop reports {context}")
     )
-    engine = AsyncLLM.connect(address, tokenizer=None)
+    engine = AsyncLLM.connect(address, tokenizer=config.model_config.tokenizer)
     began = time.monotonic()
     try:
         for phase in itertools.count():

@@ -16,6 +16,7 @@ import zmq
 
 from vllm_mp import AsyncLLM, wire
 from vllm_mp.errors import EngineError
+from vllm_mp.operator_key import read_operator_key
 from vllm_mp.testing.engines import answer, eventually, greedy, standalone_core
 from vllm_mp.testing.fuzzing.client_frames import ClientFrames, raw_connections
 from vllm_mp.testing.fuzzing.report import CampaignReport
@@ -34,6 +35,8 @@ _MARGIN = 1e-3
 """Log-probability by which each calm token is ahead of the next best, so that rounding changes none."""
 _BURST = 400
 _ANSWER_TIMEOUT_S = 60.0
+_REPEAT_MS = 1000
+"""Time without any answer after which the last message is repeated."""
 
 
 @contextlib.contextmanager
@@ -47,12 +50,18 @@ def core_under_attack(folder: Path, *flags: str, model: str | None = None, befor
         save_random_model(CONFIGS["llama"], folder / "model")
         flags = ("--skip-tokenizer-init", *flags)
     address = f"ipc://{folder}/core.sock"
+    flags = ("--operator-key-file", _operator_key_file(address), *flags)
     # The log goes to a file, because a pipe that is not read would block the core.
     with (
         (folder / "core.log").open("wb") as log,
         standalone_core(model, address, *_FLAGS, *flags, before=before, stderr=log),
     ):
         yield address
+
+
+def _operator_key_file(address: str) -> str:
+    """Return the path of the operator key file of the core at `address`, a Unix socket."""
+    return f"{address.removeprefix('ipc://')}.operators"
 
 
 class Attacker:
@@ -65,7 +74,10 @@ class Attacker:
         self._frames = iter(ClientFrames(seed, incarnation, vocab_size))
         self._raw = raw_connections(seed)
         self._incarnation = incarnation
+        self._operator_key = read_operator_key(_operator_key_file(address))
         self._report = report
+        self._versions = itertools.count(2**32)
+        """Versions of the protocol that no core has."""
         self._sockets = [self._dealer() for _ in range(4)]
         self._stranger = self._dealer()
         self._episodes = itertools.cycle(
@@ -126,13 +138,18 @@ class Attacker:
         self._report.sent[kind] += 1
 
     def _await_core(self, dealer: "zmq.Socket[bytes]") -> None:
-        """Return when the core has processed everything sent on `dealer`: a refused hello is answered last."""
-        self._send("other version", dealer, wire.Hello(2**32))
-        while True:
-            if not dealer.poll(int(_ANSWER_TIMEOUT_S * 1000)):
-                raise TimeoutError(f"the core has not answered for {_ANSWER_TIMEOUT_S:g} s")
-            if (message := self._count(dealer.recv_multipart())) is not None and "4294967296" in message.reason:
-                return
+        """Return when the core has processed everything sent on `dealer`: a refused hello is answered last.
+
+        The hello is repeated, because it is lost if the core closes the connection for what came before it.
+        """
+        version = next(self._versions)
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._send("other version", dealer, wire.Hello(version))
+            while dealer.poll(_REPEAT_MS):
+                if (message := self._count(dealer.recv_multipart())) is not None and str(version) in message.reason:
+                    return
+        raise TimeoutError(f"the core has not answered for {_ANSWER_TIMEOUT_S:g} s")
 
     def _count(self, frames: list[bytes]) -> wire.Refused | None:
         """Count an answer. Return it if it refuses the client."""
@@ -179,9 +196,9 @@ class Attacker:
             dealer.close(linger=100)
 
     def _pause_flood(self) -> None:
-        """Send pauses that are undone at once, and pauses with invalid arguments."""
+        """Send, as an operator, pauses that are undone at once, and pauses with invalid arguments."""
         dealer, incarnation = self._sockets[0], self._incarnation
-        self._send("hello", dealer, wire.hello())
+        self._send("hello", dealer, wire.hello(operator_key=self._operator_key))
         bad: tuple[list[Any], ...] = ([], ["x", True], [None, None], ["keep", 1], ["keep"] * 9, [2**64 - 1, 0.5])
         for i in range(100):
             self._send("pause", dealer, wire.Call(incarnation, i, "pause", ["keep", False]))
@@ -190,9 +207,12 @@ class Attacker:
         self._await_core(dealer)
 
     def _sleep_flood(self) -> None:
-        """Send sleeps of either level that end at once, and calls with invalid arguments. Wake up in either order."""
+        """Send, as an operator, sleeps of either level that end at once, and calls with invalid arguments.
+
+        Wake up in either order.
+        """
         dealer, incarnation = self._sockets[0], self._incarnation
-        self._send("hello", dealer, wire.hello())
+        self._send("hello", dealer, wire.hello(operator_key=self._operator_key))
         bad: tuple[list[Any], ...] = ([], [0], [True], [1.0, "keep"], [1, "wait"], ["weights"], [2**64 - 1], [1] * 9)
         for i in range(40):
             self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", [1 + i % 2, "keep"]))

@@ -1,0 +1,145 @@
+"""The order of the waiting requests: by priority, then by turns of the clients, then by arrival."""
+
+import bisect
+import heapq
+import itertools
+from collections import Counter
+
+from vllm_mp.core.scheduler.request import Request
+
+Rank = tuple[bool, int]
+"""(is no suspect, priority): requests of the lowest rank are first, whichever client they belong to."""
+
+
+class FairTurns:
+    """Waiting requests, of which `first` is the next to run.
+
+    Clients with requests of the same rank take turns by the tokens that were computed for them: the client with the
+    fewest is next. A client that begins to wait counts as many as the client whose turn was last. So it has its share
+    from then on, but no credit for the time before. (Start-time fair queueing of Goyal et al., 1996, with tokens as the
+    cost, as the virtual token counter of Sheng et al., 2024.) Requests of one client keep their order of arrival.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Rank, dict[int, _ClientQueue]] = {}
+        """The requests of each rank, by client; without empty queues."""
+        self._ranks: list[Rank] = []
+        """The keys of `_queues`, sorted."""
+        self._num_waiting: Counter[int] = Counter()
+        """Number of requests of each client that waits."""
+        self._num_requests = 0
+        self._num_tokens: dict[int, int] = {}
+        """Tokens that count for each client."""
+        self._latest: dict[int, int] = {}
+        """Number of each client's latest turn, or of the beginning of its wait; of equal clients the lowest is next."""
+        self._numbers = itertools.count()
+        self._num_tokens_now = 0
+        """Tokens that counted for the client whose turn was last."""
+        self._first: Request | None = None
+        """The next request; None if it has to be found."""
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def requests(self) -> list[Request]:
+        """Return all requests."""
+        return [
+            request for queues in self._queues.values() for queue in queues.values() for request in queue.requests()
+        ]
+
+    def add(self, request: Request) -> None:
+        """Add a request, whose rank must not change while it waits."""
+        client, rank = request.client, _rank(request)
+        if not self._num_waiting[client]:
+            self._num_tokens[client] = max(self._num_tokens.get(client, 0), self._num_tokens_now)
+            self._latest[client] = next(self._numbers)
+        self._num_waiting[client] += 1
+        self._num_requests += 1
+        if rank not in self._queues:
+            self._queues[rank] = {}
+            bisect.insort(self._ranks, rank)
+        self._queues[rank].setdefault(client, _ClientQueue()).add(request)
+        self._first = None
+
+    def first(self) -> Request | None:
+        """Return the next request, which stays; None if there is none."""
+        if self._first is None and self._ranks:
+            queues = self._queues[self._ranks[0]]
+            client = min(queues, key=lambda client: (self._num_tokens[client], self._latest[client]))
+            self._first = queues[client].first()
+        return self._first
+
+    def take_turn(self, request: Request, num_tokens: int) -> None:
+        """Remove the request that `first` has just returned; a step computes `num_tokens` tokens of it."""
+        client = request.client
+        self._num_tokens_now = max(self._num_tokens_now, self._num_tokens[client])
+        self._latest[client] = next(self._numbers)
+        self.remove(request)
+        self.count(client, num_tokens)
+
+    def count(self, client: int, num_tokens: int) -> None:
+        """Count `num_tokens` tokens that were computed for `client`."""
+        self._num_tokens[client] = self._num_tokens.get(client, self._num_tokens_now) + num_tokens
+        self._first = None
+
+    def remove(self, request: Request) -> None:
+        """Remove a request."""
+        client, rank = request.client, _rank(request)
+        queues = self._queues[rank]
+        queue = queues[client]
+        queue.remove(request)
+        if not len(queue):
+            del queues[client]
+        if not queues:
+            del self._queues[rank]
+            del self._ranks[bisect.bisect_left(self._ranks, rank)]
+        self._num_requests -= 1
+        self._num_waiting[client] -= 1
+        if not self._num_waiting[client]:
+            del self._num_waiting[client]
+        self._first = None
+
+    def forget(self, client: int) -> None:
+        """Forget the tokens of a client that has left and has no request."""
+        self._num_tokens.pop(client, None)
+        self._latest.pop(client, None)
+
+
+class _ClientQueue:
+    """The requests of one client and one rank, in their order."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        """(order, request). The entry of a removed request is void, and stays until it is the first."""
+        self._num_void = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_void
+
+    def requests(self) -> list[Request]:
+        return [request for _, request in self._heap if not request.aborted]
+
+    def add(self, request: Request) -> None:
+        heapq.heappush(self._heap, (request.order, request))
+
+    def first(self) -> Request:
+        while self._heap[0][1].aborted:
+            heapq.heappop(self._heap)
+            self._num_void -= 1
+        return self._heap[0][1]
+
+    def remove(self, request: Request) -> None:
+        if self._heap[0][1] is request:
+            heapq.heappop(self._heap)
+            return
+        request.aborted = True
+        self._num_void += 1
+        # Void entries must not become the majority: they hold requests.
+        if self._num_void > len(self):
+            self._heap = [entry for entry in self._heap if not entry[1].aborted]
+            heapq.heapify(self._heap)
+            self._num_void = 0
+
+
+def _rank(request: Request) -> Rank:
+    return not request.isolate_until_num_tokens, request.order[0]

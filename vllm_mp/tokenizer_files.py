@@ -1,0 +1,61 @@
+"""A tokenizer as data: the files that a core sends to clients without a tokenizer of their own."""
+
+import hashlib
+from pathlib import Path
+
+from vllm_mp.model_store.folder import TOKENIZER_FILES
+
+DATA_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""The files that are sent: a fast tokenizer, its settings and its chat template. None of them holds code but the
+template, which Jinja's sandbox runs."""
+MAX_TOKENIZER_BYTES = 2**26
+"""Maximum size of all files together."""
+CHUNK_BYTES = 2**22
+"""Maximum size of the answer to one call, so that a core is never busy with it for long."""
+LIST_CALL, READ_CALL = "tokenizer_files", "tokenizer_file"
+"""The operations of a core that `TokenizerFiles` answers."""
+
+
+class TokenizerFiles:
+    """The tokenizer's files in the core's folder; the methods are operations that clients may call."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each file that exists, by name."""
+        paths = [self._folder / name for name in DATA_FILES]
+        return {path.name: path.stat().st_size for path in paths if path.is_file()}
+
+    def read(self, name: str, offset: int) -> bytes:
+        """Return up to `CHUNK_BYTES` of a file from `offset` on; empty at its end.
+
+        Raises ValueError for a name that is not one of `DATA_FILES` or an offset that is no position in a file.
+        """
+        if name not in DATA_FILES:
+            raise ValueError(f"the name must be one of {', '.join(DATA_FILES)}, got {name!r:.100}")
+        if type(offset) is not int or not 0 <= offset <= MAX_TOKENIZER_BYTES:
+            raise ValueError(f"the offset must be an integer from 0 to {MAX_TOKENIZER_BYTES}, got {offset!r:.100}")
+        try:
+            with (self._folder / name).open("rb") as file:
+                file.seek(offset)
+                return file.read(CHUNK_BYTES)
+        except OSError as error:
+            raise ValueError(f"the core cannot read {name}: {error.strerror}") from error
+
+    def digest(self) -> str:
+        """Return a digest of the content of all files that determine the tokenizer."""
+        paths = {self._folder / name for name in DATA_FILES}
+        paths.update(path for pattern in TOKENIZER_FILES for path in self._folder.glob(pattern))
+        digest = hashlib.sha256()
+        for path in sorted(path for path in paths if path.is_file()):
+            content = path.read_bytes()
+            digest.update(f"{path.name}\0{len(content)}\0".encode())
+            digest.update(content)
+        return digest.hexdigest()[:32]
