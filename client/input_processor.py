@@ -66,6 +66,7 @@ class InputProcessor:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
         ids = np.asarray(token_ids, wire.TOKEN_IDS)
         validate_generation(given.request_id, ids, ids[:0], params, bad_words, self._config)
+        seed_is_drawn = params.seed is None
         if params.seed is None:
             # The client draws it, so that another core can continue the request.
             params.seed = secrets.randbits(63)
@@ -81,6 +82,7 @@ class InputProcessor:
             # No other request can guess this name.
             group=secrets.token_hex(16) if params.n > 1 else "",
             bad_words=bad_words,
+            seed_is_drawn=seed_is_drawn,
         )
         completions = [self._completion(index, params.seed, request) for index in range(params.n)]
         interval = self._config.scheduler_config.stream_interval

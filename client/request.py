@@ -1,7 +1,11 @@
 """The records of a request: as the caller gave it, and as a core is told of it. Records are never changed."""
 
+import copy
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.pooling_params import PoolingParams
@@ -39,6 +43,8 @@ class GenerationRequest(NamedTuple):
     """Names the request's completions, which share the blocks of their prompt; empty for a single completion."""
     bad_words: Sequence[list[int]] = ()
     """The token ids of each spelling of each bad word."""
+    seed_is_drawn: bool = False
+    """The client drew the seed, because the caller gave none."""
 
 
 class PoolingRequest(NamedTuple):
@@ -52,3 +58,13 @@ class PoolingRequest(NamedTuple):
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
+
+
+def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:
+    """Return a digest that requests share if prompt, parameters and cache salt are equal; a drawn seed is left out."""
+    params = request.params
+    if isinstance(request, GenerationRequest) and request.seed_is_drawn:
+        params = copy.copy(request.params)
+        params.seed = None
+    content = type(params).__name__, request.packed_prompt, params, request.cache_salt
+    return hashlib.sha256(msgspec.msgpack.encode(content)).digest()

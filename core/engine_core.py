@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import zmq
 
@@ -174,9 +175,7 @@ class EngineCore:
     def _requests_with(self, step: ScheduledStep) -> StepRequests:
         """Return the requests of `step`, which is about to be launched, and of the pending steps."""
         batch, rows = self._batch, step.rows
-        requests = StepRequests(
-            batch.client[rows], batch.slot[rows], batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
-        )
+        requests = self._step_requests(rows, batch.num_tokens[rows])
         if not self._scheduler.pending_steps:
             return requests
         pending = self._pending_requests(excluded=rows)
@@ -189,8 +188,14 @@ class EngineCore:
         is_pending[excluded] = False
         rows = np.flatnonzero(is_pending)
         # An awaited token is not in the output yet.
-        num_output_tokens = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] - pending_steps.awaited_rows()[rows]
-        return StepRequests(batch.client[rows], batch.slot[rows], num_output_tokens)
+        return self._step_requests(rows, batch.num_tokens[rows] - pending_steps.awaited_rows()[rows])
+
+    def _step_requests(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> StepRequests:
+        """Return the requests of `rows` [n], of which `num_tokens` [n] tokens are in prompt and output."""
+        batch = self._batch
+        num_known = np.minimum(num_tokens, batch.num_computed_tokens[rows])
+        num_read = np.where(num_tokens > batch.num_prompt_tokens[rows], num_tokens, num_known)
+        return StepRequests(batch.client[rows], batch.slot[rows], num_read - batch.num_prompt_tokens[rows])
 
     def _note_state(self) -> None:
         """Write the state between two steps to the status page."""

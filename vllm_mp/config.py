@@ -169,7 +169,7 @@ class LivenessConfig(msgspec.Struct, kw_only=True):
     """Longest time from the start of a core's process until it serves."""
     recovery: bool = True
     """Start the next core after a death, and continue every stream."""
-    max_core_restarts: int = 10
+    max_core_restarts: int = 16
     """Maximum number of restarts within `core_restart_window_s`."""
     core_restart_window_s: float = 300.0
     warm_standby: bool = False

@@ -78,14 +78,14 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     is_from_outside: bool
     """Another process killed or stopped the core, which no request can have caused."""
     in_step: list[tuple[bytes, int, int]]
-    """(token of the client, slot, number of output tokens) of each request in the pending steps; the token is empty
-    for a client without one."""
+    """(token of the client, slot, progress as in `wire.LastDeath`) of each request in the pending steps; the token is
+    empty for a client without one."""
     num_restarts: int = 1
     """Number of restarts by the parent, with the one that followed this death."""
 
     def last_death(self, token: bytes) -> LastDeath:
         """Return what the client with `token` may know of this death."""
-        own = [(slot, num_tokens) for other, slot, num_tokens in self.in_step if token and other == token]
+        own = [(slot, progress) for other, slot, progress in self.in_step if token and other == token]
         # What follows the first clause may quote the core's log, which is not for every client.
         cause = self.cause.partition(";")[0][:_MAX_CAUSE_CHARACTERS]
         return LastDeath(

@@ -172,7 +172,7 @@ class EngineArgs(Options):
     )
     start_timeout_s: float = option(600.0, "Seconds within which the core must start", low=1.0)
     recovery: bool = option(True, "When the core dies, start another core and continue every stream")
-    max_core_restarts: int = option(10, "Maximum number of restarts of the core within core_restart_window_s", low=0)
+    max_core_restarts: int = option(16, "Maximum number of restarts of the core within core_restart_window_s", low=0)
     core_restart_window_s: float = option(
         300.0, "Length in seconds of the period in which max_core_restarts counts restarts", low=1.0
     )

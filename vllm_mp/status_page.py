@@ -27,7 +27,7 @@ MAX_STEP_REQUESTS = 65_536
 _WRITE_TIMEOUT_S = 0.1
 """Longest wait of a reader for a writer. A write takes microseconds, but the writer may lose the processor in it."""
 _REQUEST_BYTES = 12
-"""Three uint32: client, slot, number of output tokens."""
+"""Three int32: client, slot, number of output tokens."""
 _CLIENT = np.dtype([("next_number", "<u8"), ("token", "u1", (TOKEN_BYTES,))])
 """A place of the table of clients: the client's number plus 1, or 0 if the place is free; and the client's token."""
 _CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
@@ -89,7 +89,8 @@ class StepRequests(NamedTuple):
     clients: npt.NDArray[np.uint32]
     slots: npt.NDArray[np.uint32]
     num_output_tokens: npt.NDArray[np.integer]
-    """Tokens that each request has generated so far."""
+    """Tokens that each request has generated so far; while its prompt is read, minus the number of prompt tokens that
+    are left."""
 
 
 class CoreStatus(NamedTuple):
@@ -110,7 +111,8 @@ class CoreStatus(NamedTuple):
     free_blocks: int
     total_blocks: int
     step_requests: list[tuple[int, int, int]]
-    """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps."""
+    """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps. The
+    number is as in `StepRequests`."""
     sleep: SleepState = AWAKE
 
     def __str__(self) -> str:
@@ -128,8 +130,8 @@ class StatusPage:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._header: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, count=_HEADER_BYTES // 8)
-        self._step_requests: npt.NDArray[np.uint32] = np.frombuffer(
-            memory, np.uint32, count=3 * MAX_STEP_REQUESTS, offset=_HEADER_BYTES
+        self._step_requests: npt.NDArray[np.int32] = np.frombuffer(
+            memory, np.int32, count=3 * MAX_STEP_REQUESTS, offset=_HEADER_BYTES
         ).reshape(-1, 3)
         self._clients: npt.NDArray[np.void] = np.frombuffer(memory, _CLIENT, count=MAX_CLIENTS, offset=_CLIENTS_OFFSET)
 

@@ -94,8 +94,9 @@ class AddRequest(_Message, tag=2):
     has no meaning, as each completion is a request of its own. Only requests with the same `cache_salt` share cached
     prefixes. Requests with the same `group`, unless it is empty, share the blocks of their prompts even without a
     prefix cache. `bad_words` are `params.bad_words` as token ids. `isolate_until_num_tokens` is 0 unless the request
-    was in the step during which an earlier core died: then the request runs alone in its steps until its completion has
-    that many tokens, so that no other request dies with it.
+    was in the step during which an earlier core died: then the request shares its steps only with requests of this
+    client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
+    dies with it.
     """
 
     incarnation: int
@@ -112,6 +113,7 @@ class AddRequest(_Message, tag=2):
         msgspec.Meta(max_length=MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORDS),
     ] = []
     isolate_until_num_tokens: int = 0
+    isolation_group: int = 0
 
 
 class AddPooling(_Message, tag=6):
@@ -125,6 +127,7 @@ class AddPooling(_Message, tag=6):
     priority: int = 0
     cache_salt: str = ""
     isolate_until_num_tokens: int = 0
+    isolation_group: int = 0
 
 
 class AbortRequests(_Message, tag=3):
@@ -178,7 +181,8 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     num_in_step: int
     """Requests in the pending steps, of all clients."""
     in_step: list[tuple[int, int]] = []
-    """(slot, number of output tokens) of each request of this client in the pending steps."""
+    """(slot, progress) of each request of this client in the pending steps. The progress is the number of output
+    tokens, or minus the number of prompt tokens that are left."""
     num_restarts: int = 1
     """Number of restarts by the core's parent, with the one that followed this death."""
 

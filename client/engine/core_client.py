@@ -18,8 +18,9 @@ from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.pings import Pings
+from vllm_mp.client.engine.refused_requests import RefusedRequests
 from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, News
-from vllm_mp.client.engine.suspects import Suspects
+from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats
@@ -72,6 +73,9 @@ class EngineCoreClient:
         self._sleep_calls: set[int] = set()
         """The ids of the calls that put the core into `_sleep` and have no reply yet."""
         self._suspects = Suspects()
+        self._held_back: list[Entry] = []
+        """What the core has not been asked for, because a group of suspects is tested."""
+        self._refused = RefusedRequests()
         self._news: deque[News] = deque()
         """News that wait until all messages that arrived before them have been handled."""
         self._news_loop: asyncio.AbstractEventLoop | None = None
@@ -120,8 +124,10 @@ class EngineCoreClient:
     def add(self, stream: RequestStream) -> bool:
         """Ask the core for all that `stream` awaits; return False, and send nothing, if it was aborted meanwhile.
 
-        Raises ValueError if there are too many live completions, or if the message would be too large.
+        Raises ValueError if there are too many live completions, or if the message would be too large, and
+        EngineGenerateError if an equal request was to blame for deaths of cores.
         """
+        self._refused.check(stream)
         stream.is_held = self._pause is not None
         if not self.requests.enter(stream):
             return False
@@ -235,9 +241,10 @@ class EngineCoreClient:
 
     def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
         """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
-        isolate_until = self._suspects.isolate_until(awaited)
-        message = stream.add_message(awaited.index, self.incarnation, isolate_until)
-        if self._has_core:
+        message = stream.add_message(awaited.index, self.incarnation, self._suspects.isolation(awaited))
+        if self._has_core and self._suspects.is_held_back(awaited):
+            self._held_back.append((stream, awaited))
+        elif self._has_core:
             self._core.connection.send(message)
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
@@ -250,14 +257,28 @@ class EngineCoreClient:
             self.abort(stream.request_id)
 
     def _abort_slots(self, slots: list[int]) -> None:
+        if slots and self._held_back:
+            unsent = [entry for entry in self._held_back if entry[1].slot in slots]
+            self._held_back = [entry for entry in self._held_back if entry not in unsent]
+            for _, awaited in unsent:
+                slots.remove(awaited.slot)
+                self.requests.free_unsent(awaited)
         if slots:
             self._send(wire.AbortRequests(self.incarnation, slots))
+
+    def _send_held_back(self) -> None:
+        """Ask the core for the next group of suspects, or for all that was held back, once the last is cleared."""
+        if self._held_back:
+            self._suspects.choose_sent_group(self.requests.live())
+            held_back, self._held_back = self._held_back, []
+            self._replay(held_back)
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         self._pings.reset()
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message)
             self._abort_slots(self.requests.process(message))
+            self._send_held_back()
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
         elif isinstance(message, wire.Mark):
@@ -309,13 +330,20 @@ class EngineCoreClient:
         requests = self.requests
         self._stats.note_death(death.kind, death.time, death.cause)
         logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
-        culprit = self._suspects.record(death, requests.live())
-        if culprit is not None:
-            requests.fail(
-                culprit,
-                f"request {culprit.request_id} failed: it was in the step of each core that died, alone in the last: "
-                f"{death.cause}",
-            )
+        for conviction in self._suspects.record(death, requests.live()):
+            self._convict(conviction)
+
+    def _convict(self, conviction: Conviction) -> None:
+        """Fail a request that is to blame for deaths, and all equal requests, live or to come."""
+        culprit, why = conviction.stream, conviction.why()
+        self.supervisor.forgive(death.time for death in conviction.deaths)
+        self._refused.add(culprit, why)
+        self.requests.fail(culprit, f"request {culprit.request_id} failed: {why}")
+        digest = culprit.digest()
+        for stream in self.requests.streams():
+            if stream.digest() == digest:
+                equal = f"request {stream.request_id} failed: it is equal to request {culprit.request_id}, of which"
+                self.requests.fail(stream, f"{equal} is known: {why}")
 
     def _replay_to(self, core: Core) -> None:
         """Make `core` the current core, and tell it everything that is pending."""
@@ -328,6 +356,7 @@ class EngineCoreClient:
         self.supervisor.release(old)
         self._restore_sleep()
         self.requests.forget_core()
+        self._held_back.clear()
         live = self.requests.live()
         if self._pause is not None and self._pause.args[0] == "wait":
             # Requests from before such a pause run to their ends.

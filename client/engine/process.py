@@ -25,6 +25,8 @@ _LOG_LINES = 8
 """Number of lines of the core's log that errors quote."""
 _STOP_TIMEOUT_S = 10.0
 """Time that a core gets to stop by itself before it is killed."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that no request can cause, and SIGKILL only through the memory that it takes."""
 _KILL_TIMEOUT_S = 20.0
 """Time that a killed core gets to end: a device needs seconds to release many GB, or never does so once it failed."""
 
@@ -106,6 +108,12 @@ class CoreProcess:
     def was_killed(self) -> bool:
         """Whether SIGKILL ended the core; valid only after its end or after `kill`."""
         return self._popen.poll() == -signal.SIGKILL
+
+    @property
+    def was_told_to_stop(self) -> bool:
+        """Whether a signal ended the core by which another process tells it to stop."""
+        code = self._popen.poll()
+        return code is not None and -code in _STOP_SIGNALS
 
     @property
     def ended_by_signal(self) -> bool:

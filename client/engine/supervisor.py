@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import zmq
@@ -41,7 +41,8 @@ class Death(NamedTuple):
 
     cause: str
     in_step: dict[int, int]
-    """The number of output tokens of each request of this client in the step that was executing, by slot."""
+    """The progress of each request of this client in the step that was executing, by slot: the number of its output
+    tokens, or minus the number of prompt tokens that were left."""
     num_in_step: int
     """Requests in that step, of all clients."""
     is_from_outside: bool
@@ -55,6 +56,8 @@ class Death(NamedTuple):
     """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
     time: float = 0.0
     """When the death was seen, in seconds of `time.monotonic()`."""
+    is_step_known: bool = True
+    """False: `in_step` is empty because it is unknown which requests were in the step."""
 
 
 class End(NamedTuple):
@@ -74,6 +77,8 @@ class RestartLimit:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._deaths: deque[float] = deque()
+        self._lock = threading.Lock()
+        """Held while `_deaths` changes: the event loop forgives deaths."""
         self._num_failed_starts = 0
         """Number of the latest cores in a row that died before they served."""
 
@@ -83,16 +88,24 @@ class RestartLimit:
         The delay is 0 after a core that served, and grows with each core in a row that did not.
         """
         deaths = self._deaths
-        deaths.append(now)
-        while deaths[0] <= now - self._window_s:
-            deaths.popleft()
-        if self._max_restarts is not None and len(deaths) > self._max_restarts:
-            return None
+        with self._lock:
+            deaths.append(now)
+            while deaths[0] <= now - self._window_s:
+                deaths.popleft()
+            if self._max_restarts is not None and len(deaths) > self._max_restarts:
+                return None
         if has_served:
             self._num_failed_starts = 0
             return 0.0
         self._num_failed_starts += 1
         return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._num_failed_starts - 1))
+
+    def forgive(self, times: Iterable[float]) -> None:
+        """Count no longer the deaths that were recorded at `times`; from any thread."""
+        with self._lock:
+            for time_of_death in times:
+                with contextlib.suppress(ValueError):  # it has left the window, or is forgiven
+                    self._deaths.remove(time_of_death)
 
 
 class CoreSupervisor:
@@ -150,6 +163,11 @@ class CoreSupervisor:
         while self._news:
             news.append(self._news.popleft())
         return news
+
+    def forgive(self, times: Iterable[float]) -> None:
+        """Count no longer the deaths seen at `times` against the limit of restarts, because their cause is gone."""
+        if self._restarts is not None:
+            self._restarts.forgive(times)
 
     def release(self, core: Core) -> None:
         """Close the connection of a core that has been replaced."""
@@ -297,14 +315,16 @@ class CoreSupervisor:
         if was_killed and self._oom_kills > kills:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed, kind = False, "out_of_memory"
-        own = {slot: num_output_tokens for client, slot, num_output_tokens in in_step if client == core.client}
+        own = {slot: progress for client, slot, progress in in_step if client == core.client}
         sleep = status.sleep if status else AWAKE
-        is_from_outside = was_killed or core.process is None
-        return Death(cause, own, len(in_step), is_from_outside, sleep, kind, time.monotonic())
+        is_from_outside = was_killed or core.process is None or core.process.was_told_to_stop
+        return Death(
+            cause, own, len(in_step), is_from_outside, sleep, kind, time.monotonic(), is_step_known=status is not None
+        )
 
     def _replace(self, core: Core, death: Death) -> Core | None:
         """Start the successor of `core`; return None if there is none."""
-        cause, has_served = death.cause, True
+        cause, has_served, died_at = death.cause, True, death.time
         if isinstance(self._source, CoreLauncher):
             self._source.predecessor = self._predecessor(core, death)
         if core.process is not None:
@@ -314,7 +334,7 @@ class CoreSupervisor:
             if self._restarts is None:
                 self._tell(End(cause))
                 return None
-            delay = self._restarts.delay_after(time.monotonic(), has_served)
+            delay = self._restarts.delay_after(died_at, has_served)
             if delay is None:
                 limits = self._limits
                 self._tell(
@@ -341,7 +361,7 @@ class CoreSupervisor:
                     self._tell(End(f"{cause}, and {error}"))
                     return None
                 logger.warning("%s", str(error).partition(";")[0])
-                cause, has_served = str(error), False
+                cause, has_served, died_at = str(error), False, time.monotonic()
                 continue
             self._tell(successor)
             return successor
@@ -355,7 +375,7 @@ class CoreSupervisor:
             cause=death.cause,
             kind=death.kind,
             is_from_outside=death.is_from_outside,
-            in_step=[(tokens.get(client, b""), slot, num_tokens) for client, slot, num_tokens in in_step],
+            in_step=[(tokens.get(client, b""), slot, progress) for client, slot, progress in in_step],
             num_restarts=core.num_restarts + 1,
         )
 

@@ -1,19 +1,40 @@
 """The choice of the request to blame when cores die.
 
-Any request in the step during which a core died may have caused the death. Each of them runs isolated on the next core
-until it gets past that step. If another core dies during such an isolated step, the request was alone and is to blame.
+Any request in the step during which a core died may have caused the death. Most deaths have no culprit, so all requests
+continue together on the next core. If that core too dies in a step, the requests of this step that were in the step of
+the first death, and have made no progress since, are suspects. The search for the culprit is a group test by halves
+(Dorfman 1943; Hwang 1972): the suspects are divided into two groups, and each group runs isolated until its requests
+are past the step of the death. A group in whose step a core dies is divided again. A request that is alone in such a
+death is to blame; the others stay suspects. So one culprit among n requests costs at most 2 + log2(n) deaths, with the
+logarithm rounded up.
 
-A request cannot cause a kill or stop from outside. Such a death makes a request a suspect only if it was in the step of
-an earlier death and has made no progress since. The request is to blame only if it was alone in its last two deaths, or
-alone in this death and in the step of at least two before.
+A signal from outside, such as SIGTERM or SIGKILL, blames no request. But a request can bring about such signals, for
+example through the memory that it takes. So such deaths count if a request was in three of them without progress, and
+it is to blame only after five. Reading a prompt is progress here.
+
+If it is unknown which requests were in the step, all requests without a new token are suspects after three deaths. No
+core isolates them then, so the client sends one group, and holds back all other requests until each request of the
+group has a new token. A request that was alone in its group is to blame after five deaths.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from vllm_mp.client.engine.supervisor import Death
-from vllm_mp.client.outputs.stream import Awaited, RequestStream
+from vllm_mp.client.outputs.stream import Awaited, Isolation, RequestStream
+
+_MIN_DEATHS = 2
+"""Number of deaths without progress that make a request a suspect, or a suspect that was alone the culprit."""
+_MIN_OUTSIDE_DEATHS = 3
+"""The same for deaths that came from outside, or whose step or cause is unknown."""
+_MIN_OUTSIDE_DEATHS_ALONE = 5
+"""Number of such deaths after which a suspect that was alone is the culprit."""
+_MAX_DEATHS = 16
+"""Number of deaths without progress after which a request fails in any company: more than a search by halves takes."""
+
+Entry = tuple[RequestStream, Awaited]
 
 
 @dataclass(slots=True)
@@ -22,10 +43,41 @@ class _Deaths:
 
     num_tokens: int
     """Number of output tokens that the request had in the core, which may not have sent all of them."""
-    num_deaths: int = 0
-    num_alone: int = 0
-    """Number of the latest deaths in a row in whose step no other request was."""
-    is_suspect: bool = False
+    progress: int
+    """The same, or minus the number of prompt tokens that were left: the furthest at any of these deaths."""
+    num_inside: int = 0
+    """Number of deaths that a request may have caused directly."""
+    num_outside: int = 0
+    """Number of other deaths since `progress` last grew."""
+    group: int = 0
+    """The group in which a suspect is tested; 0: it is no suspect."""
+    deaths: list[Death] = field(default_factory=list)
+
+    def is_suspect(self, is_inside: bool) -> bool:
+        return self.num_inside >= _MIN_DEATHS if is_inside else self.num_outside >= _MIN_OUTSIDE_DEATHS
+
+    def is_culprit(self, is_inside: bool, was_alone: bool) -> bool:
+        enough = self.num_inside >= _MIN_DEATHS if is_inside else self.num_outside >= _MIN_OUTSIDE_DEATHS_ALONE
+        return (was_alone and enough) or self.num_inside + self.num_outside >= _MAX_DEATHS
+
+
+class Conviction(NamedTuple):
+    """A request that is to blame for deaths of cores."""
+
+    stream: RequestStream
+    deaths: list[Death]
+    was_alone: bool
+    """No other request can have caused the latest of `deaths`."""
+
+    def why(self) -> str:
+        """Return the number and the causes of the deaths, as the rest of a sentence about the request."""
+        *earlier, last = self.deaths
+        is_known = all(death.is_step_known for death in self.deaths)
+        causes = "; ".join(death.cause.partition(";")[0] for death in earlier)
+        return (
+            f"it was {'in the step of' if is_known else 'live in'} each of {len(self.deaths)} cores that died, "
+            f"{'alone in the last' if self.was_alone else 'without a new token in between'} ({causes}): {last.cause}"
+        )
 
 
 class Suspects:
@@ -33,35 +85,79 @@ class Suspects:
 
     def __init__(self) -> None:
         self._deaths: WeakKeyDictionary[Awaited, _Deaths] = WeakKeyDictionary()
+        self._num_groups = 0
+        """Number of groups so far, which are numbered from 1."""
+        self._holds_back = False
+        """The step of the latest death is unknown."""
+        self._sent_group = 0
+        """The group to send first if `_holds_back`; 0: there are no suspects."""
 
-    def isolate_until(self, awaited: Awaited) -> int:
-        """Return the number of output tokens up to which `awaited` must run isolated; 0 if it is no suspect."""
+    def isolation(self, awaited: Awaited) -> Isolation:
+        """Return how the core must isolate `awaited`."""
+        group = self._group(awaited)
+        return Isolation(self._deaths[awaited].num_tokens + 1, group) if group else Isolation()
+
+    def is_held_back(self, awaited: Awaited) -> bool:
+        """Return whether `awaited` must not be sent yet, because a group of suspects is tested."""
+        return self._holds_back and self._sent_group not in (0, self._group(awaited))
+
+    def choose_sent_group(self, live: Iterable[Entry]) -> None:
+        """Choose the group to send if requests are held back: the first with a `live` request that is not cleared."""
+        self._sent_group = min(filter(None, (self._group(awaited) for _, awaited in live)), default=0)
+
+    def record(self, death: Death, live: list[Entry]) -> list[Conviction]:
+        """Record a death for each `live` request in its step; return the requests to blame, usually none or one."""
+        in_step = self._in_step(death, live)
+        is_inside = death.is_step_known and not death.is_from_outside
+        for _, awaited, progress in in_step:
+            self._count(awaited, progress, is_inside, death)
+        self._holds_back = not death.is_step_known
+        suspects = [entry for entry in in_step if self._deaths[entry[1]].is_suspect(is_inside)]
+        streams = list({id(stream): stream for stream, _, _ in suspects}.values())
+        # In an unknown step, the others were held back.
+        was_alone = len(streams) == 1 and (not death.is_step_known or len(suspects) == death.num_in_step)
+        culprits = {
+            id(stream): Conviction(stream, self._deaths[awaited].deaths, was_alone)
+            for stream, awaited, _ in suspects
+            if self._deaths[awaited].is_culprit(is_inside, was_alone)
+        }
+        streams = [stream for stream in streams if id(stream) not in culprits]
+        self._divide(streams, [(stream, awaited) for stream, awaited, _ in suspects])
+        gone = {id(conviction.stream) for conviction in culprits.values()}
+        self.choose_sent_group(entry for entry in live if id(entry[0]) not in gone)
+        return list(culprits.values())
+
+    def _in_step(self, death: Death, live: list[Entry]) -> list[tuple[RequestStream, Awaited, int]]:
+        """Return the `live` requests that may have been in the step of `death`, each with its progress."""
+        if death.is_step_known:
+            return [
+                (stream, awaited, death.in_step[awaited.slot])
+                for stream, awaited in live
+                if awaited.slot in death.in_step
+            ]
+        return [(stream, awaited, awaited.num_tokens) for stream, awaited in live if not self.is_held_back(awaited)]
+
+    def _count(self, awaited: Awaited, progress: int, is_inside: bool, death: Death) -> None:
+        """Count a death with `awaited` in its step."""
+        num_tokens = max(0, progress)
         deaths = self._deaths.get(awaited)
-        if deaths is None or not deaths.is_suspect or awaited.num_tokens > deaths.num_tokens:
-            return 0
-        return deaths.num_tokens + 1
+        if deaths is None or num_tokens > deaths.num_tokens:
+            deaths = self._deaths[awaited] = _Deaths(num_tokens, progress)
+        elif progress > deaths.progress:
+            deaths.progress, deaths.num_outside = progress, 0
+        deaths.num_inside += is_inside
+        deaths.num_outside += not is_inside
+        deaths.deaths.append(death)
 
-    def record(self, death: Death, live: Iterable[tuple[RequestStream, Awaited]]) -> RequestStream | None:
-        """Record a death for each `live` request in its step; return the stream to blame, if there is one.
+    def _divide(self, streams: list[RequestStream], suspects: list[Entry]) -> None:
+        """Put each half of `streams` into a group of its own; all completions of a request stay together."""
+        half = (len(streams) + 1) // 2
+        group_of = {id(stream): self._num_groups + 1 + (i >= half) for i, stream in enumerate(streams)}
+        self._num_groups += 2
+        for stream, awaited in suspects:
+            self._deaths[awaited].group = group_of.get(id(stream), 0)
 
-        If there is one, all other requests are cleared of suspicion.
-        """
-        in_step = [(stream, awaited) for stream, awaited in live if awaited.slot in death.in_step]
-        was_alone = len(in_step) == death.num_in_step and len({id(stream) for stream, _ in in_step}) == 1
-        for stream, awaited in in_step:
-            num_tokens = death.in_step[awaited.slot]
-            deaths = self._deaths.get(awaited)
-            if deaths is None or num_tokens > deaths.num_tokens:
-                deaths = self._deaths[awaited] = _Deaths(num_tokens)
-            deaths.num_deaths += 1
-            deaths.num_alone = deaths.num_alone + 1 if was_alone else 0
-            if death.is_from_outside:
-                deaths.is_suspect |= deaths.num_deaths >= 2
-                is_culprit = deaths.num_alone >= 2 or (was_alone and deaths.num_deaths >= 3)
-            else:
-                deaths.is_suspect = True
-                is_culprit = was_alone and deaths.num_deaths >= 2
-            if is_culprit:
-                self._deaths.clear()
-                return stream
-        return None
+    def _group(self, awaited: Awaited) -> int:
+        """Return the group in which `awaited` is tested; 0 if it is no suspect, or has got past the deaths."""
+        deaths = self._deaths.get(awaited)
+        return 0 if deaths is None or awaited.num_tokens > deaths.num_tokens else deaths.group

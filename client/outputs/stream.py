@@ -4,6 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.logprob_columns import LogprobColumns, TokenText
 from vllm_mp.client.outputs.wake_ups import WakeUps, set_done
-from vllm_mp.client.request import GenerationRequest, PoolingRequest
+from vllm_mp.client.request import GenerationRequest, PoolingRequest, digest_of
 from vllm_mp.errors import EngineGenerateError
 from vllm_mp.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
@@ -53,6 +54,15 @@ class PooledVector:
 
 Awaited = Completion | PooledVector
 """The result that a slot on the wire brings."""
+
+
+class Isolation(NamedTuple):
+    """How the core must isolate a completion or vector; the default: not at all."""
+
+    until_num_tokens: int = 0
+    """Number of output tokens from which on it runs with all requests."""
+    group: int = 0
+    """Names the requests of this client with which it runs until then."""
 
 
 class RequestStream(ABC):
@@ -99,6 +109,7 @@ class RequestStream(ABC):
         """The stream is in `group`."""
         self.wake_ups = WakeUps()
         """Wakes the consumers of all streams of an `OutputProcessor`, in slices."""
+        self._request = request
         self._metrics = RequestMetrics(request.arrival_time)
         self._waiter: asyncio.Future[None] | None = None
 
@@ -108,8 +119,12 @@ class RequestStream(ABC):
         """The completions, or the vector, that the core must bring, each under its own slot."""
 
     @abstractmethod
-    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> AddMessage:
+    def add_message(self, index: int, incarnation: int, isolation: Isolation) -> AddMessage:
         """Return the message that asks a core for the rest of `awaited[index]`, which must have its slot."""
+
+    def digest(self) -> bytes:
+        """Return the digest of the request, which equal requests share."""
+        return digest_of(self._request)
 
     @property
     def is_over(self) -> bool:
@@ -270,8 +285,8 @@ class GenerationStream(RequestStream):
         """`completions` differ in index and seed alone; `interval` is the number of tokens between two outputs."""
         super().__init__(request)
         self.params: SamplingParams
+        self._request: GenerationRequest
         self.completions = completions
-        self._request = request
         self._interval = interval
         self._prompt_logprobs = None if self.params.prompt_logprobs is None else LogprobColumns(token_text, first=1)
         """None unless the request asks for them, and with DELTA after the first output."""
@@ -289,7 +304,7 @@ class GenerationStream(RequestStream):
     def awaited(self) -> Sequence[Completion]:
         return self.completions
 
-    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> wire.AddRequest:
+    def add_message(self, index: int, incarnation: int, isolation: Isolation) -> wire.AddRequest:
         request, completion = self._request, self.completions[index]
         return wire.AddRequest(
             incarnation=incarnation,
@@ -302,7 +317,8 @@ class GenerationStream(RequestStream):
             cache_salt=request.cache_salt,
             group=request.group,
             bad_words=list(request.bad_words),
-            isolate_until_num_tokens=isolate_until_num_tokens,
+            isolate_until_num_tokens=isolation.until_num_tokens,
+            isolation_group=isolation.group,
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:
@@ -381,14 +397,14 @@ class PoolingStream(RequestStream):
 
     def __init__(self, request: PoolingRequest) -> None:
         super().__init__(request)
+        self._request: PoolingRequest
         self.vector = PooledVector()
-        self._request = request
 
     @property
     def awaited(self) -> Sequence[PooledVector]:
         return (self.vector,)
 
-    def add_message(self, index: int, incarnation: int, isolate_until_num_tokens: int) -> wire.AddPooling:
+    def add_message(self, index: int, incarnation: int, isolation: Isolation) -> wire.AddPooling:
         request = self._request
         return wire.AddPooling(
             incarnation=incarnation,
@@ -398,7 +414,8 @@ class PoolingStream(RequestStream):
             params=request.params,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            isolate_until_num_tokens=isolate_until_num_tokens,
+            isolate_until_num_tokens=isolation.until_num_tokens,
+            isolation_group=isolation.group,
         )
 
     def has_news(self) -> bool:

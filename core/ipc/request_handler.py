@@ -303,6 +303,7 @@ class RequestHandler:
             reads_cache=pooling.pooling_type == "last",
             order=scheduler.order_of(message.priority),
             isolate_until_num_tokens=message.isolate_until_num_tokens,
+            isolation_group=message.isolation_group,
             num_bytes=num_bytes + REQUEST_BYTES,
         )
         scheduler.add(request)
@@ -338,6 +339,7 @@ class RequestHandler:
             reads_cache=prompt_logprobs is None,
             order=scheduler.order_of(message.priority),
             isolate_until_num_tokens=message.isolate_until_num_tokens,
+            isolation_group=message.isolation_group,
             num_bytes=num_bytes + REQUEST_BYTES,
         )
         scheduler.add(request)

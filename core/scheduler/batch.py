@@ -58,6 +58,8 @@ class Batch:
         """Sampling parameters of each row, by the name of the parameter; -1 stands for None."""
         self.is_pooled = np.zeros(max_num_seqs, np.bool_)
         """Rows of pooling requests: a vector is made and no token is sampled. Their sampling columns are neutral."""
+        self.is_isolated = np.zeros(max_num_seqs, np.bool_)
+        """Rows of suspects that are not past the step of the death."""
         self.client = np.zeros(max_num_seqs, np.uint32)
         self.slot = np.zeros(max_num_seqs, np.uint32)
         self.requests: list[Request | None] = [None] * max_num_seqs
@@ -97,6 +99,7 @@ class Batch:
         else:
             self._clear_sampling_columns(row)
         self.is_pooled[row] = request.pooling is not None
+        self.is_isolated[row] = request.isolate_until_num_tokens != 0
         self.client[row] = request.client
         self.slot[row] = request.slot
         self.requests[row] = request
@@ -116,6 +119,7 @@ class Batch:
         blocks = self.block_table[row, : self.num_blocks[row]].copy()
         self.block_table[row, : len(blocks)] = 0
         self.num_blocks[row] = 0
+        self.is_isolated[row] = False
         self.order = self.order[self.order != row]
         self._free_rows.append(row)
         return blocks

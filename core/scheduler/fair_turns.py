@@ -7,23 +7,20 @@ from collections import Counter
 
 from vllm_mp.core.scheduler.request import Request
 
-Rank = tuple[bool, int]
-"""(is no suspect, priority): requests of the lowest rank are first, whichever client they belong to."""
-
 
 class FairTurns:
     """Waiting requests, of which `first` is the next to run.
 
-    Clients with requests of the same rank take turns by the tokens that were computed for them: the client with the
+    Clients with requests of the same priority take turns by the tokens that were computed for them: the client with the
     fewest is next. A client that begins to wait counts as many as the client whose turn was last. So it has its share
     from then on, but no credit for the time before. (Start-time fair queueing of Goyal et al., 1996, with tokens as the
     cost, as the virtual token counter of Sheng et al., 2024.) Requests of one client keep their order of arrival.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[Rank, dict[int, _ClientQueue]] = {}
-        """The requests of each rank, by client; without empty queues."""
-        self._ranks: list[Rank] = []
+        self._queues: dict[int, dict[int, _ClientQueue]] = {}
+        """The requests of each priority, by client; without empty queues."""
+        self._priorities: list[int] = []
         """The keys of `_queues`, sorted."""
         self._num_waiting: Counter[int] = Counter()
         """Number of requests of each client that waits."""
@@ -48,23 +45,23 @@ class FairTurns:
         ]
 
     def add(self, request: Request) -> None:
-        """Add a request, whose rank must not change while it waits."""
-        client, rank = request.client, _rank(request)
+        """Add a request, whose priority must not change while it waits."""
+        client, priority = request.client, request.order[0]
         if not self._num_waiting[client]:
             self._num_tokens[client] = max(self._num_tokens.get(client, 0), self._num_tokens_now)
             self._latest[client] = next(self._numbers)
         self._num_waiting[client] += 1
         self._num_requests += 1
-        if rank not in self._queues:
-            self._queues[rank] = {}
-            bisect.insort(self._ranks, rank)
-        self._queues[rank].setdefault(client, _ClientQueue()).add(request)
+        if priority not in self._queues:
+            self._queues[priority] = {}
+            bisect.insort(self._priorities, priority)
+        self._queues[priority].setdefault(client, _ClientQueue()).add(request)
         self._first = None
 
     def first(self) -> Request | None:
         """Return the next request, which stays; None if there is none."""
-        if self._first is None and self._ranks:
-            queues = self._queues[self._ranks[0]]
+        if self._first is None and self._priorities:
+            queues = self._queues[self._priorities[0]]
             client = min(queues, key=lambda client: (self._num_tokens[client], self._latest[client]))
             self._first = queues[client].first()
         return self._first
@@ -84,15 +81,15 @@ class FairTurns:
 
     def remove(self, request: Request) -> None:
         """Remove a request."""
-        client, rank = request.client, _rank(request)
-        queues = self._queues[rank]
+        client, priority = request.client, request.order[0]
+        queues = self._queues[priority]
         queue = queues[client]
         queue.remove(request)
         if not len(queue):
             del queues[client]
         if not queues:
-            del self._queues[rank]
-            del self._ranks[bisect.bisect_left(self._ranks, rank)]
+            del self._queues[priority]
+            del self._priorities[bisect.bisect_left(self._priorities, priority)]
         self._num_requests -= 1
         self._num_waiting[client] -= 1
         if not self._num_waiting[client]:
@@ -106,7 +103,7 @@ class FairTurns:
 
 
 class _ClientQueue:
-    """The requests of one client and one rank, in their order."""
+    """The requests of one client and one priority, in their order."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Request]] = []
@@ -139,7 +136,3 @@ class _ClientQueue:
             self._heap = [entry for entry in self._heap if not entry[1].aborted]
             heapq.heapify(self._heap)
             self._num_void = 0
-
-
-def _rank(request: Request) -> Rank:
-    return not request.isolate_until_num_tokens, request.order[0]

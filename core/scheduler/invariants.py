@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.batch import NO_ROWS, Batch
 from vllm_mp.core.scheduler.block_pool import BlockPool
 from vllm_mp.core.scheduler.request import NO_ROW
 from vllm_mp.core.scheduler.scheduler import Scheduler
@@ -34,7 +34,8 @@ def check_invariants(scheduler: Scheduler) -> None:
 def _check_requests(scheduler: Scheduler) -> None:
     batch, queue = scheduler.batch, scheduler.waiting
     running = [batch.request(row).key for row in batch.order.tolist()]
-    waiting = [request.key for request in queue.turns.requests()]
+    queued, suspects = queue.turns.requests(), queue.isolated.requests()
+    waiting = [request.key for request in queued + suspects]
     held = list(queue._held)
     places = [*running, *waiting, *held]
     _require("a live request has one place: a row, the waiting queue, or held back", _repeated(places))
@@ -45,11 +46,21 @@ def _check_requests(scheduler: Scheduler) -> None:
         [key for key, request in [*scheduler._requests.items(), *queue._held.items()] if request.key != key],
     )
     _require("a waiting request has no row", [key for key in waiting + held if scheduler._requests[key].row != NO_ROW])
-    suspects = [request for row in batch.order.tolist() if (request := batch.request(row)).isolate_until_num_tokens]
-    suspects_in_turn = [] if scheduler._suspect is None else [scheduler._suspect]
+    _require("a suspect waits with its group", [request.key for request in queued if request.isolate_until_num_tokens])
     _require(
-        "a suspect runs exactly if it is its turn",
-        [suspect.key for suspect in suspects] if suspects != suspects_in_turn else [],
+        "a request that waits with a group is a suspect",
+        [request.key for request in suspects if not request.isolate_until_num_tokens],
+    )
+    running_suspects = [
+        request for row in batch.order.tolist() if (request := batch.request(row)).isolate_until_num_tokens
+    ]
+    _require(
+        "a suspect has a row only while its group runs",
+        [suspect.key for suspect in running_suspects if suspect.isolation != scheduler._group],
+    )
+    _require(
+        "the rows of suspects are isolated",
+        {suspect.row for suspect in running_suspects} ^ set(np.flatnonzero(batch.is_isolated).tolist()),
     )
     _require("waiting requests are counted", [len(queue)] if len(queue) != len(waiting) else [])
     counted, used = scheduler.memory._used, Counter[int]()
@@ -95,6 +106,13 @@ def _check_counters(scheduler: Scheduler) -> None:
 
 def _check_pending_steps(scheduler: Scheduler) -> None:
     batch, pending_steps = scheduler.batch, scheduler.pending_steps
+    rows_of_steps = [pending.step.rows[pending.live] for pending in pending_steps]
+    live_rows = np.concatenate([NO_ROWS, *rows_of_steps])
+    is_alone = len(rows_of_steps) <= 1 and batch.is_isolated[live_rows].all()
+    _require(
+        "a pending step of a group has no other rows, and no other step is pending with it",
+        [] if is_alone else live_rows[batch.is_isolated[live_rows]],
+    )
     numbers = [pending.number for pending in pending_steps]
     _require("pending steps are queued once, in their order", numbers if numbers != sorted(set(numbers)) else [])
     live = np.flatnonzero(pending_steps.live_rows())

@@ -17,6 +17,9 @@ NO_ROW = -1
 RequestKey = tuple[int, int]
 """(client, slot), which names one live request."""
 
+GroupKey = tuple[int, int]
+"""(client, isolation group), which names suspects that run in steps together."""
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -59,6 +62,8 @@ class Request:
     """Number of prompt positions, from the first, whose log-probabilities are sent; the first token has none."""
     isolate_until_num_tokens: int = 0
     """Not 0: the request is a suspect, and runs isolated until its output has that many tokens."""
+    isolation_group: int = 0
+    """Names the suspects of the same client in whose steps this suspect may run."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
     aborted: bool = False
@@ -67,6 +72,11 @@ class Request:
     @property
     def key(self) -> RequestKey:
         return self.client, self.slot
+
+    @property
+    def isolation(self) -> GroupKey:
+        """The group of a suspect."""
+        return self.client, self.isolation_group
 
     @property
     def sampling(self) -> SamplingParams:

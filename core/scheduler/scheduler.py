@@ -12,9 +12,13 @@ but only the device knows their values: nothing that depends on the values is de
 them. If such a token ends its request, the next step already computes one extra token for it, which is discarded. When
 an extra token is unacceptable, `schedule` returns None until the pending step is processed.
 
-Any request in the step during which a core died may have caused the death. These suspects run before all other
-requests, one at a time, and each of them isolated until it gets past that step. So a request that kills cores dies
-alone, and the status page names it.
+Any request in the step during which a core died may have caused the death. A client that searches for the culprit
+among these suspects divides them into groups. A group runs isolated: its suspects share steps with one another and with
+no other request until they are past that step. So a group with a culprit dies alone, and the status page names it. The
+groups run one after the other, in at most every second step as long as other requests can run.
+
+The last output token of a request is always computed by a decode, also when the tokens before it are computed again by
+a prefill. So a successor repeats the step during which a core died.
 """
 
 import bisect
@@ -26,7 +30,7 @@ from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Mask, Rows
 from vllm_mp.core.scheduler.endings import Ending, find_endings
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.memory_quota import MemoryQuota
-from vllm_mp.core.scheduler.request import NO_ROW, Request, RequestKey
+from vllm_mp.core.scheduler.request import NO_ROW, GroupKey, Request, RequestKey
 from vllm_mp.core.scheduler.step import (
     ModelOutput,
     OutputHandle,
@@ -55,8 +59,10 @@ class Scheduler:
         self._num_arrivals = 0
         self._refused: tuple[tuple[int, int], int] | None = None
         """(order of the next request, `pool.num_returned`) when that request last had no room."""
-        self._suspect: Request | None = None
-        """The suspect whose turn it is: the only suspect that has a row."""
+        self._group: GroupKey | None = None
+        """The isolated group that runs: the only group whose suspects have rows."""
+        self._latest_is_isolated = False
+        """The latest scheduled step is a step of an isolated group."""
         self._is_frozen = False
         """True: a pause has stopped all requests."""
         self._is_asleep = False
@@ -159,9 +165,19 @@ class Scheduler:
         """
         if not self.has_work:
             return None
-        if self._has_suspect():
-            # A suspect is alone on the device, too.
-            return None if self.pending_steps else self._schedule_suspect()
+        if self.pending_steps and self._latest_is_isolated:
+            return None  # A group is alone on the device, too.
+        if not self._has_group():
+            self._latest_is_isolated = False
+            return self._schedule_others()
+        if self.pending_steps:
+            return None
+        step = self._schedule_others() if self._latest_is_isolated else None
+        self._latest_is_isolated = step is None
+        return step or self._schedule_group()
+
+    def _schedule_others(self) -> ScheduledStep | None:
+        """Choose a step of requests that are not isolated."""
         batch = self.batch
         is_awaited = is_complete = None
         if self.pending_steps:
@@ -170,9 +186,9 @@ class Scheduler:
                 return None  # The logits processors of these rows need the value of the awaited token.
             # The token that these rows await is their last.
             is_complete = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
-        if not self._give_blocks_to_growing_rows(is_complete):
+        if not self._give_blocks_to_growing_rows(is_complete if self._group is None else batch.is_isolated):
             return None
-        rows = batch.order
+        rows = batch.order if self._group is None else batch.order[~batch.is_isolated[batch.order]]
         wanted = batch.num_tokens[rows] - batch.num_computed_tokens[rows]
         decodes, awaits = rows[wanted == 1], NO_ROWS
         if is_awaited is not None and is_complete is not None:
@@ -181,12 +197,15 @@ class Scheduler:
         self.cache.register_decodes(decodes, awaits)
         prefills = self._continue_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
         self._admit(prefills)
+        return self._step_of(decodes, prefills, awaits)
+
+    def _step_of(self, decodes: Rows, prefills: Prefills, awaits: Rows = NO_ROWS) -> ScheduledStep | None:
+        """Return the step with `decodes` [n] and `prefills`; None if it has no row."""
+        rows, counts = decodes, np.ones(len(decodes), np.int64)
         if prefills.rows:
             rows = np.concatenate([decodes, np.array(prefills.rows, np.int64)])
             counts = np.array([1] * len(decodes) + prefills.counts, np.int64)
-        else:
-            rows, counts = decodes, np.ones(len(decodes), np.int64)
-        return ScheduledStep.of(batch, rows, counts, len(decodes), awaits) if len(rows) else None
+        return ScheduledStep.of(self.batch, rows, counts, len(decodes), awaits) if len(rows) else None
 
     def launched(self, step: ScheduledStep, output: OutputHandle, number: int) -> None:
         """Queue `step`, just launched under `number`, as pending; from now on its tokens count as known tokens."""
@@ -211,7 +230,7 @@ class Scheduler:
             is_sampled = tokens >= 0  # A negative token is no token.
             rows, ends, tokens = rows[is_sampled], ends[is_sampled], tokens[is_sampled]
         batch.token_ids[rows, ends] = tokens
-        self._release_suspect(len(live.pooled_rows) > 0)
+        self._release_suspects()
         # Read before the requests below leave their rows.
         slots, clients, positions = batch.slot[rows], batch.client[rows], ends - batch.num_prompt_tokens[rows]
         pooled = [batch.request(row) for row in live.pooled_rows.tolist()]
@@ -252,45 +271,39 @@ class Scheduler:
         self.memory.give_back(request.client, request.num_bytes)
         return Finished(request.slot, *ending)
 
-    def _has_suspect(self) -> bool:
-        """Return whether a suspect runs, or is next in the waiting queue."""
-        first = self.waiting.first()
-        return self._suspect is not None or (first is not None and first.isolate_until_num_tokens != 0)
+    def _has_group(self) -> bool:
+        """Return whether an isolated group runs; the next group begins when the last is past the death."""
+        isolated = self.waiting.isolated
+        if self._group is not None and self._group not in isolated and not self.batch.is_isolated.any():
+            self._group = None
+        if self._group is None:
+            self._group = isolated.next_group()
+        return self._group is not None
 
-    def _schedule_suspect(self) -> ScheduledStep:
-        """Choose a step of the suspect whose turn it is; other requests may be preempted for it."""
+    def _schedule_group(self) -> ScheduledStep | None:
+        """Choose a step of the isolated group that runs; other requests may be preempted for it."""
         batch = self.batch
-        if self._suspect is not None:
-            self._give_blocks_to_growing_rows()  # preempts the suspect itself if it is the last in order
-        if self._suspect is None:
-            request = self.waiting.first()
-            assert request is not None
-            found = self.cache.find_prefix(request)
-            while batch.is_full or not self.cache.has_room(request, found):
-                self._preempt(self._next_to_preempt(batch.order))
-            self.waiting.pop(request, len(request.tokens) - len(found) * self.cache.block_size)
-            batch.add(request, self.cache.allocate(request, found), len(found) * self.cache.block_size)
-            self._suspect = request
-        row = self._suspect.row
-        computed, known = int(batch.num_computed_tokens[row]), int(batch.num_tokens[row])
-        wanted = known - computed
-        if wanted > 1 and known > batch.num_prompt_tokens[row]:
-            wanted -= 1  # It was in decode when the core died, so a decode must compute its last token.
-        count = min(wanted, self.config.max_num_batched_tokens)
-        self.cache.register(row, computed + count)
-        return ScheduledStep.of(batch, np.array([row]), np.array([count]), int(count == 1))
+        self._give_blocks_to_growing_rows(~batch.is_isolated, spared=batch.is_isolated)
+        rows = batch.order[batch.is_isolated[batch.order]]
+        wanted = batch.num_tokens[rows] - batch.num_computed_tokens[rows]
+        decodes = rows[wanted == 1]
+        self.cache.register_decodes(decodes, NO_ROWS)
+        prefills = self._continue_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
+        self._admit(prefills, self._group)
+        return self._step_of(decodes, prefills)
 
-    def _release_suspect(self, is_pooled: bool) -> None:
-        """Let the suspect run with other requests if it is past the step of the death.
-
-        `is_pooled` says that the step just processed made its vector.
-        """
-        suspect = self._suspect
-        if suspect is None:
+    def _release_suspects(self) -> None:
+        """Let suspects that are past the step of the death run with other requests."""
+        if self._group is None:
             return
-        num_output_tokens = self.batch.num_tokens[suspect.row] - suspect.num_prompt_tokens
-        if is_pooled or num_output_tokens >= suspect.isolate_until_num_tokens:
-            suspect.isolate_until_num_tokens, self._suspect = 0, None
+        batch = self.batch
+        rows = batch.order[batch.is_isolated[batch.order]]
+        counts = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+        for row, num_output_tokens in zip(rows.tolist(), counts.tolist(), strict=True):
+            request = batch.request(row)
+            if num_output_tokens >= max(1, request.isolate_until_num_tokens):
+                request.isolate_until_num_tokens = 0
+                batch.is_isolated[row] = False
 
     def _continue_prefills(self, rows: Rows, budget: int) -> Prefills:
         """Return chunks of the prompts in progress, in `rows` [n], of at most `budget` tokens in all."""
@@ -303,30 +316,31 @@ class Scheduler:
         prefills = Prefills(budget, shares)
         for row in rows.tolist():
             computed = int(batch.num_computed_tokens[row])
-            wanted = int(batch.num_tokens[row]) - computed
+            known = int(batch.num_tokens[row])
+            wanted = known - computed - (known > batch.num_prompt_tokens[row])  # A decode computes the last output.
             count = prefills.chunk(wanted)
             if count > 0:
                 self.cache.register(row, computed + count)
             prefills.add(row, count, wanted)
         return prefills
 
-    def _admit(self, prefills: Prefills) -> None:
-        """Give rows and blocks to the next waiting requests and add chunks of them, as the budget and room allow."""
+    def _admit(self, prefills: Prefills, group: GroupKey | None = None) -> None:
+        """Give rows and blocks to the next waiting requests and add chunks of them, as the budget and room allow.
+
+        With a `group`, admit its suspects alone, and preempt other requests if there is no room.
+        """
         config, batch, cache = self.config, self.batch, self.cache
         while prefills.budget > 0 and prefills.num_partial < config.max_num_partial_prefills:
-            request = self.waiting.first()
-            if request is None or batch.is_full:
+            request = self.waiting.first() if group is None else self.waiting.isolated.first(group)
+            if request is None:
                 return
-            if self._refused == (request.order, cache.pool.num_returned):
-                return  # Looking up its prefix in every step would make steps as long as prompts.
-            # A block for each row that grows stays free, or the next few tokens would preempt the request admitted now.
-            num_growing = int((~batch.is_pooled[batch.order]).sum())
-            found = cache.find_prefix(request)
-            if len(batch) and not cache.has_room(request, found, num_growing):
-                self._refused = (request.order, cache.pool.num_returned)
+            found = self._find_room(request) if group is None else self._make_room(request)
+            if found is None:
                 return
             num_cached = len(found) * cache.block_size
             wanted = len(request.tokens) - num_cached
+            if wanted > 1 and request.num_output_tokens:
+                wanted -= 1  # A decode computes the last output.
             count = prefills.chunk(wanted)
             if count < wanted and not config.enable_chunked_prefill:
                 return
@@ -335,20 +349,50 @@ class Scheduler:
             cache.register(row, num_cached + count)
             prefills.add(row, count, wanted)
 
-    def _give_blocks_to_growing_rows(self, is_complete: Mask | None = None) -> bool:
-        """Give a block to every row whose last token needs it; preempt from the end of the order if blocks run out.
+    def _find_room(self, request: Request) -> list[int] | None:
+        """Return the cached blocks of `request`'s prefix; None if there is no row or no block for the request."""
+        batch, cache = self.batch, self.cache
+        if batch.is_full or self._refused == (request.order, cache.pool.num_returned):
+            return None  # Looking up its prefix in every step would make steps as long as prompts.
+        # A block for each row that grows stays free, or the next few tokens would preempt the request admitted now.
+        num_growing = int((~batch.is_pooled[batch.order]).sum())
+        found = cache.find_prefix(request)
+        if len(batch) and not cache.has_room(request, found, num_growing):
+            self._refused = (request.order, cache.pool.num_returned)
+            return None
+        return found
 
-        Rows in `is_complete` [max_num_seqs] need no block. Return False, and change nothing, if a request would have to
-        be preempted while a step is pending: processing that step may free blocks, and its tokens must not be lost.
+    def _make_room(self, suspect: Request) -> list[int] | None:
+        """Preempt requests that are not isolated until there is room for `suspect`; return as `_find_room` does."""
+        batch, cache = self.batch, self.cache
+        found = cache.find_prefix(suspect)
+        while batch.is_full or not cache.has_room(suspect, found):
+            if batch.is_isolated[batch.order].all():
+                return None
+            self._preempt_next(batch.is_isolated)
+        return found
+
+    def _give_blocks_to_growing_rows(self, excluded: Mask | None = None, spared: Mask | None = None) -> bool:
+        """Give a block to every row whose last token needs it; preempt requests if blocks run out.
+
+        Rows in `excluded` [max_num_seqs] need no block. `spared` is as for `_preempt_next`. Return False, and change
+        nothing, if a request would have to be preempted while a step is pending: processing that step may free blocks,
+        and its tokens must not be lost.
         """
         while True:
-            growing = self.cache.growing_rows(is_complete)
+            growing = self.cache.growing_rows(excluded)
             if len(growing) <= self.cache.pool.num_free:
                 self.cache.grow(growing)
                 return True
             if self.pending_steps:
                 return False
-            self._preempt(self._next_to_preempt(self.batch.order))
+            self._preempt_next(spared)
+
+    def _preempt_next(self, spared: Mask | None = None) -> None:
+        """Preempt a running request; if possible none in `spared` [max_num_seqs]."""
+        rows = self.batch.order
+        others = rows if spared is None else rows[~spared[rows]]
+        self._preempt(self._next_to_preempt(others if len(others) else rows))
 
     def _next_to_preempt(self, rows: Rows) -> Request:
         """Return the request in `rows` [n], which are in order, to preempt.
@@ -384,5 +428,3 @@ class Scheduler:
         self.pending_steps.leave(request)
         self.waiting.turns.count(request.client, int(self.batch.num_tokens[request.row]) - len(request.tokens))
         self.cache.remove_row(request.row)
-        if request is self._suspect:
-            self._suspect = None

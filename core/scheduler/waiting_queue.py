@@ -3,24 +3,27 @@
 import time
 
 from vllm_mp.core.scheduler.fair_turns import FairTurns
+from vllm_mp.core.scheduler.isolated_groups import IsolatedGroups
 from vllm_mp.core.scheduler.request import Request, RequestKey
 
 
 class WaitingQueue:
-    """The requests that wait for their turn, suspects first, and those that arrived during a pause and are held back.
+    """The requests that wait for their turn, and those that arrived during a pause and are held back.
 
-    Held requests are not in the queue: `first` finds none of them before `release`.
+    Held requests are not in the queue: `first` finds none of them before `release`. Nor does it find suspects, which
+    wait in `isolated`.
     """
 
     def __init__(self) -> None:
         self.turns = FairTurns()
+        self.isolated = IsolatedGroups()
         self._held: dict[RequestKey, Request] = {}
         self.is_holding = False
         """True: requests that arrive are held back."""
 
     def __len__(self) -> int:
-        """Return the number of requests in the queue, without held requests."""
-        return len(self.turns)
+        """Return the number of waiting requests, suspects included, without held requests."""
+        return len(self.turns) + len(self.isolated)
 
     @property
     def num_held(self) -> int:
@@ -33,21 +36,35 @@ class WaitingQueue:
         if is_new and self.is_holding:
             self._held[request.key] = request
             return
-        self.turns.add(request)
+        if request.isolate_until_num_tokens:
+            self.isolated.add(request)
+        else:
+            self.turns.add(request)
 
     def first(self) -> Request | None:
-        """Return the next request, which stays in the queue; None if the queue is empty."""
+        """Return the next request that is no suspect, which stays in the queue; None if there is none."""
         return self.turns.first()
 
     def pop(self, request: Request, num_tokens: int) -> None:
-        """Remove the request that `first` has just returned; `num_tokens` tokens of it are not cached."""
-        self.turns.take_turn(request, num_tokens)
+        """Remove the request that `first`, of the queue or of `isolated`, has just returned.
+
+        `num_tokens` tokens of it are not cached.
+        """
+        if request.isolate_until_num_tokens:
+            self.isolated.remove(request)
+            self.turns.count(request.client, num_tokens)
+        else:
+            self.turns.take_turn(request, num_tokens)
         if request.queue_seconds is None:
             request.queue_seconds = time.monotonic() - request.queued_at
 
     def remove(self, request: Request) -> None:
         """Remove a request that is queued or held back."""
-        if self._held.pop(request.key, None) is None:
+        if self._held.pop(request.key, None) is not None:
+            return
+        if request.isolate_until_num_tokens:
+            self.isolated.remove(request)
+        else:
             self.turns.remove(request)
 
     def hold(self) -> None:

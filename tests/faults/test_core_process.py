@@ -163,7 +163,7 @@ def test_exception_in_a_step_ends_the_core_and_its_requests_stay_on_the_status_p
     assert words in log
     status = core.page.read()
     assert status.state == CoreState.STEPPING
-    assert status.step_requests == [(core.welcome.client, 3, 0)]
+    assert status.step_requests == [(core.welcome.client, 3, -len(PROMPT))]
 
 
 def test_core_whose_device_failed_ends_without_releasing_device_objects(start, tmp_path):
@@ -171,7 +171,7 @@ def test_core_whose_device_failed_ends_without_releasing_device_objects(start, t
     core.add(3)
     assert core.process.wait(30) == 1
     assert "illegal memory access" in (tmp_path / "log").read_text()
-    assert core.page.read().step_requests == [(core.welcome.client, 3, 0)]
+    assert core.page.read().step_requests == [(core.welcome.client, 3, -len(PROMPT))]
 
 
 @pytest.mark.parametrize("kind", ["full", "closed", "broken"])

@@ -100,6 +100,7 @@ class Engine:
         self.sleep = Sleep(self.scheduler, self.memory, self.end, self.states.append)
         self.ahead = ahead
         self.num_launched = 0
+        self.latest_is_isolated = False
         self.latest: dict[int, int] = {}
         """The token that the device sampled last, by row; the scheduler may not know it yet."""
         self.contents: dict[int, list[int]] = {}
@@ -121,12 +122,14 @@ class Engine:
         pooled=False,
         output=(),
         isolate_until_num_tokens=0,
+        isolation_group=None,
         client=0,
         **params,
     ):
         """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
 
-        `output` are output tokens of an earlier core. No two clients may use the same slot.
+        `output` are output tokens of an earlier core. Without an `isolation_group`, a suspect runs alone. No two
+        clients may use the same slot.
         """
         tokens = (
             np.arange(num_prompt_tokens, dtype=np.int32) + 100 * (slot + 1)
@@ -149,6 +152,7 @@ class Engine:
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
             isolate_until_num_tokens=isolate_until_num_tokens,
+            isolation_group=slot if isolation_group is None else isolation_group,
         )
         if not pooled:
             request.logits_processors = LogitsProcessors.from_params(request.sampling, [])
@@ -204,15 +208,17 @@ class Engine:
         return processed and processed.step
 
     def check_suspects(self, step):
-        """Check that a suspect is alone in its step, and that no other request runs while a suspect may run."""
-        in_step = [self.batch.request(row).isolate_until_num_tokens > 0 for row in step.rows.tolist()]
-        waits = any(request.isolate_until_num_tokens for request in self.waiting)
-        assert in_step == [True] or not (waits or any(in_step))
+        """Check that suspects share the step with their group alone, and that isolated steps leave every second step.
 
-    @property
-    def waiting(self):
-        """The requests in the waiting queue, in no order."""
-        return self.scheduler.waiting.turns.requests()
+        Two isolated steps follow each other only if no other request has a row.
+        """
+        requests = [self.batch.request(row) for row in step.rows.tolist()]
+        groups = {request.isolation if request.isolate_until_num_tokens else None for request in requests}
+        assert len(groups) == 1
+        is_isolated = groups != {None}
+        if is_isolated and self.latest_is_isolated:
+            assert self.batch.is_isolated[self.batch.order].all(), "the other requests have their turn"
+        self.latest_is_isolated = is_isolated
 
     def end(self, ends):
         for _, end in ends:

@@ -49,7 +49,8 @@ def test_no_request_row_or_block_is_lost_in_any_interleaving_of_events(data):
                 client=clients[slot],
                 pooled=pooled,
                 output=output,
-                isolate_until_num_tokens=data.draw(st.sampled_from([False, False, True])),
+                isolate_until_num_tokens=data.draw(st.sampled_from([0, 0, 1, 3])),
+                isolation_group=data.draw(st.integers(0, 2)),
                 prompt=prompt,
                 max_tokens=limit,
                 priority=data.draw(st.integers(-2, 2)),
@@ -177,8 +178,22 @@ def hold_back_without_a_pause(engine):
     queue._held[0, request.slot] = request
 
 
-def forget_which_suspect_runs(engine):
+def forget_which_group_runs(engine):
     engine.batch.request(1).isolate_until_num_tokens = 1
+
+
+def let_a_request_run_with_a_group(engine):
+    engine.batch.is_isolated[1] = True
+
+
+def let_a_suspect_wait_without_its_group(engine):
+    engine.scheduler.waiting.first().isolate_until_num_tokens = 1
+
+
+def let_a_request_wait_with_a_group(engine):
+    request = engine.scheduler.waiting.first()
+    engine.scheduler.waiting.remove(request)
+    engine.scheduler.waiting.isolated.add(request)
 
 
 def compute_more_tokens_than_are_known(engine):
@@ -218,7 +233,10 @@ def leave_a_hash_behind(engine):
         (miscount_the_waiting, "waiting requests are counted"),
         (run_while_asleep, r"no request has a row while the scheduler sleeps; broken by \[\(0, 0\), \(0, 1\)\]"),
         (hold_back_without_a_pause, r"only a paused scheduler holds requests back; broken by \[\(0, 3\)\]"),
-        (forget_which_suspect_runs, r"a suspect runs exactly if it is its turn; broken by \[\(0, 1\)\]"),
+        (forget_which_group_runs, r"a suspect has a row only while its group runs; broken by \[\(0, 1\)\]"),
+        (let_a_request_run_with_a_group, r"the rows of suspects are isolated; broken by \[1\]"),
+        (let_a_suspect_wait_without_its_group, r"a suspect waits with its group; broken by \[\(0, 2\)\]"),
+        (let_a_request_wait_with_a_group, r"that waits with a group is a suspect; broken by \[\(0, 2\)\]"),
         (compute_more_tokens_than_are_known, "the last token is not computed, .*; broken by .0"),
         (register_a_block_under_another_hash, "found under the hash of row 0 at place 0"),
         (register_a_block_too_early, "found under the hash of row 0 at place 2, of computed tokens"),
@@ -245,12 +263,20 @@ def add_a_token_behind_an_awaited_token(engine):
     engine.batch.num_tokens[0] += 1
 
 
+def let_a_suspect_share_a_step(engine):
+    request = engine.batch.request(0)
+    request.isolate_until_num_tokens = 1
+    engine.batch.is_isolated[0] = True
+    engine.scheduler._group = request.isolation
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (queue_a_pending_step_twice, r"pending steps are queued once, in their order; broken by \[1, 1\]"),
         (forget_the_tokens_of_a_pending_step, "the tokens of pending steps count as computed; broken by .0"),
         (add_a_token_behind_an_awaited_token, "an awaited token is the last of its row; broken by .0"),
+        (let_a_suspect_share_a_step, "a pending step of a group has no other rows, .*; broken by .0"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

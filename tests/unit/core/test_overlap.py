@@ -188,7 +188,7 @@ def test_suspect_is_alone_on_the_device():
             assert not engine.scheduler.pending_steps
             steps.append([engine.batch.request(row).slot for row in step.rows.tolist()])
             engine.launch(step, lambda slot, position: 7, ())
-    assert steps == [[1], [1]]
+    assert steps == [[1], [0], [1]]
     engine.run()
     assert [len(engine.outputs[slot]) for slot in range(2)] == [8, 8]
 
@@ -326,7 +326,7 @@ def test_status_page_names_the_requests_of_every_pending_step_and_their_output_t
     add(0, max_tokens=2)
     add(1, max_tokens=4)
     core.run()
-    assert runner.on_page["launch 1"] == {0: 0, 1: 0}
+    assert runner.on_page["launch 1"] == {0: -5, 1: -5}, "five tokens of each prompt are left"
     assert runner.on_page["launch 2"] == runner.on_page["wait 1"] == {0: 1, 1: 1}
     assert runner.on_page["publish 1"] == {0: 1, 1: 1}, "the second step is pending"
     assert runner.on_page["publish 2"] == {1: 2}
@@ -374,7 +374,7 @@ def test_pause_takes_effect_after_all_pending_steps_are_published(make_core):
     handler.actions = [lambda: None, lambda: None, pause]
     core.run()
     assert seen == [(1, [0], [0]), (2, [0], [1])]
-    assert [position for _, _, (position,) in handler.published] == list(range(9))
+    assert [position for _, _, positions in handler.published for position in positions] == list(range(9))
     assert runner.log[:5] == ["launch 1", "launch 2", "wait 1", "wait 2", "launch 3"]
 
 

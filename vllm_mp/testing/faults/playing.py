@@ -68,10 +68,10 @@ class ScenarioRun:
         """Send a signal to the core."""
         os.kill(self.page().pid, signum)
 
-    async def ask(self, request_id: str, **params: Any) -> RequestOutput:
+    async def ask(self, request_id: str, prompt: str = "One, two, three, four,", **params: Any) -> RequestOutput:
         """Return the last output of a request with this id; raise what `generate` raises."""
         own = {"temperature": 0, "max_tokens": self.baseline.max_tokens, "ignore_eos": True, **params}
-        return await answer(self.engine, "One, two, three, four,", SamplingParams(**own), request_id)
+        return await answer(self.engine, prompt, SamplingParams(**own), request_id)
 
     async def pull_trigger(self, **params: Any) -> None:
         """Send the request at which the injected fault strikes; check that its output is the undisturbed one."""
@@ -84,7 +84,8 @@ class ScenarioRun:
     async def pull_fatal_trigger(self, **params: Any) -> None:
         """Send the request at which the injected fault strikes; check that it fails with EngineGenerateError."""
         try:
-            output = await self.ask(self.trigger, **params)
+            # A prompt of its own, because requests that are equal to a culprit are refused for a while.
+            output = await self.ask(self.trigger, f"The culprit of {self.trigger}", **params)
             self.broken.append(f"the culprit was answered with {output.outputs[0]}")
         except EngineGenerateError as error:
             self.seen.append(f"the culprit: {str(error).partition(':')[0]}")
