@@ -11,6 +11,7 @@ from pathlib import Path
 import zmq
 
 from vllm_mp.core_launch import PublicAddress, lock_path
+from vllm_mp.file_owner import check_writers, trusted_owners
 
 _BACKLOG = 1024
 """Number of connections that wait for the next core."""
@@ -30,7 +31,8 @@ class HeldAddress:
     def __init__(self, address: str, key_file: str | None = None) -> None:
         """Listen at `address`, ipc://PATH or tcp://HOST:PORT; port 0: a free port. TCP needs `key_file`.
 
-        Raises ValueError, naming the address and the remedy, if it is malformed, in use or not permitted.
+        Raises ValueError, naming the address and the remedy, if it is malformed, in use or not permitted, or if other
+        users can write its folder.
         """
         self.address = address
         self.path: Path | None = None
@@ -79,6 +81,7 @@ class HeldAddress:
                 "choose a shorter path"
             )
         try:
+            check_writers(self.path.parent, trusted_owners())
             if self.path.exists() and not stat.S_ISSOCK(self.path.stat().st_mode):
                 raise ValueError(
                     f"cannot listen on {self.address}: the path is a file, not a socket; choose another path"
@@ -118,8 +121,8 @@ class HeldAddress:
     def _listen_on_tcp(self) -> None:
         if self._key_file is None:
             raise ValueError(
-                f"{self.address} is a TCP address, which needs keys: give --key-file FILE (created if it does not "
-                "exist; clients need a copy)"
+                f"{self.address} is a TCP address, which needs keys: give --key-file FILE, made with "
+                "`vllm-mp keys server FILE`"
             )
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         remedy = "choose another address, or stop the process that uses this one"

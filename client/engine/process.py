@@ -16,7 +16,9 @@ import msgspec
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
+from vllm_mp.errors import EngineStartError
 from vllm_mp.exit_status import describe_exit
+from vllm_mp.file_owner import check_private
 from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ class CoreProcess:
         """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
 
         `public`: other clients connect to the core there. Without `has_log_file` the core writes its log to the
-        standard error of this process. Raises OSError if the system cannot start a process.
+        standard error of this process. Raises OSError if the system cannot start a process, and EngineStartError if the
+        folder is not private.
         """
         self._owner = os.getpid()
         self.incarnation = incarnation
@@ -63,6 +66,7 @@ class CoreProcess:
         self.log_path = folder / f"core-{incarnation}.log" if has_log_file else None
         self._page: StatusPage | None = None
         folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
+        _check_folder(folder)
         with self._open_log() as log:
             # The core has its own process group, so that Ctrl-C in the terminal reaches this process alone, which
             # then decides about the core.
@@ -227,3 +231,11 @@ def _exit_descriptor(pid: int) -> int:
 
         threading.Thread(target=wait, name="core-exit-watch", daemon=True).start()
         return reader
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise EngineStartError, with the remedy, if another user can read or write the runtime folder."""
+    try:
+        check_private(folder, folder.lstat())
+    except ValueError as error:
+        raise EngineStartError(f"the runtime folder is not private: {error}") from error

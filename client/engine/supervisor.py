@@ -140,6 +140,7 @@ class CoreSupervisor:
         self._oom_kills = count_oom_kills()
         self._has_work: Callable[[], bool] = lambda: False
         self._pings: Pings | None = None
+        self._previous_death = 0.0
         self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
 
     @property
@@ -370,12 +371,17 @@ class CoreSupervisor:
         """Return what the successor of `core` must be told of its death."""
         in_step = core.page.read().step_requests if core.page else []
         tokens = core.page.tokens() if core.page else {}
+        former = self._source.predecessor if isinstance(self._source, CoreLauncher) else None
+        is_recent = death.time < self._previous_death + self._limits.core_restart_window_s
+        self._previous_death = death.time
+        earlier = former.suspects() if former is not None and is_recent else {}
         return Predecessor(
             incarnation=core.connection.incarnation,
             cause=death.cause,
             kind=death.kind,
             is_from_outside=death.is_from_outside,
             in_step=[(tokens.get(client, b""), slot, progress) for client, slot, progress in in_step],
+            in_earlier_steps=[(token, slot, progress) for (token, slot), progress in earlier.items()],
             num_restarts=core.num_restarts + 1,
         )
 

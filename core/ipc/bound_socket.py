@@ -1,25 +1,32 @@
 """The core's socket: at a private address for its parent, and at an address for other clients that the parent holds."""
 
 import contextlib
-import hmac
+import logging
+import os
 from pathlib import Path
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
+from vllm_mp.authorized_clients import AuthorizedClients
 from vllm_mp.core_launch import PublicAddress
-from vllm_mp.curve_key import read_key_file
+from vllm_mp.curve_keys import encode_key, read_server_key
 from vllm_mp.descriptor_limit import raise_descriptor_limit
 from vllm_mp.wire import MAX_MESSAGE_BYTES, TCP_HEARTBEAT_MS
 
+logger = logging.getLogger(__name__)
+
 _MAX_UNREAD = 32
 """Number of unread messages of each client that the core holds."""
+_MAX_KEYS_LOGGED = 64
+"""Number of unknown keys that the log names, so that no flood of clients fills it."""
 
 
 class BoundSocket:
     """A bound ROUTER socket; `close` removes the socket file of the private address.
 
-    A TCP address speaks CURVE and admits only holders of the key file.
+    A TCP address speaks CURVE and admits only the authorized clients of the server's key file.
     """
 
     def __init__(self, address: str, public: PublicAddress | None = None) -> None:
@@ -42,8 +49,12 @@ class BoundSocket:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
-            self._bind(address)
-            self._path.chmod(0o600)
+            # The socket has its mode from the beginning: between bind and chmod, others could connect.
+            mask = os.umask(0o177)
+            try:
+                self._bind(address)
+            finally:
+                os.umask(mask)
             if public is not None:
                 self._listen(public)
         except BaseException:
@@ -78,24 +89,41 @@ class BoundSocket:
         self._bind(public.address)
 
     def _require_keys(self, public: PublicAddress) -> None:
-        """Admit only clients with the keys of the key file; raise ValueError if it cannot be read."""
+        """Admit only the clients that the key file authorizes; raise ValueError if it is a bad file."""
         assert public.key_file is not None
-        public_key, secret_key = read_key_file(public.key_file)
+        key = read_server_key(public.key_file)
+        clients = AuthorizedClients(public.key_file)
+        if not clients.read():
+            logger.warning("no client may connect yet: %s lists none; add some with `vllm-mp keys allow`", clients.path)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(public_key))
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_KeyCheck(clients))
         # Only heartbeats show that a client vanished without closing the connection.
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * TCP_HEARTBEAT_MS)
         self.socket.curve_server = True
-        self.socket.curve_publickey, self.socket.curve_secretkey = public_key, secret_key
+        self.socket.curve_publickey, self.socket.curve_secretkey = key
 
 
-class _OneKey:
-    """Admits the clients whose public key is the core's."""
+class _KeyCheck:
+    """Admits the clients that are authorized when they connect. Runs in the authenticator's thread."""
 
-    def __init__(self, public: bytes) -> None:
-        self._public = public
+    def __init__(self, clients: AuthorizedClients) -> None:
+        self._clients = clients
+        self._logged: set[bytes] = set()
+        """The keys that were refused, as far as the log names them."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._public)
+        """Return whether the client with the public `key`, in Z85, may connect."""
+        public = z85.decode(key)
+        try:
+            clients = self._clients.read()
+        except ValueError as error:
+            logger.error("a client is refused: %s", error)
+            return False
+        if public in clients.values():
+            return True
+        if public not in self._logged and len(self._logged) < _MAX_KEYS_LOGGED:
+            self._logged.add(public)
+            logger.warning("a client with the unknown key %s is refused; see `vllm-mp keys allow`", encode_key(public))
+        return False

@@ -72,8 +72,11 @@ class Core(NamedTuple):
         self.client.send(wire.AddRequest(1, slot, f"request-{slot}", wire.pack_ids(PROMPT), params, **fields))
 
     def receive(self):
-        assert self.client._socket.poll(30_000), "the core did not answer within 30 s"
-        return wire.decode_core_message(self.client._socket.recv())
+        while True:
+            assert self.client._socket.poll(30_000), "the core did not answer within 30 s"
+            message = wire.decode_core_message(self.client._socket.recv())
+            if not isinstance(message, wire.StepOutput) or message.step:
+                return message  # else a probe
 
     def answers(self, count):
         """Return the tokens of each slot, once `count` requests have finished."""

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_mp import AsyncLLM, EngineError
 from vllm_mp.client.engine import supervisor
-from vllm_mp.testing import answer, eventually, greedy, standalone_core
+from vllm_mp.testing import answer, eventually, greedy, make_keys, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
 PROMPTS = [{"prompt_token_ids": list(range(first, first + 20))} for first in (20, 40)]
@@ -35,8 +35,9 @@ def parent(request, model, tmp_path_factory):
     arguments = {"address": f"ipc://{folder}/core.sock"}
     flags = FLAGS
     if request.param == "tcp":
-        arguments = {"address": "tcp://127.0.0.1:0", "key_file": str(folder / "key")}
-        flags = (*FLAGS, "--key-file", arguments["key_file"])
+        server_key, client_key = make_keys(tmp_path_factory.mktemp("keys"))
+        arguments = {"address": "tcp://127.0.0.1:0", "key_file": client_key}
+        flags = (*FLAGS, "--key-file", server_key)
     with (
         (folder / "log").open("w+b") as log,
         standalone_core(model, arguments["address"], *flags, before=f"export TMPDIR={folder}", stderr=log) as process,
@@ -144,7 +145,7 @@ def test_nothing_is_left_of_a_parent_that_is_killed(parent):
     core.wait(10)
 
     async def is_clean():
-        return {path.name for path in folder.iterdir()} <= {"log", "key"}
+        return [path.name for path in folder.iterdir()] == ["log"]
 
     asyncio.run(eventually(is_clean, 5))
 
