@@ -185,6 +185,18 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     tokens, or minus the number of prompt tokens that are left."""
 
 
+class ModelDigest(msgspec.Struct, array_like=True, frozen=True):
+    """Digests of what a core has loaded, by which a client tells whether its successor serves the same model."""
+
+    weights: str = ""
+    config: str = ""
+    """Of config.json, without what has no influence on results."""
+    tokenizer: str = ""
+
+
+NO_DIGEST = ModelDigest()
+
+
 class Welcome(_Message, tag=16):
     """Core to client: the answer to Hello, sent when the core can serve; `welcome` makes one.
 
@@ -202,6 +214,7 @@ class Welcome(_Message, tag=16):
     package: _Name = ""
     last_death: LastDeath | None = None
     why_dropped: str = ""
+    model: ModelDigest = NO_DIGEST
 
 
 class Refused(_Message, tag=17):
@@ -378,9 +391,10 @@ def welcome(
     config: bytes,
     last_death: LastDeath | None = None,
     why_dropped: str = "",
+    model: ModelDigest = NO_DIGEST,
 ) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
-    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped)
+    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped, model)
 
 
 def mismatch(peer: Hello | Welcome) -> str | None:

@@ -168,8 +168,8 @@ class RemoteCore:
         """The socket file; None over TCP."""
         self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._model: object = None
-        """Configuration and dtype of the model that the first core served; None before."""
+        self._model: dict[str, object] | None = None
+        """What the first core served; None before."""
 
     def begin(self) -> None:
         """No-op: a shared core is started by its operator."""
@@ -198,12 +198,12 @@ class RemoteCore:
                 if connection is not None:
                     connection.close()
                 raise
-        model = (config.model_config.hf_config, config.model_config.dtype)
-        if self._model not in (None, model):
+        model = _served_model(welcome, config)
+        if differing := _differences(self._model or model, model):
             connection.close()
             raise EngineStartError(
-                f"the core that now serves {self.address} has another model or dtype "
-                f"({config.model_config.model} in {config.model_config.dtype}); connect to it again"
+                f"the core that now serves {self.address} has another model ({config.model_config.model}): "
+                f"{', '.join(differing)}; connect to it again"
             )
         self._model = model
         return Core(connection, welcome.client, config, self._open_page(), None)
@@ -236,6 +236,23 @@ class RemoteCore:
 
 
 CoreSource = CoreLauncher | RemoteCore
+
+
+def _served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
+    """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
+    digest, model = welcome.model, config.model_config
+    digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
+    limits = {name: getattr(model, name) for name in ("dtype", "quantization", "max_model_len")}
+    return digests | limits
+
+
+def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """Return the names of what differs, with values where they mean something."""
+    return [
+        f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"
+        for name, was in old.items()
+        if new[name] != was
+    ]
 
 
 def _socket_root() -> str | None:
