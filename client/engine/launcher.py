@@ -21,7 +21,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
 
 
 class Core(NamedTuple):
@@ -63,6 +63,8 @@ class CoreLauncher:
         self._num_started = 0
         self._operator_key = operator_key or new_operator_key()
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
+        self._suspension = NOT_SUSPENDED
+        """The pause and the sleep that the next core must enter."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -86,7 +88,7 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
-        self._process.launch(self._config, self._operator_key)
+        self._process.launch(self._config, self._operator_key, self._suspension)
         self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
@@ -110,7 +112,8 @@ class CoreLauncher:
                 )
 
         try:
-            welcome, config = connection.greet(self._limits.start_timeout_s, look)
+            timeout = self._limits.start_timeout_s
+            welcome, config = connection.greet(timeout, look, lambda: _load_progress(process.status_page()))
         except BaseException:
             connection.close()
             process.kill()
@@ -127,8 +130,16 @@ class CoreLauncher:
             self._standby = CoreProcess(self.folder, self._num_started + 1, True, self._is_shared)
 
     def discard(self, process: CoreProcess) -> None:
-        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""
+        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
+
+        The next core will enter the pause and the sleep that were in force.
+        """
         process.stop()
+        page = process.status_page()
+        if page is not None:
+            suspension = page.read().suspension
+            if suspension.generation >= self._suspension.generation:  # else the core died before it had entered any
+                self._suspension = suspension
         process.remove_files()
         for log in self.folder.glob("core-*.log"):
             number = int(log.stem.removeprefix("core-"))
@@ -177,8 +188,8 @@ class RemoteCore:
     def finish(self, check: Check) -> Core:
         """Wait until a core serves at the address.
 
-        Raises what `check` raises, and EngineStartError after `timeout` seconds, or at once if the first core refuses
-        or a later core has another model.
+        Raises what `check` raises, and EngineStartError after `timeout` seconds in which no core got on with its load,
+        or at once if the first core refuses or a later core has another model.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -186,7 +197,8 @@ class RemoteCore:
             try:
                 self._wait_for_socket(check, deadline)
                 connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
-                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
+                timeout = max(0.0, deadline - time.monotonic())
+                welcome, config = connection.greet(timeout, check, lambda: _load_progress(self._open_page()))
                 break
             except EngineStartError:
                 if connection is not None:
@@ -236,6 +248,11 @@ class RemoteCore:
 
 
 CoreSource = CoreLauncher | RemoteCore
+
+
+def _load_progress(page: StatusPage | None) -> object:
+    """Return a value that changes while the core of `page` gets on with its load; None without such a core."""
+    return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
 
 
 def _served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
