@@ -96,6 +96,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
+        page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
         core = _load(launch, page, handler, bound, stop)
         if core is not None:
             core.run()
@@ -129,6 +130,7 @@ def _load(
     """
     started = time.monotonic()
     from vllm_mp.core.engine_core import EngineCore
+    from vllm_mp.core.weights.digest import model_digest
     from vllm_mp.core.worker.device import (
         check_float8,
         choose_device,
@@ -171,6 +173,7 @@ def _load(
         return None
     if faults is not None:
         faults.install(runner, handler)
+    handler.model_digest = model_digest(config.model_config)
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
         config.model_config.model,
@@ -181,7 +184,7 @@ def _load(
         time.monotonic() - started,
         launch.address if launch.public is None else launch.public.address,
     )
-    return EngineCore(config, device, runner, handler, bound.socket, stop, page)
+    return EngineCore(config, device, runner, handler, bound.socket, stop, page, launch.suspension)
 
 
 def _read_launch() -> CoreLaunch:

@@ -8,6 +8,7 @@ import msgspec
 
 import vllm_mp
 from vllm_mp.config import VllmConfig
+from vllm_mp.status_page import NOT_SUSPENDED, Suspension
 from vllm_mp.wire import LastDeath
 
 _MAX_CAUSE_CHARACTERS = 500
@@ -123,6 +124,8 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """The address for other clients; None: the core serves its parent alone."""
     number: int = 1
     """The number of this core among the cores that its parent has started."""
+    suspension: Suspension = NOT_SUSPENDED
+    """The pause and the sleep that the core must enter before it serves: those of its predecessor."""
     operator_key: bytes = b""
     """The key of the clients that may change the core for all clients; empty: there are none."""
     predecessor: Predecessor | None = None

@@ -23,7 +23,7 @@ from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
 
 
 class Core(NamedTuple):
@@ -87,6 +87,8 @@ class CoreLauncher:
         """The latest core that has served, if it died; the next core is told of it."""
         self._operator_key = new_operator_key() if operator_key is None else operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
+        self._suspension = NOT_SUSPENDED
+        """The pause and the sleep that the next core must enter."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -120,7 +122,7 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = self._start(standby=False)
-        self._process.launch(self._config, self._operator_key, self._num_started, self.predecessor)
+        self._process.launch(self._config, self._operator_key, self._num_started, self._suspension, self.predecessor)
         self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
@@ -144,7 +146,8 @@ class CoreLauncher:
                 )
 
         try:
-            welcome, config = connection.greet(self._limits.start_timeout_s, look)
+            timeout = self._limits.start_timeout_s
+            welcome, config = connection.greet(timeout, look, lambda: _load_progress(process.status_page()))
         except BaseException:
             connection.close()
             process.kill()
@@ -168,8 +171,16 @@ class CoreLauncher:
         return CoreProcess(self.folder, incarnation, standby, self._public, self._has_log_files)
 
     def discard(self, process: CoreProcess) -> None:
-        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""
+        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
+
+        The next core will enter the pause and the sleep that were in force.
+        """
         process.stop()
+        page = process.status_page()
+        if page is not None:
+            suspension = page.read().suspension
+            if suspension.generation >= self._suspension.generation:  # else the core died before it had entered any
+                self._suspension = suspension
         process.remove_files()
         for log in self.folder.glob("core-*.log"):
             number = int(log.stem.removeprefix("core-"))
@@ -212,8 +223,8 @@ class RemoteCore:
         """The socket file; None over TCP."""
         self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._model: object = None
-        """Configuration and dtype of the model that the first core served; None before."""
+        self._model: dict[str, object] | None = None
+        """What the first core served; None before."""
 
     def begin(self) -> None:
         """No-op: a shared core is started by its operator."""
@@ -221,8 +232,8 @@ class RemoteCore:
     def finish(self, check: Check) -> Core:
         """Wait until a core serves at the address.
 
-        Raises what `check` raises, and EngineStartError after `timeout` seconds, or at once if the first core refuses
-        or a later core has another model.
+        Raises what `check` raises, and EngineStartError after `timeout` seconds in which no core got on with its load,
+        or at once if the first core refuses or a later core has another model.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -230,7 +241,8 @@ class RemoteCore:
             try:
                 self._wait_for_socket(check, deadline)
                 connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
-                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
+                timeout = max(0.0, deadline - time.monotonic())
+                welcome, config = connection.greet(timeout, check, lambda: _load_progress(self._open_page()))
                 break
             except EngineStartError:
                 if connection is not None:
@@ -242,12 +254,12 @@ class RemoteCore:
                 if connection is not None:
                     connection.close()
                 raise
-        model = (config.model_config.hf_config, config.model_config.dtype)
-        if self._model not in (None, model):
+        model = _served_model(welcome, config)
+        if differing := _differences(self._model or model, model):
             connection.close()
             raise EngineStartError(
-                f"the core that now serves {self.address} has another model or dtype "
-                f"({config.model_config.model} in {config.model_config.dtype}); connect to it again"
+                f"the core that now serves {self.address} has another model ({config.model_config.model}): "
+                f"{', '.join(differing)}; connect to it again"
             )
         self._model = model
         return Core.of(connection, welcome, config, self._open_page(), None)
@@ -280,6 +292,28 @@ class RemoteCore:
 
 
 CoreSource = CoreLauncher | RemoteCore
+
+
+def _load_progress(page: StatusPage | None) -> object:
+    """Return a value that changes while the core of `page` gets on with its load; None without such a core."""
+    return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
+
+
+def _served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
+    """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
+    digest, model = welcome.model, config.model_config
+    digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
+    limits = {name: getattr(model, name) for name in ("dtype", "quantization", "max_model_len")}
+    return digests | limits
+
+
+def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """Return the names of what differs, with values where they mean something."""
+    return [
+        f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"
+        for name, was in old.items()
+        if new[name] != was
+    ]
 
 
 def _socket_root() -> str | None:

@@ -19,7 +19,7 @@ from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, packa
 from vllm_mp.errors import EngineStartError
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import StatusPage, Suspension
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,14 @@ class CoreProcess:
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
 
-    def launch(self, config: VllmConfig, operator_key: bytes, number: int, predecessor: Predecessor | None) -> None:
+    def launch(
+        self,
+        config: VllmConfig,
+        operator_key: bytes,
+        number: int,
+        suspension: Suspension,
+        predecessor: Predecessor | None,
+    ) -> None:
         """Send the process its configuration, with which it becomes a core; `CoreLaunch` describes the rest."""
         launch = CoreLaunch(
             config=config,
@@ -99,6 +106,7 @@ class CoreProcess:
             number=number,
             predecessor=predecessor,
             operator_key=operator_key,
+            suspension=suspension,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
