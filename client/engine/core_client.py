@@ -10,15 +10,17 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.refused_requests import RefusedRequests
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, News
+from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End, News
 from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
@@ -40,6 +42,8 @@ class _PendingCall(NamedTuple):
     name: str
     args: tuple[wire.CallArgument, ...]
     reply: asyncio.Future[Any]
+    made_at: float
+    """In seconds of `time.monotonic()`."""
 
 
 class EngineCoreClient:
@@ -72,6 +76,10 @@ class EngineCoreClient:
         self._sleep_calls: set[int] = set()
         """The ids of the calls that put the core into `_sleep` and have no reply yet."""
         self._suspects = Suspects()
+        self._unexplained: Death | None = None
+        """The death of a shared core, until its successor says what it was computing."""
+        self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
+        """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
         self._refused = RefusedRequests()
@@ -122,6 +130,8 @@ class EngineCoreClient:
         stream.is_held = self._pause is not None
         if not self.requests.enter(stream):
             return False
+        if not self._has_core:
+            self._waits_since[stream] = time.monotonic()
         num_sent = 0
         try:
             for awaited in stream.awaited:
@@ -153,7 +163,7 @@ class EngineCoreClient:
         NotOperatorError if only operators may make the call.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = _PendingCall(next(self._call_ids), name, args, reply)
+        call = _PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
         self._calls[call.call_id] = call
         if name == "pause":
             self._pause = call
@@ -304,6 +314,8 @@ class EngineCoreClient:
                 self._on_death(news)
             elif isinstance(news, Core):
                 self._replay_to(news)
+            elif isinstance(news, Absence):
+                self._on_absence(news)
             else:
                 self._on_end(news)
 
@@ -320,7 +332,34 @@ class EngineCoreClient:
         requests = self.requests
         self._stats.note_death(death.kind, death.time, death.cause)
         logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
-        for conviction in self._suspects.record(death, requests.live()):
+        if self._core.process is None:
+            self._unexplained = death
+        else:
+            self._blame(death)
+
+    def _explain_death(self, old: Core, core: Core) -> None:
+        """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
+        death, self._unexplained = self._unexplained, None
+        if core.welcome.why_dropped:
+            logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
+        if death is None or core.connection.incarnation == old.connection.incarnation:
+            return  # the connection broke, and the core lives
+        last = core.welcome.last_death
+        if last is not None and last.incarnation == old.connection.incarnation:
+            death = Death(
+                last.cause,
+                dict(last.in_step),
+                last.num_in_step,
+                last.is_from_outside,
+                death.sleep,
+                last.kind,
+                death.time,
+            )
+        self._blame(death)
+
+    def _blame(self, death: Death) -> None:
+        """Record a death for each live request in its step, and fail those that are to blame."""
+        for conviction in self._suspects.record(death, self.requests.live()):
             self._convict(conviction)
 
     def _convict(self, conviction: Conviction) -> None:
@@ -347,6 +386,8 @@ class EngineCoreClient:
         self._restore_sleep()
         self.requests.forget_core()
         self._held_back.clear()
+        self._waits_since.clear()
+        self._explain_death(old, core)
         live = self.requests.live()
         if self._pause is not None and self._pause.args[0] == "wait":
             # Requests from before such a pause run to their ends.
@@ -384,6 +425,20 @@ class EngineCoreClient:
         call = wire.Call(self.incarnation, next(self._call_ids), name, list(args))
         self._sleep_calls.add(call.call_id)
         self._send(call)
+
+    def _on_absence(self, absence: Absence) -> None:
+        """Fail what has waited too long for a shared core; the supervisor goes on trying to reach one."""
+        waits_since = time.monotonic() - absence.limit_s
+        error = EngineDeadError(absence.cause)
+        late = [stream for stream in self.requests.streams() if self._waits_since.get(stream, 0.0) <= waits_since]
+        for stream in late:
+            self.requests.fail_with(stream, error)
+        for call in list(self._calls.values()):
+            if call.made_at <= waits_since:
+                del self._calls[call.call_id]
+                _settle(call, None, EngineDeadError(absence.cause))
+        if late:
+            logger.error("%s; %d requests failed", absence.cause.partition(";")[0], len(late))
 
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause

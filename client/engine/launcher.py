@@ -1,6 +1,7 @@
 """The sources of a client's cores: its own processes, or a shared core at an address."""
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -34,10 +35,13 @@ class Core(NamedTuple):
     """The core's status page; None if this process cannot see it, as over TCP."""
     process: CoreProcess | None
     """The core's process; None for a shared core."""
+    welcome: wire.Welcome
 
 
 _RETRY_S = 0.2
-"""Pause before the next attempt to reach a shared core."""
+"""Pause before the next attempt to reach a shared core; it doubles for each further attempt."""
+_LONGEST_RETRY_S = 3.0
+_CHECK_S = 0.05
 
 Check = Callable[[], None]
 """Called repeatedly while a core starts; raises when the wait must end."""
@@ -113,7 +117,7 @@ class CoreLauncher:
             self.discard(process)
             raise
         self._process = self._connection = None
-        return Core(connection, welcome.client, config, process.status_page(), process)
+        return Core(connection, welcome.client, config, process.status_page(), process, welcome)
 
     def prepare_standby(self) -> None:
         """Start a standby, if `warm_standby` is set and none is alive. Raises OSError if no process can start."""
@@ -147,13 +151,24 @@ class CoreLauncher:
 class RemoteCore:
     """The shared core at an address, and after its death the next core there that serves the same model."""
 
-    def __init__(self, address: str, key_file: str | None, timeout: float, operator_key: bytes = b"") -> None:
-        """`timeout`: seconds that `finish` waits for the core to answer.
+    def __init__(
+        self,
+        address: str,
+        key_file: str | None,
+        timeout: float,
+        operator_key: bytes = b"",
+        reconnect_timeout: float = math.inf,
+    ) -> None:
+        """`timeout`: seconds that `finish` waits for the first core to answer.
 
-        With `operator_key`, the core's, this client is an operator.
+        With `operator_key`, the core's, this client is an operator. `reconnect_timeout`: seconds that requests wait
+        while there is no core.
         """
         self.address = address
-        self.timeout = timeout
+        self.reconnect_timeout = reconnect_timeout
+        self.trouble = "no core answers there"
+        """Why there is no core, as far as this client knows."""
+        self._timeout = timeout
         self.standby_pid: int | None = None
         self._key_file = key_file
         self._operator_key = operator_key
@@ -165,22 +180,26 @@ class RemoteCore:
         """No-op: a shared core is started by its operator."""
 
     def finish(self, check: Check) -> Core:
-        """Wait until a core serves at the address.
+        """Wait until a core serves at the address; without a limit of time, unless it is the first core.
 
-        Raises what `check` raises, and EngineStartError after `timeout` seconds, or at once if the first core refuses
-        or a later core has another model.
+        Raises what `check` raises, and EngineStartError if the first core does not answer in time or refuses, or if a
+        later core has another model.
         """
-        deadline = time.monotonic() + self.timeout
+        is_first, pause = self._model is None, _RETRY_S
+        self.trouble = "no core answers there"
         while True:
             connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token)
             try:
-                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
+                welcome, config = connection.greet(self._timeout if is_first else math.inf, check)
                 break
-            except EngineStartError:
+            except EngineStartError as error:
                 connection.close()
-                if self._model is None or time.monotonic() >= deadline:
+                if is_first:
                     raise
-                time.sleep(_RETRY_S)  # this core could not load and is about to end; its successor may load
+                # This core could not load and is about to end, or has no room for another client now.
+                self.trouble = str(error)
+                _wait(pause, check)
+                pause = min(_LONGEST_RETRY_S, 2 * pause)
             except BaseException:
                 connection.close()
                 raise
@@ -195,7 +214,7 @@ class RemoteCore:
         page = None
         if self.address.startswith("ipc://"):
             page = StatusPage.open(Path(self.address.removeprefix("ipc://") + ".status"))
-        return Core(connection, welcome.client, config, page, None)
+        return Core(connection, welcome.client, config, page, None, welcome)
 
     def prepare_standby(self) -> None:
         """No-op: a shared core has no standby."""
@@ -208,6 +227,14 @@ class RemoteCore:
 
 
 CoreSource = CoreLauncher | RemoteCore
+
+
+def _wait(seconds: float, check: Check) -> None:
+    """Wait while `check`, which is called repeatedly, does not raise."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        check()
+        time.sleep(_CHECK_S)
 
 
 def _socket_root() -> str | None:
