@@ -5,9 +5,7 @@ import contextlib
 import logging
 import threading
 import time
-import types
 import uuid
-import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any, Self
 
@@ -17,6 +15,7 @@ from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
 from vllm_mp.client.engine_control import EngineControl
+from vllm_mp.client.engine_end import EngineEnd
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
 from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
@@ -29,7 +28,6 @@ from vllm_mp.client.tokenizer_data import tokenizer_of_connected
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.engine_args import EngineArgs
-from vllm_mp.errors import EngineDeadError
 from vllm_mp.operator_key import read_operator_key
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
@@ -56,8 +54,7 @@ class AsyncLLM(EngineControl):
         self._has_warned_of_headers = False
         self._prompt_tokenizer = prompt_tokenizer
         self._inputs = InputProcessor(supervisor.core.config, prompt_tokenizer)
-        self._finalizer = weakref.finalize(self, _release, supervisor, prompt_tokenizer, tracer)
-        super().__init__(supervisor)
+        super().__init__(supervisor, EngineEnd(self, supervisor, prompt_tokenizer, tracer))
         if tracer is not None:
             self.stats.add_listener(tracer)
 
@@ -115,7 +112,7 @@ class AsyncLLM(EngineControl):
         except asyncio.CancelledError:
             is_cancelled.set()
             with contextlib.suppress(Exception):  # the start has failed, because of the cancellation or on its own
-                (await starting).shutdown()
+                await (await starting).aclose()
             raise
 
     @classmethod
@@ -281,6 +278,7 @@ class AsyncLLM(EngineControl):
 
         Raises what `generate` raises.
         """
+        self._check_process()
         check_unserved(
             lora_request=lora_request,
             data_parallel_rank=data_parallel_rank,
@@ -316,6 +314,7 @@ class AsyncLLM(EngineControl):
 
     def stream_group(self) -> StreamGroup:
         """Return an empty group of requests, which one consumer reads with less work per token than `generate`."""
+        self._check_process()
         return StreamGroup(self.add_request, self._abandon)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -359,42 +358,13 @@ class AsyncLLM(EngineControl):
                 raise ValueError(f"token ids must be in [0, {vocab_size}), the tokenizer's vocabulary, got {token_id}")
         return await prompt_tokenizer.decode(token_ids, options)
 
-    def shutdown(self, timeout: float | None = None) -> None:
-        """End the core, by force after `timeout` seconds, and remove its files; live streams fail. Idempotent.
-
-        A shared core, as with `connect`, continues without this client's requests.
-        """
-        if self._is_shut_down:
-            return
-        self._is_shut_down = True
-        self._finalizer.detach()
-        if self._prompt_tokenizer is not None:
-            self._prompt_tokenizer.close()
-        self._core_client.close(EngineDeadError("the engine was shut down"), timeout)
-        if self._tracer is not None:
-            self._tracer.close()
-
-    def shutdown_background_loop(self) -> None:
-        """Call `shutdown`, of which this is the older name."""
-        self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
-        self.shutdown()
-
     def _abandon(self, stream: RequestStream) -> None:
         """Abort the request of a stream that has lost its consumer; from any thread."""
         self._core_client.abandon(stream)
 
     async def is_tracing_enabled(self) -> bool:
         """Return whether spans of requests are sent to a collector."""
+        self._check_process()
         return self.is_tracing
 
     @property
@@ -411,7 +381,8 @@ class AsyncLLM(EngineControl):
         return context
 
     def _tokenizes(self) -> PromptTokenizer:
-        """Return the tokenizer. Raises ValueError if the engine has none."""
+        """Return the tokenizer. Raises ValueError if the engine has none, and RuntimeError in a forked child."""
+        self._check_process()
         if self._prompt_tokenizer is None:
             raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
         return self._prompt_tokenizer
@@ -425,17 +396,6 @@ def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:
 
 class _Cancelled(Exception):
     """The start of an engine was cancelled."""
-
-
-def _release(
-    supervisor: CoreSupervisor, prompt_tokenizer: PromptTokenizer | None, tracer: RequestTracer | None
-) -> None:
-    """End everything that an engine holds, when it is garbage-collected or when the interpreter exits."""
-    if prompt_tokenizer is not None:
-        prompt_tokenizer.close()
-    supervisor.stop()
-    if tracer is not None:
-        tracer.close()
 
 
 def _tracer(config: VllmConfig, endpoint: str | None) -> RequestTracer | None:

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import os
 import time
+import types
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from vllm_mp import wire
 from vllm_mp.call_validation import check_pause, check_sleep, check_wake_up
 from vllm_mp.client.engine.core_client import EngineCoreClient
 from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.engine_end import EngineEnd
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.stat_logger import StatLogger
 from vllm_mp.client.stats import CoreReading, EngineStats
@@ -20,11 +24,14 @@ _DRAIN_POLL_S = 0.01
 _LOAD_ON_PAGE = ("num_running", "num_waiting", "free_blocks", "total_blocks")
 """The fields of a `CoreReading` that the status page has too."""
 
+_engines: "weakref.WeakSet[EngineControl]" = weakref.WeakSet()
+"""The engines of this process."""
+
 
 class EngineControl:
     """The part of `AsyncLLM` that concerns no single request."""
 
-    def __init__(self, supervisor: CoreSupervisor) -> None:
+    def __init__(self, supervisor: CoreSupervisor, end: EngineEnd) -> None:
         self.vllm_config = supervisor.core.config
         self.model_config = self.vllm_config.model_config
         self._supervisor = supervisor
@@ -35,7 +42,10 @@ class EngineControl:
         self._stat_logger = StatLogger(observability, supervisor, self._requests, self.stats)
         self._core_client = EngineCoreClient(supervisor, self._requests, self.stats)
         self._accepts = True
+        self._end = end
         self._is_shut_down = False
+        self._owner = os.getpid()
+        _engines.add(self)
 
     async def check_health(self) -> None:
         """Return if the core is well.
@@ -63,6 +73,7 @@ class EngineControl:
         good, and `reason` says why. The values from the status page are missing if the page is not visible, as over
         TCP.
         """
+        self._check_process()
         status: dict[str, Any] = {
             "incarnation": self._core_client.incarnation,
             "restarts": self._supervisor.num_restarts,
@@ -93,6 +104,7 @@ class EngineControl:
         A core that does not answer within `timeout` seconds, because it is dead, hangs or computes a long step, is
         described by its status page if this process sees it, or else by its last answer. Raises no EngineError.
         """
+        self._check_process()
         self._core_client.count_drops()
         with contextlib.suppress(EngineError, TimeoutError):
             self._attach()
@@ -210,10 +222,12 @@ class EngineControl:
 
     async def do_log_stats(self) -> None:
         """Log a line about throughput and load now; without a call, there is a line every 10 seconds."""
+        self._check_process()
         self._stat_logger.write()
 
     async def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose streams have not ended."""
+        self._check_process()
         return len(self._requests)
 
     @property
@@ -236,6 +250,7 @@ class EngineControl:
 
     def start_background_loop(self) -> None:
         """Accept requests, after `start_engine_loop=False`."""
+        self._check_process()
         self._accepts = True
 
     async def get_vllm_config(self) -> VllmConfig:
@@ -256,8 +271,72 @@ class EngineControl:
     async def get_decoding_config(self) -> DecodingConfig:
         return self.vllm_config.decoding_config
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the core, by force after `timeout` seconds, and remove its files; live streams fail. Idempotent.
+
+        A shared core, as with `connect`, continues without this client's requests.
+        """
+        if self._begin_shutdown():
+            self._end.run(timeout)
+        else:
+            self._end.wait()
+
+    async def aclose(self, timeout: float | None = None) -> None:
+        """Do what `shutdown` does, beside the event loop; a further call waits for the first.
+
+        Cancelling the call does not undo it: the core ends all the same.
+        """
+        if self._begin_shutdown():
+            self._end.begin(timeout)
+        if not self.is_forked:
+            await self._end.done()
+
+    def shutdown_background_loop(self) -> None:
+        """Call `shutdown`, of which this is the older name."""
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        self._check_process()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def is_forked(self) -> bool:
+        """This process was forked after the engine was made, and cannot use it."""
+        return os.getpid() != self._owner
+
+    def _check_process(self) -> None:
+        """Raise RuntimeError if this process was forked after the engine was made."""
+        if self.is_forked:
+            raise self._fork_error()
+
+    def _fork_error(self) -> RuntimeError:
+        return RuntimeError(
+            f"this engine belongs to process {self._owner}, and this process, {os.getpid()}, was forked from it later; "
+            "make an engine after the fork (with gunicorn, leave --preload out)"
+        )
+
+    def _begin_shutdown(self) -> bool:
+        """End all streams; return whether this is the first call, after which the core must be ended."""
+        if self._is_shut_down or self.is_forked:
+            return False
+        self._is_shut_down = True
+        self._core_client.fail_all(EngineDeadError("the engine was shut down"))
+        return True
+
     def _attach(self) -> None:
-        """Receive from the core on the running loop; raises EngineDeadError if the core is gone for good."""
+        """Receive from the core on the running loop.
+
+        Raises EngineDeadError if the core is gone for good, and RuntimeError in a forked child.
+        """
+        self._check_process()
         self._core_client.attach()
         if not self._accepts:
             raise EngineError("start_engine_loop was False: call start_background_loop() first")
@@ -275,6 +354,19 @@ class EngineControl:
             return await self._core_client.call(name, limit, *args)
         except TimeoutError as error:
             raise EngineError(f"the core has not answered for {limit:g} s: {self._supervisor.status()}") from error
+
+
+def _fail_streams() -> None:
+    """End the streams of all engines in a forked child, which has no thread and no socket that could go on with them.
+
+    No consumer is woken, because the event loop in which it waits is the parent's.
+    """
+    for engine in list(_engines):
+        for stream in engine._requests.streams():
+            stream.error = engine._fork_error()
+
+
+os.register_at_fork(after_in_child=_fail_streams)
 
 
 def _device_type(device: Any) -> str:

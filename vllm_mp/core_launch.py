@@ -50,6 +50,16 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     in_step: list[tuple[bytes, int, int]]
     """(token of the client, slot, progress as in `wire.LastDeath`) of each request in the pending steps; the token is
     empty for a client without one."""
+    in_earlier_steps: list[tuple[bytes, int, int]] = []
+    """The same for the cores before it, of requests that may still be suspects."""
+
+    def suspects(self) -> dict[tuple[bytes, int], int]:
+        """Return the furthest progress of each request that was in the step of a death, by (token, slot)."""
+        furthest: dict[tuple[bytes, int], int] = {}
+        for token, slot, progress in self.in_earlier_steps + self.in_step:
+            if token:
+                furthest[token, slot] = max(progress, furthest.get((token, slot), progress))
+        return furthest
 
     def last_death(self, token: bytes) -> LastDeath:
         """Return what the client with `token` may know of this death."""

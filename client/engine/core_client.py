@@ -53,7 +53,7 @@ class EngineCoreClient:
     the calls without a reply, and the pause in force. The status page of the dead core says whether to sleep.
     Requests and calls that are made while there is no core are recorded, and sent to the next core.
 
-    All methods but `close` and the properties must be called in the event loop's thread.
+    All methods but `fail_all` and the properties must be called in the event loop's thread.
     """
 
     def __init__(self, supervisor: CoreSupervisor, requests: OutputProcessor, stats: EngineStats) -> None:
@@ -213,13 +213,10 @@ class EngineCoreClient:
         self._stats.dropped_messages.add(num_dropped - self._num_drops_counted)
         self._num_drops_counted = num_dropped
 
-    def close(self, error: EngineDeadError, timeout: float | None) -> None:
-        """End every stream and call with `error`, and the core by force after `timeout` seconds; from any thread."""
+    def fail_all(self, error: EngineDeadError) -> None:
+        """End every stream and call with `error`, which later ones raise too; from any thread."""
         self._closed_with = error
-        try:
-            self._fail_everything(error)
-        finally:
-            self.supervisor.stop(timeout)
+        self._fail_everything(error)
 
     def _listen(self) -> None:
         # The loop must not keep a client alive that its owner has dropped.

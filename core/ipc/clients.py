@@ -79,6 +79,10 @@ class Clients:
         """Return the number of a client; None if it has not said hello."""
         return self._number_of.get(identity)
 
+    def token_of(self, client: int) -> bytes:
+        """Return the token with which a client said hello; empty if it has none."""
+        return self._clients[client].token
+
     def find_token(self, token: bytes) -> int | None:
         """Return the number of the client that has said hello with `token`; None if there is none."""
         return self._number_with.get(token)

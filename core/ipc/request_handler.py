@@ -81,6 +81,9 @@ class RequestHandler:
         self._config = config
         self._incarnation = incarnation
         self._predecessor = predecessor
+        self._is_shared = is_shared
+        self._suspects = {} if predecessor is None else predecessor.suspects()
+        """The progress of each request that clients may have isolated, by (token, slot)."""
         self._clients = Clients(socket, incarnation, limits_unread=is_shared)
         self._operator_key = operator_key
         self._operators: set[int] = set()
@@ -299,7 +302,7 @@ class RequestHandler:
             # The other types need the hidden states of tokens before the last.
             reads_cache=pooling.pooling_type == "last",
             order=scheduler.order_of(message.priority),
-            isolate_until_num_tokens=message.isolate_until_num_tokens,
+            isolate_until_num_tokens=self._isolate_until(client, message),
             isolation_group=message.isolation_group,
             num_bytes=num_bytes + REQUEST_BYTES,
         )
@@ -335,11 +338,23 @@ class RequestHandler:
             # Cached tokens are not computed, so they have no log-probabilities.
             reads_cache=prompt_logprobs is None,
             order=scheduler.order_of(message.priority),
-            isolate_until_num_tokens=message.isolate_until_num_tokens,
+            isolate_until_num_tokens=self._isolate_until(client, message),
             isolation_group=message.isolation_group,
             num_bytes=num_bytes + REQUEST_BYTES,
         )
         scheduler.add(request)
+
+    def _isolate_until(self, client: int, message: wire.AddRequest | wire.AddPooling) -> int:
+        """Return the number of output tokens up to which a new request must run isolated; 0: not at all.
+
+        Isolation costs the other clients steps. So a client of a shared core gets it only for requests that an earlier
+        core was computing when it died, once for each, and only past the step of that death.
+        """
+        wanted = message.isolate_until_num_tokens
+        if not wanted or not self._is_shared:
+            return wanted
+        progress = self._suspects.pop((self._clients.token_of(client), message.slot), None)
+        return 0 if progress is None else max(1, min(wanted, progress + 1))
 
     def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:
         """Return the root hash that a request's block hashes build on, or nothing if it may share no blocks."""

@@ -292,3 +292,137 @@ def test_error_at_start_names_a_config_json_that_cannot_be_read_or_served(defaul
     config.write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
     with pytest.raises(ValueError, match="MambaForCausalLM"):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)))
+
+
+def test_forked_child_is_refused_at_once_and_its_end_does_not_harm_the_engine_of_its_parent(small_model, tmp_path):
+    done = run_script(
+        small_model,
+        """
+        import atexit, ctypes, gc, inspect, signal
+
+        llm = AsyncLLM.from_engine_args(ARGS)
+        PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        loop = asyncio.new_event_loop()
+
+        async def begin():
+            stream = llm.generate("Hello", PARAMS)
+            await anext(stream)
+            return stream
+
+        async def finish(stream):
+            async for output in stream:
+                pass
+            return output.outputs[0].token_ids
+
+        async def use(call):
+            result = call()
+            if inspect.isasyncgen(result) or hasattr(result, "__anext__"):
+                result = anext(result)
+            return await result if inspect.isawaitable(result) else result
+
+        def check_child(stream):
+            signal.alarm(60)
+            arguments = {
+                "generate": ["Hello"], "encode": ["Hello"], "add_request": [None, "Hello"], "abort": ["x"],
+                "tokenize": ["Hello"], "detokenize": [[1]], "ping": [1.0],
+            }
+            usable = {"shutdown", "shutdown_background_loop", "aclose"}
+            for name, method in inspect.getmembers(type(llm), inspect.isfunction):
+                if name.startswith("_") or name in usable or name.endswith("_config"):
+                    continue
+                try:
+                    asyncio.run(use(lambda: getattr(llm, name)(*arguments.get(name, []))))
+                except RuntimeError as error:
+                    assert "make an engine after the fork" in str(error), (name, error)
+                else:
+                    raise AssertionError(f"{name} was not refused")
+            try:
+                asyncio.run(finish(stream))
+            except RuntimeError as error:
+                assert "make an engine after the fork" in str(error)
+            else:
+                raise AssertionError("a stream of the parent was not refused")
+
+        whole = loop.run_until_complete(finish(loop.run_until_complete(begin())))
+        stream = loop.run_until_complete(begin())
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                check_child(stream)
+                llm.shutdown()
+                asyncio.run(llm.aclose())
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(loop))  # its end would take the parent's descriptors away
+                other = AsyncLLM.from_engine_args(ARGS)  # the remedy
+                print(len(asyncio.run(finish(other.generate("Hello", PARAMS)))), "tokens in the child", flush=True)
+                del stream, llm, other
+                gc.collect()
+                atexit._run_exitfuncs()
+                code = 0
+            finally:
+                if code:
+                    import traceback
+                    traceback.print_exc()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert loop.run_until_complete(finish(stream)) == whole
+        assert loop.run_until_complete(finish(loop.run_until_complete(begin()))) == whole
+        print(len(whole), "tokens in the parent")
+        assert llm.last_core_status()["restarts"] == 0
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["200 tokens in the child", "200 tokens in the parent"]
+
+
+def stopped_core(engine):
+    """Stop the engine's core by a signal, so that it must be killed to end; return its process id."""
+    pid = engine.last_core_status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def test_other_tasks_progress_while_an_engine_closes_and_a_second_call_waits_for_the_first(make_small_engine):
+    engine = make_small_engine(max_model_len=256)
+
+    async def run():
+        stream = engine.generate("Hello", SamplingParams(max_tokens=200, ignore_eos=True))
+        await anext(stream)
+        pid = stopped_core(engine)
+        closing = [asyncio.create_task(engine.aclose(timeout=2)) for _ in range(2)]
+        with pytest.raises(EngineDeadError, match="shut down"):
+            async for _ in stream:
+                pass
+        num_turns = 0
+        while not any(task.done() for task in closing):
+            assert psutil.pid_exists(pid) or num_turns
+            num_turns += 1
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*closing)
+        assert not psutil.pid_exists(pid)
+        await engine.aclose()
+        return num_turns
+
+    assert asyncio.run(run()) > 10
+    engine.shutdown()
+
+
+def test_core_ends_although_the_call_that_closes_its_engine_is_cancelled(make_small_engine):
+    engine = make_small_engine(max_model_len=256)
+    folder = engine._supervisor._source.folder
+
+    async def run():
+        pid = stopped_core(engine)
+        closing = asyncio.create_task(engine.aclose(timeout=0.5))
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        return pid
+
+    pid = asyncio.run(run())
+    engine.shutdown()  # waits for the call that was cancelled
+    assert not psutil.pid_exists(pid)
+    assert not folder.exists()

@@ -105,7 +105,7 @@ class ServerProcess:
         finally:
             await http.end(at_once=self._num_signals > 1)
             if engine is not None:
-                engine.shutdown()
+                await engine.aclose()
 
     def end(self, cause: str) -> None:
         """Fail all requests and make `run` raise EngineDeadError, because another process has seen the core's end."""
