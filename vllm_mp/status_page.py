@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.file_owner import trusted_owners
 from vllm_mp.wire import MAX_CLIENTS, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
 _MAGIC = 0x564D_5053_0003
@@ -168,13 +169,17 @@ class StatusPage:
 
     @classmethod
     def open(cls, path: Path) -> "StatusPage | None":
-        """Map the page at `path` for reading; return None while there is no complete page."""
+        """Map the page at `path` for reading; return None while there is no complete page that this user may read.
+
+        A page of another user counts as none: by truncating the file its owner could end every process that maps it.
+        """
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except (FileNotFoundError, PermissionError):
             return None
         try:
-            if os.fstat(descriptor).st_size < _SIZE:
+            info = os.fstat(descriptor)
+            if info.st_size < _SIZE or info.st_uid not in trusted_owners():
                 return None
             page = cls(mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ))
         finally:

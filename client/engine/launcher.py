@@ -17,8 +17,10 @@ from vllm_mp import wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.health import HangWatch
 from vllm_mp.client.engine.process import CoreProcess
+from vllm_mp.client.engine.socket_owner import check_socket_file
 from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
+from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
 from vllm_mp.status_page import StatusPage
 
@@ -41,7 +43,8 @@ class Core(NamedTuple):
 _RETRY_S = 0.2
 """Pause before the next attempt to reach a shared core; it doubles for each further attempt."""
 _LONGEST_RETRY_S = 3.0
-_CHECK_S = 0.05
+_LOOK_S = 0.05
+"""Pause before the next look for the socket of a shared core."""
 
 Check = Callable[[], None]
 """Called repeatedly while a core starts; raises when the wait must end."""
@@ -157,12 +160,15 @@ class RemoteCore:
         key_file: str | None,
         timeout: float,
         operator_key: bytes = b"",
+        owner: str | None = None,
         reconnect_timeout: float = math.inf,
     ) -> None:
         """`timeout`: seconds that `finish` waits for the first core to answer.
 
-        With `operator_key`, the core's, this client is an operator. `reconnect_timeout`: seconds that requests wait
-        while there is no core.
+
+        With `operator_key`, the core's, this client is an operator. `owner`: a user beside this one and root whose core
+        is trusted, if it is behind a Unix socket. `reconnect_timeout`: seconds that requests wait while there is no
+        core. Raises ValueError if there is no such user.
         """
         self.address = address
         self.reconnect_timeout = reconnect_timeout
@@ -171,6 +177,9 @@ class RemoteCore:
         self._timeout = timeout
         self.standby_pid: int | None = None
         self._key_file = key_file
+        self._owners = trusted_owners() | ({user_id(owner)} if owner is not None else set())
+        self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+        """The socket file; None over TCP."""
         self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._model: object = None
@@ -186,14 +195,18 @@ class RemoteCore:
         later core has another model.
         """
         is_first, pause = self._model is None, _RETRY_S
+        deadline = time.monotonic() + self._timeout if is_first else math.inf
         self.trouble = "no core answers there"
         while True:
-            connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token)
+            connection = None
             try:
-                welcome, config = connection.greet(self._timeout if is_first else math.inf, check)
+                self._wait_for_socket(check, deadline)
+                connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
+                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
                 break
             except EngineStartError as error:
-                connection.close()
+                if connection is not None:
+                    connection.close()
                 if is_first:
                     raise
                 # This core could not load and is about to end, or has no room for another client now.
@@ -201,7 +214,8 @@ class RemoteCore:
                 _wait(pause, check)
                 pause = min(_LONGEST_RETRY_S, 2 * pause)
             except BaseException:
-                connection.close()
+                if connection is not None:
+                    connection.close()
                 raise
         model = (config.model_config.hf_config, config.model_config.dtype)
         if self._model not in (None, model):
@@ -211,10 +225,24 @@ class RemoteCore:
                 f"({config.model_config.model} in {config.model_config.dtype}); connect to it again"
             )
         self._model = model
-        page = None
-        if self.address.startswith("ipc://"):
-            page = StatusPage.open(Path(self.address.removeprefix("ipc://") + ".status"))
-        return Core(connection, welcome.client, config, page, None, welcome)
+        return Core(connection, welcome.client, config, self._open_page(), None, welcome)
+
+    def _wait_for_socket(self, check: Check, deadline: float) -> None:
+        """Return once there is a socket file whose owner is trusted; at once over TCP.
+
+        Raises what `check` raises, and EngineStartError if the owner is not trusted or after the deadline.
+        """
+        while self._path is not None and not check_socket_file(self._path, self._owners):
+            check()
+            if time.monotonic() > deadline:
+                raise EngineStartError(f"there is no core at {self.address}; check the address and that the core runs")
+            time.sleep(_LOOK_S)
+
+    def _open_page(self) -> StatusPage | None:
+        """Return the status page beside the socket; None if there is none that this process may read."""
+        if self._path is None:
+            return None
+        return StatusPage.open(self._path.with_name(f"{self._path.name}.status"))
 
     def prepare_standby(self) -> None:
         """No-op: a shared core has no standby."""
@@ -234,7 +262,7 @@ def _wait(seconds: float, check: Check) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         check()
-        time.sleep(_CHECK_S)
+        time.sleep(_LOOK_S)
 
 
 def _socket_root() -> str | None:
