@@ -22,7 +22,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import NOT_SUSPENDED, StatusPage
+from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
 
 
 class Core(NamedTuple):
@@ -115,7 +115,8 @@ class CoreLauncher:
                 )
 
         try:
-            welcome, config = connection.greet(self._limits.start_timeout_s, look)
+            timeout = self._limits.start_timeout_s
+            welcome, config = connection.greet(timeout, look, lambda: _load_progress(process.status_page()))
         except BaseException:
             connection.close()
             process.kill()
@@ -192,8 +193,8 @@ class RemoteCore:
         """The socket file; None over TCP."""
         self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._model: object = None
-        """Configuration and dtype of the model that the first core served; None before."""
+        self._model: dict[str, object] | None = None
+        """What the first core served; None before."""
 
     def begin(self) -> None:
         """No-op: a shared core is started by its operator."""
@@ -201,8 +202,8 @@ class RemoteCore:
     def finish(self, check: Check) -> Core:
         """Wait until a core serves at the address; without a limit of time, unless it is the first core.
 
-        Raises what `check` raises, and EngineStartError if the first core does not answer in time or refuses, or if a
-        later core has another model.
+        Raises what `check` raises, and EngineStartError if the first core refuses, or if there is none for `timeout`
+        seconds in which no core got on with its load, or if a later core has another model.
         """
         is_first, pause = self._model is None, _RETRY_S
         deadline = time.monotonic() + self._timeout if is_first else math.inf
@@ -212,7 +213,8 @@ class RemoteCore:
             try:
                 self._wait_for_socket(check, deadline)
                 connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
-                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
+                timeout = max(0.0, deadline - time.monotonic())
+                welcome, config = connection.greet(timeout, check, self.load_progress)
                 break
             except EngineStartError as error:
                 if connection is not None:
@@ -227,15 +229,19 @@ class RemoteCore:
                 if connection is not None:
                     connection.close()
                 raise
-        model = (config.model_config.hf_config, config.model_config.dtype)
-        if self._model not in (None, model):
+        model = _served_model(welcome, config)
+        if differing := _differences(self._model or model, model):
             connection.close()
             raise EngineStartError(
-                f"the core that now serves {self.address} has another model or dtype "
-                f"({config.model_config.model} in {config.model_config.dtype}); connect to it again"
+                f"the core that now serves {self.address} has another model ({config.model_config.model}): "
+                f"{', '.join(differing)}; connect to it again"
             )
         self._model = model
         return Core(connection, welcome.client, config, self._open_page(), None, welcome)
+
+    def load_progress(self) -> object:
+        """Return a value that changes while a core gets on with its load; None if this process sees no such core."""
+        return _load_progress(self._open_page())
 
     def _wait_for_socket(self, check: Check, deadline: float) -> None:
         """Return once there is a socket file whose owner is trusted; at once over TCP.
@@ -273,6 +279,28 @@ def _wait(seconds: float, check: Check) -> None:
     while time.monotonic() < end:
         check()
         time.sleep(_LOOK_S)
+
+
+def _load_progress(page: StatusPage | None) -> object:
+    """Return a value that changes while the core of `page` gets on with its load; None without such a core."""
+    return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
+
+
+def _served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
+    """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
+    digest, model = welcome.model, config.model_config
+    digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
+    limits = {name: getattr(model, name) for name in ("dtype", "quantization", "max_model_len")}
+    return digests | limits
+
+
+def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """Return the names of what differs, with values where they mean something."""
+    return [
+        f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"
+        for name, was in old.items()
+        if new[name] != was
+    ]
 
 
 def _socket_root() -> str | None:

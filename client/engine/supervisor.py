@@ -337,10 +337,14 @@ class CoreSupervisor:
         """
         self._tell(death)
         next_report = death.time + source.reconnect_timeout
+        progress: object = None
 
         def look() -> None:
-            nonlocal next_report
+            nonlocal next_report, progress
             self._raise_if_stopped()
+            last, progress = progress, source.load_progress()
+            if progress not in (None, last):
+                next_report = time.monotonic() + source.reconnect_timeout
             if time.monotonic() >= next_report:
                 cause = f"{death.cause}, and {source.trouble} for {source.reconnect_timeout:g} s"
                 self._tell(Absence(cause, source.reconnect_timeout))
