@@ -70,6 +70,7 @@ class _Field(enum.IntEnum):
     SLEEP_LEVEL = 14
     MISSING = 15
     """One bit for each tag of `SLEEP_TAGS`, in that order."""
+    OUTSIDE_SIGNAL = 16
 
 
 class SleepState(NamedTuple):
@@ -115,6 +116,8 @@ class CoreStatus(NamedTuple):
     """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps. The
     number is as in `StepRequests`."""
     sleep: SleepState = AWAKE
+    outside_signal: int = 0
+    """Number of the fatal signal that another process sent to the core; 0: none, or the core cannot tell."""
 
     def __str__(self) -> str:
         """Return a short line for logs and error messages."""
@@ -225,6 +228,11 @@ class StatusPage:
         taken = self._clients[self._clients["next_number"] != 0]
         return {int(place["next_number"]) - 1: place["token"].tobytes() for place in taken}
 
+    @property
+    def outside_signal(self) -> npt.NDArray[np.int64]:
+        """[1] The place of `CoreStatus.outside_signal`, for a signal handler to write."""
+        return self._header[_Field.OUTSIDE_SIGNAL : _Field.OUTSIDE_SIGNAL + 1]
+
     def begin_step(self, step: int, requests: StepRequests) -> None:
         """Publish `requests`: the requests of the step about to execute and of the steps that are still executing."""
         header = self._header
@@ -297,6 +305,7 @@ class StatusPage:
             total_blocks=fields[_Field.TOTAL_BLOCKS],
             step_requests=[(client, slot, num_output_tokens) for client, slot, num_output_tokens in requests],
             sleep=_sleep(fields[_Field.SLEEP_LEVEL], fields[_Field.MISSING]),
+            outside_signal=fields[_Field.OUTSIDE_SIGNAL],
         )
 
 
