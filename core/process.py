@@ -98,6 +98,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
         _note_signals(page)
+        page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
         core = _load(launch, page, handler, bound, stop)
         if core is not None:
             core.run()
@@ -194,7 +195,7 @@ def _load(
         time.monotonic() - started,
         launch.address,
     )
-    return EngineCore(config, device, runner, handler, bound.socket, stop, page)
+    return EngineCore(config, device, runner, handler, bound.socket, stop, page, launch.suspension)
 
 
 def _read_launch() -> CoreLaunch:

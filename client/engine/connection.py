@@ -79,6 +79,8 @@ class CoreConnection:
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
         """The incarnation of the greeted core; 0 before."""
+        self.was_paused = False
+        """The core was paused when it was greeted."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
@@ -172,6 +174,7 @@ class CoreConnection:
         if reason := wire.mismatch(welcome):
             raise EngineStartError(f"{reason}; the address is {self.address}")
         self.incarnation = welcome.incarnation
+        self.was_paused = welcome.is_paused
         try:
             return msgspec.json.decode(welcome.config, type=VllmConfig)
         except (ValueError, RecursionError) as error:

@@ -21,7 +21,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import NOT_SUSPENDED, StatusPage
 
 
 class Core(NamedTuple):
@@ -63,6 +63,8 @@ class CoreLauncher:
         self._num_started = 0
         self._operator_key = operator_key or new_operator_key()
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
+        self._suspension = NOT_SUSPENDED
+        """The pause and the sleep that the next core must enter."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -86,7 +88,7 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
-        self._process.launch(self._config, self._operator_key)
+        self._process.launch(self._config, self._operator_key, self._suspension)
         self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
@@ -127,8 +129,16 @@ class CoreLauncher:
             self._standby = CoreProcess(self.folder, self._num_started + 1, True, self._is_shared)
 
     def discard(self, process: CoreProcess) -> None:
-        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""
+        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
+
+        The next core will enter the pause and the sleep that were in force.
+        """
         process.stop()
+        page = process.status_page()
+        if page is not None:
+            suspension = page.read().suspension
+            if suspension.generation >= self._suspension.generation:  # else the core died before it had entered any
+                self._suspension = suspension
         process.remove_files()
         for log in self.folder.glob("core-*.log"):
             number = int(log.stem.removeprefix("core-"))
