@@ -152,6 +152,8 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
+        Over a Unix socket, time in which the core gets on with its load does not count.
+
         `key_file`, made by `vllm-mp keys client`, is needed for TCP. A Unix socket must belong to this user, to root or
         to `core_owner`, and its folder must not be writable by others, unless it is sticky. `operator_key_file`, a copy
         of the core's, makes this client an operator, which may pause the core and make other calls that affect all its

@@ -143,6 +143,7 @@ def _load(
     """
     started = time.monotonic()
     from vllm_mp.core.engine_core import EngineCore
+    from vllm_mp.core.weights.digest import model_digest
     from vllm_mp.core.worker.device import (
         check_float8,
         choose_device,
@@ -185,6 +186,7 @@ def _load(
         return None
     if faults is not None:
         faults.install(runner, handler)
+    handler.model_digest = model_digest(config.model_config)
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
         config.model_config.model,

@@ -21,7 +21,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import NOT_SUSPENDED, StatusPage
+from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
 
 
 class Core(NamedTuple):
@@ -112,7 +112,8 @@ class CoreLauncher:
                 )
 
         try:
-            welcome, config = connection.greet(self._limits.start_timeout_s, look)
+            timeout = self._limits.start_timeout_s
+            welcome, config = connection.greet(timeout, look, lambda: _load_progress(process.status_page()))
         except BaseException:
             connection.close()
             process.kill()
@@ -178,8 +179,8 @@ class RemoteCore:
         """The socket file; None over TCP."""
         self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._model: object = None
-        """Configuration and dtype of the model that the first core served; None before."""
+        self._model: dict[str, object] | None = None
+        """What the first core served; None before."""
 
     def begin(self) -> None:
         """No-op: a shared core is started by its operator."""
@@ -187,8 +188,8 @@ class RemoteCore:
     def finish(self, check: Check) -> Core:
         """Wait until a core serves at the address.
 
-        Raises what `check` raises, and EngineStartError after `timeout` seconds, or at once if the first core refuses
-        or a later core has another model.
+        Raises what `check` raises, and EngineStartError after `timeout` seconds in which no core got on with its load,
+        or at once if the first core refuses or a later core has another model.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -196,7 +197,8 @@ class RemoteCore:
             try:
                 self._wait_for_socket(check, deadline)
                 connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
-                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
+                timeout = max(0.0, deadline - time.monotonic())
+                welcome, config = connection.greet(timeout, check, lambda: _load_progress(self._open_page()))
                 break
             except EngineStartError:
                 if connection is not None:
@@ -208,12 +210,12 @@ class RemoteCore:
                 if connection is not None:
                     connection.close()
                 raise
-        model = (config.model_config.hf_config, config.model_config.dtype)
-        if self._model not in (None, model):
+        model = _served_model(welcome, config)
+        if differing := _differences(self._model or model, model):
             connection.close()
             raise EngineStartError(
-                f"the core that now serves {self.address} has another model or dtype "
-                f"({config.model_config.model} in {config.model_config.dtype}); connect to it again"
+                f"the core that now serves {self.address} has another model ({config.model_config.model}): "
+                f"{', '.join(differing)}; connect to it again"
             )
         self._model = model
         return Core(connection, welcome.client, config, self._open_page(), None)
@@ -246,6 +248,28 @@ class RemoteCore:
 
 
 CoreSource = CoreLauncher | RemoteCore
+
+
+def _load_progress(page: StatusPage | None) -> object:
+    """Return a value that changes while the core of `page` gets on with its load; None without such a core."""
+    return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
+
+
+def _served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
+    """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
+    digest, model = welcome.model, config.model_config
+    digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
+    limits = {name: getattr(model, name) for name in ("dtype", "quantization", "max_model_len")}
+    return digests | limits
+
+
+def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """Return the names of what differs, with values where they mean something."""
+    return [
+        f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"
+        for name, was in old.items()
+        if new[name] != was
+    ]
 
 
 def _socket_root() -> str | None:
