@@ -285,7 +285,9 @@ class CoreSupervisor:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed, kind = False, "out_of_memory"
         own = {slot: progress for client, slot, progress in in_step if client == core.client}
-        is_from_outside = was_killed or core.process is None or core.process.was_told_to_stop
+        was_told_to_stop = core.process is not None and core.process.was_told_to_stop
+        was_sent = kind == "signal" and status is not None and status.outside_signal != 0
+        is_from_outside = was_killed or core.process is None or was_told_to_stop or was_sent
         return Death(
             cause, own, len(in_step), is_from_outside, kind, time.monotonic(), is_step_known=status is not None
         )
