@@ -90,7 +90,7 @@ class SharedCore:
                 if isinstance(news, Death):
                     kind = news.kind
                     logger.warning("%s; its successor is being started", news.cause.partition(";")[0])
-                else:
+                elif isinstance(news, Core):
                     supervisor.release(core)
                     core = news
                     self._on_restart(kind)

@@ -13,7 +13,7 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
-from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource
+from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource, RemoteCore
 from vllm_mp.client.engine.pings import Pings
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
@@ -34,6 +34,8 @@ _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 _PARENT_MARGIN_S = 2.0
 """Time that the parent of a shared core gets to end a core that hangs, before a client gives the core up by itself."""
+_ABSENCE_INTERVAL_S = 0.25
+"""Time between two looks at the requests that wait too long for a shared core."""
 
 
 class Death(NamedTuple):
@@ -64,7 +66,15 @@ class End(NamedTuple):
     cause: str
 
 
-News = Death | Core | End
+class Absence(NamedTuple):
+    """There is still no shared core; the supervisor goes on trying."""
+
+    cause: str
+    limit_s: float
+    """Seconds that a request waits for a core."""
+
+
+News = Death | Core | End | Absence
 
 
 class RestartLimit:
@@ -113,7 +123,7 @@ class CoreSupervisor:
     """
 
     def __init__(self, source: CoreSource, core: Core, restarts: RestartLimit | None) -> None:
-        """`core` is the first core of `source`; with `restarts` None there is no successor.
+        """`core` is the first core of `source`; with `restarts` None, `source` starts no successor.
 
         Watching begins with `watch`.
         """
@@ -139,6 +149,8 @@ class CoreSupervisor:
         self._has_work: Callable[[], bool] = lambda: False
         self._pings: Pings | None = None
         self._previous_death = 0.0
+        self._is_last = False
+        """The core gets no successor, because this process ends it."""
         self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
 
     @property
@@ -184,7 +196,7 @@ class CoreSupervisor:
 
     def end_core(self, number: int) -> None:
         """Send the core of this process a signal that ends it; it gets no successor, and `End` follows."""
-        self._restarts = None
+        self._is_last = True
         if self.core.process is not None:
             self.core.process.send_signal(number)
 
@@ -315,21 +327,24 @@ class CoreSupervisor:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed, kind = False, "out_of_memory"
         own = {slot: progress for client, slot, progress in in_step if client == core.client}
-        is_from_outside = was_killed or core.process is None or core.process.was_told_to_stop
+        was_told_to_stop = core.process is not None and core.process.was_told_to_stop
+        was_sent = kind == "signal" and status is not None and status.outside_signal != 0
+        is_from_outside = was_killed or core.process is None or was_told_to_stop or was_sent
         return Death(
             cause, own, len(in_step), is_from_outside, kind, time.monotonic(), is_step_known=status is not None
         )
 
     def _replace(self, core: Core, death: Death) -> Core | None:
         """Start the successor of `core`; return None if there is none."""
+        if isinstance(self._source, RemoteCore):
+            return self._rejoin(self._source, death)
         cause, has_served, died_at = death.cause, True, death.time
-        if isinstance(self._source, CoreLauncher):
-            self._source.predecessor = self._predecessor(core, death)
+        self._source.predecessor = self._predecessor(self._source, core, death)
         if core.process is not None:
             self._source.discard(core.process)
         is_told = False
         while True:
-            if self._restarts is None:
+            if self._restarts is None or self._is_last:
                 self._tell(End(cause))
                 return None
             delay = self._restarts.delay_after(died_at, has_served)
@@ -355,20 +370,17 @@ class CoreSupervisor:
                     return None
                 continue
             except (EngineStartError, OSError, ValueError, zmq.ZMQError) as error:
-                if not isinstance(self._source, CoreLauncher):
-                    self._tell(End(f"{cause}, and {error}"))
-                    return None
                 logger.warning("%s", str(error).partition(";")[0])
                 cause, has_served, died_at = str(error), False, time.monotonic()
                 continue
             self._tell(successor)
             return successor
 
-    def _predecessor(self, core: Core, death: Death) -> Predecessor:
+    def _predecessor(self, source: CoreLauncher, core: Core, death: Death) -> Predecessor:
         """Return what the successor of `core` must be told of its death."""
         in_step = core.page.read().step_requests if core.page else []
         tokens = core.page.tokens() if core.page else {}
-        former = self._source.predecessor if isinstance(self._source, CoreLauncher) else None
+        former = source.predecessor
         is_recent = death.time < self._previous_death + self._limits.core_restart_window_s
         self._previous_death = death.time
         earlier = former.suspects() if former is not None and is_recent else {}
@@ -382,8 +394,38 @@ class CoreSupervisor:
             num_restarts=core.num_restarts + 1,
         )
 
+    def _rejoin(self, source: RemoteCore, death: Death) -> Core | None:
+        """Wait for the next core at the address of a shared core, for as long as it takes.
+
+        Return None when told to stop, or if the next core has another model.
+        """
+        self._tell(death)
+        next_report = death.time + source.reconnect_timeout
+        progress: object = None
+
+        def look() -> None:
+            nonlocal next_report, progress
+            self._raise_if_stopped()
+            last, progress = progress, source.load_progress()
+            if progress not in (None, last):
+                next_report = time.monotonic() + source.reconnect_timeout
+            if time.monotonic() >= next_report:
+                cause = f"{death.cause}, and {source.trouble} for {source.reconnect_timeout:g} s"
+                self._tell(Absence(cause, source.reconnect_timeout))
+                next_report = time.monotonic() + _ABSENCE_INTERVAL_S
+
+        try:
+            successor = source.finish(look)
+        except _Stopped:
+            return None
+        except EngineStartError as error:
+            self._tell(End(f"{death.cause}, and {error}"))
+            return None
+        self._tell(successor)
+        return successor
+
     def _raise_if_stopped(self) -> None:
-        if self._stops.is_set() or self._restarts is None:
+        if self._stops.is_set() or self._is_last:
             raise _Stopped
 
 

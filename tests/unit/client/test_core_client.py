@@ -19,7 +19,7 @@ class Cores:
     """The supervisor of a client, and the connection to each of its cores, which records the messages."""
 
     incarnation = num_dropped = 0
-    news_fd, end, loop = -1, None, None
+    news_fd, end, loop, was_paused = -1, None, None, False
 
     def __init__(self):
         self.core = SimpleNamespace(connection=self, process=object(), welcome=None)
