@@ -97,6 +97,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
+        _note_signals(page)
         page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
         core = _load(launch, page, handler, bound, stop)
         if core is not None:
@@ -123,6 +124,14 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
             with contextlib.suppress(OSError):
                 os.unlink(launch.status_path)
         bound.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
+
+
+def _note_signals(page: StatusPage) -> None:
+    """Have fatal signals that another process sends noted on `page`, so that no request is blamed for them."""
+    with contextlib.suppress(ImportError):  # not compiled: such signals are not told from crashes
+        from vllm_mp.core import _signal_sender
+
+        _signal_sender.note_in(page.outside_signal)
 
 
 def _load(
