@@ -140,6 +140,7 @@ class AsyncLLM(EngineControl):
         address: str,
         *,
         key_file: str | None = None,
+        core_owner: str | None = None,
         operator_key_file: str | None = None,
         timeout: float = 30.0,
         tokenizer: str | None = None,
@@ -151,10 +152,12 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
-        `key_file` is needed for TCP. `operator_key_file`, a copy of the core's, makes this client an operator, which
-        may pause the core and make other calls that affect all its clients; without it such a call raises
-        NotOperatorError. Several clients may share a core; `shutdown` leaves it running. After its death, streams wait
-        up to `reconnect_timeout` seconds for another core of the same model at the address, and continue there.
+        `key_file`, made by `vllm-mp keys client`, is needed for TCP. A Unix socket must belong to this user, to root or
+        to `core_owner`, and its folder must not be writable by others, unless it is sticky. `operator_key_file`, a copy
+        of the core's, makes this client an operator, which may pause the core and make other calls that affect all its
+        clients; without it such a call raises NotOperatorError. Several clients may share a core; `shutdown` leaves it
+        running. After its death, streams wait up to `reconnect_timeout` seconds for another core of the same model at
+        the address, and continue there.
 
         `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
         Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
@@ -164,7 +167,7 @@ class AsyncLLM(EngineControl):
         that cannot be used.
         """
         operator_key = read_operator_key(operator_key_file) if operator_key_file is not None else b""
-        source = RemoteCore(address, key_file, timeout, operator_key)
+        source = RemoteCore(address, key_file, timeout, operator_key, core_owner)
         core = source.finish(lambda: None)
         source.timeout = reconnect_timeout
         # The operator of the core limits how often it restarts.

@@ -97,6 +97,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
+        page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
         core = _load(launch, page, handler, bound, stop)
         if core is not None:
             core.run()
@@ -185,7 +186,7 @@ def _load(
         time.monotonic() - started,
         launch.address,
     )
-    return EngineCore(config, device, runner, handler, bound.socket, stop, page)
+    return EngineCore(config, device, runner, handler, bound.socket, stop, page, launch.suspension)
 
 
 def _read_launch() -> CoreLaunch:

@@ -7,6 +7,7 @@ import msgspec
 
 import vllm_mp
 from vllm_mp.config import VllmConfig
+from vllm_mp.status_page import NOT_SUSPENDED, Suspension
 from vllm_mp.wire import LastDeath
 
 _MAX_CAUSE_CHARACTERS = 500
@@ -50,6 +51,16 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     in_step: list[tuple[bytes, int, int]]
     """(token of the client, slot, progress as in `wire.LastDeath`) of each request in the pending steps; the token is
     empty for a client without one."""
+    in_earlier_steps: list[tuple[bytes, int, int]] = []
+    """The same for the cores before it, of requests that may still be suspects."""
+
+    def suspects(self) -> dict[tuple[bytes, int], int]:
+        """Return the furthest progress of each request that was in the step of a death, by (token, slot)."""
+        furthest: dict[tuple[bytes, int], int] = {}
+        for token, slot, progress in self.in_earlier_steps + self.in_step:
+            if token:
+                furthest[token, slot] = max(progress, furthest.get((token, slot), progress))
+        return furthest
 
     def last_death(self, token: bytes) -> LastDeath:
         """Return what the client with `token` may know of this death."""
@@ -78,6 +89,8 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """Process id of the parent of a supervised core."""
     key_file: str | None = None
     """Path of the key file, required for tcp."""
+    suspension: Suspension = NOT_SUSPENDED
+    """The pause and the sleep that the core must enter before it serves: those of its predecessor."""
     operator_key: bytes = b""
     """The key of the clients that may change the core for all clients; empty: there are none."""
     predecessor: Predecessor | None = None

@@ -2,8 +2,9 @@
 
 import os
 import secrets
-import stat
 from pathlib import Path
+
+from vllm_mp.file_owner import check_private
 
 _KEY_BYTES = 32
 
@@ -27,11 +28,7 @@ def read_operator_key(path: str | os.PathLike[str]) -> bytes:
         raise ValueError(
             f"cannot read operator key file {path}: {error.strerror}; copy it from the core's machine"
         ) from error
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid not in (os.getuid(), 0):
-        raise ValueError(
-            f"operator key file {path} is not private: its mode is {stat.S_IMODE(status.st_mode):04o} and its owner "
-            f"{status.st_uid}; make it yours (chown) and chmod 600 it, and make a new key if others could read it"
-        )
+    check_private(path, status)
     try:
         key = bytes.fromhex(text.decode("ascii"))
     except ValueError:

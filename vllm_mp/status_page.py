@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.wire import MAX_CLIENTS, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
+from vllm_mp.file_owner import trusted_owners
+from vllm_mp.wire import MAX_CLIENTS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
 _MAGIC = 0x564D_5053_0003
 _HEADER_BYTES = 4096
@@ -28,6 +29,9 @@ _WRITE_TIMEOUT_S = 0.1
 """Longest wait of a reader for a writer. A write takes microseconds, but the writer may lose the processor in it."""
 _REQUEST_BYTES = 12
 """Three int32: client, slot, number of output tokens."""
+_CALLS_AT = 64
+"""Position of the noted calls among the 64-bit fields of the header."""
+MAX_NOTED_CALLS = 64
 _CLIENT = np.dtype([("next_number", "<u8"), ("token", "u1", (TOKEN_BYTES,))])
 """A place of the table of clients: the client's number plus 1, or 0 if the place is free; and the client's token."""
 _CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
@@ -69,6 +73,11 @@ class _Field(enum.IntEnum):
     SLEEP_LEVEL = 14
     MISSING = 15
     """One bit for each tag of `SLEEP_TAGS`, in that order."""
+    GENERATION = 16
+    PAUSE = 17
+    """1 + the index of the mode in `PAUSE_MODES`; 0: not paused."""
+    NUM_DRAINING = 18
+    NUM_CALLS = 19
 
 
 class SleepState(NamedTuple):
@@ -81,6 +90,23 @@ class SleepState(NamedTuple):
 
 
 AWAKE = SleepState(0, ())
+
+
+class Suspension(NamedTuple):
+    """The pause and the sleep in force. It belongs to the core, and its successor enters it before it serves."""
+
+    generation: int = 0
+    """Number of changes of the pause or the sleep, over all incarnations."""
+    pause: str = ""
+    """The mode of the pause, one of `PAUSE_MODES`; empty: not paused."""
+    num_draining: int = 0
+    """Requests that arrived before a pause with mode "wait" and have not ended."""
+    sleep: SleepState = AWAKE
+    calls: tuple[int, ...] = ()
+    """The ids of the latest calls that were carried out; of a call that failed, the complement of its id."""
+
+
+NOT_SUSPENDED = Suspension()
 
 
 class StepRequests(NamedTuple):
@@ -113,7 +139,7 @@ class CoreStatus(NamedTuple):
     step_requests: list[tuple[int, int, int]]
     """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps. The
     number is as in `StepRequests`."""
-    sleep: SleepState = AWAKE
+    suspension: Suspension = NOT_SUSPENDED
 
     def __str__(self) -> str:
         """Return a short line for logs and error messages."""
@@ -121,7 +147,8 @@ class CoreStatus(NamedTuple):
             f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, "
             f"last beat {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
             f"{self.free_blocks} of {self.total_blocks} KV blocks free"
-            f"{f', asleep at level {self.sleep.level}' if self.sleep.missing else ''}"
+            f"{', paused' if self.suspension.pause else ''}"
+            f"{f', asleep at level {self.suspension.sleep.level}' if self.suspension.sleep.missing else ''}"
         )
 
 
@@ -168,13 +195,17 @@ class StatusPage:
 
     @classmethod
     def open(cls, path: Path) -> "StatusPage | None":
-        """Map the page at `path` for reading; return None while there is no complete page."""
+        """Map the page at `path` for reading; return None while there is no complete page that this user may read.
+
+        A page of another user counts as none: by truncating the file its owner could end every process that maps it.
+        """
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except (FileNotFoundError, PermissionError):
             return None
         try:
-            if os.fstat(descriptor).st_size < _SIZE:
+            info = os.fstat(descriptor)
+            if info.st_size < _SIZE or info.st_uid not in trusted_owners():
                 return None
             page = cls(mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ))
         finally:
@@ -197,12 +228,17 @@ class StatusPage:
         """Publish that the core is alive."""
         self._header[_Field.HEARTBEAT_NS] = time.monotonic_ns()
 
-    def note_sleep(self, sleep: SleepState) -> None:
-        """Publish which memory the core has released; `AWAKE` after it has woken up."""
-        header = self._header
+    def note_suspension(self, suspension: Suspension) -> None:
+        """Publish the pause and the sleep in force, and the latest calls, at most `MAX_NOTED_CALLS`."""
+        header, sleep, calls = self._header, suspension.sleep, suspension.calls
         header[_Field.SEQUENCE] += 1
+        header[_Field.GENERATION] = suspension.generation
+        header[_Field.PAUSE] = PAUSE_MODES.index(suspension.pause) + 1 if suspension.pause else 0
+        header[_Field.NUM_DRAINING] = suspension.num_draining
         header[_Field.SLEEP_LEVEL] = sleep.level
         header[_Field.MISSING] = sum(1 << SLEEP_TAGS.index(tag) for tag in sleep.missing)
+        header[_Field.NUM_CALLS] = len(calls)
+        header[_CALLS_AT : _CALLS_AT + len(calls)] = calls
         header[_Field.SEQUENCE] += 1
 
     def note_client(self, client: int, token: bytes) -> None:
@@ -272,6 +308,7 @@ class StatusPage:
             before = int(self._header[_Field.SEQUENCE])
             fields = self._header[: len(_Field)].tolist()
             requests = self._step_requests[: fields[_Field.NUM_STEP_REQUESTS]].tolist()
+            calls = self._header[_CALLS_AT : _CALLS_AT + MAX_NOTED_CALLS].tolist()
             if before % 2 == 0 and before == self._header[_Field.SEQUENCE]:
                 break
             if time.monotonic() > deadline:
@@ -291,7 +328,13 @@ class StatusPage:
             free_blocks=fields[_Field.FREE_BLOCKS],
             total_blocks=fields[_Field.TOTAL_BLOCKS],
             step_requests=[(client, slot, num_output_tokens) for client, slot, num_output_tokens in requests],
-            sleep=_sleep(fields[_Field.SLEEP_LEVEL], fields[_Field.MISSING]),
+            suspension=Suspension(
+                generation=fields[_Field.GENERATION],
+                pause=dict(enumerate(PAUSE_MODES, 1)).get(fields[_Field.PAUSE], ""),
+                num_draining=max(0, fields[_Field.NUM_DRAINING]),
+                sleep=_sleep(fields[_Field.SLEEP_LEVEL], fields[_Field.MISSING]),
+                calls=tuple(calls[: max(0, fields[_Field.NUM_CALLS])]),
+            ),
         )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -17,9 +17,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_mp import wire
+from vllm_mp.client.engine.socket_owner import check_peer
 from vllm_mp.config import VllmConfig
-from vllm_mp.curve_key import read_key_file
+from vllm_mp.curve_keys import read_client_key
 from vllm_mp.errors import EngineStartError
+from vllm_mp.file_owner import trusted_owners
 
 logger = logging.getLogger(__name__)
 
@@ -39,31 +41,46 @@ class CoreConnection:
     """
 
     def __init__(
-        self, address: str, key_file: str | None = None, operator_key: bytes = b"", token: bytes = b""
+        self,
+        address: str,
+        key_file: str | None = None,
+        operator_key: bytes = b"",
+        token: bytes = b"",
+        owners: Collection[int] | None = None,
     ) -> None:
-        """Connect to `address`, ipc://PATH or tcp://HOST:PORT; the latter needs `key_file`, a copy of the core's.
+        """Connect to `address`, ipc://PATH or tcp://HOST:PORT; the latter needs `key_file`, a key file of a client.
+
 
         `operator_key` is that of the core, if this client is to be its operator. `token` is the client's, by which a
-        core knows it again.
+        core knows it again. `owners` are the user ids that a core behind a Unix socket may have, by default this user's
+        and root's.
 
         Raises ValueError, naming the address or the key file, if either is unusable.
         """
-        keys = None
+        key = None
         if address.startswith("tcp://"):
             if key_file is None:
                 raise ValueError(
-                    f"key_file is missing for the TCP address {address}; give a copy of the core's key file"
+                    f"key_file is missing for the TCP address {address}; make one with `vllm-mp keys client`"
                 )
-            keys = read_key_file(key_file)
+            key = read_client_key(key_file)
         elif not address.startswith("ipc://"):
             raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
         self.address = address
+        self._owners = trusted_owners() if owners is None else owners
+        self._key_file = key_file
+        self._refusal = ""
+        """Why the core does not admit this client; empty if it has not refused."""
+        self._handshake_failure = ""
+        """What to check if the core does not answer, after a handshake that failed."""
         self._operator_key = operator_key
         self._token = token
         self._dropped = wire.DropCounter(logger, "the core")
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
         """The incarnation of the greeted core; 0 before."""
+        self.was_paused = False
+        """The core was paused when it was greeted."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
@@ -79,14 +96,15 @@ class CoreConnection:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        if keys is not None:
-            public, secret = keys
-            self._socket.curve_serverkey = self._socket.curve_publickey = public
-            self._socket.curve_secretkey = secret
+        if key is not None:
+            self._socket.curve_serverkey = key.server
+            self._socket.curve_publickey, self._socket.curve_secretkey = key.public, key.secret
             # Only heartbeats show that a peer vanished without closing the connection.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.TCP_HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * wire.TCP_HEARTBEAT_MS)
-        self.monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
         """Readable when the connection has broken. Only one thread may use it, which need not be the loop's."""
         try:
             self._socket.connect(address)
@@ -104,11 +122,17 @@ class CoreConnection:
         hello = wire.encode(wire.hello(self._operator_key, self._token))
         self._socket.send(hello)
         while True:
-            if self.is_broken():  # the core died while it loaded; greet the next core at this address
+            is_broken = self.is_broken()
+            if self._refusal:
+                raise EngineStartError(self._refusal)
+            if is_broken:  # the core died while it loaded; greet the next core at this address
                 self._socket.send(hello)
             if self._socket.poll(_POLL_MS):
+                frame = self._socket.recv(copy=False)
+                if self.address.startswith("ipc://"):
+                    check_peer(frame.get(zmq.SRCFD), self._owners)
                 try:
-                    message = wire.decode_core_message(self._socket.recv())
+                    message = wire.decode_core_message(frame.bytes)
                 except (ValueError, RecursionError) as error:
                     raise EngineStartError(
                         f"the peer at {self.address} is not a core: {error}; check the address"
@@ -120,7 +144,8 @@ class CoreConnection:
             check()
             if time.monotonic() > deadline:
                 raise EngineStartError(
-                    f"the core at {self.address} did not answer within {timeout:g} s; check that it runs"
+                    f"the core at {self.address} did not answer within {timeout:g} s; "
+                    f"{self._handshake_failure or 'check that it runs'}"
                 )
 
     def ask(self, timeout: float, name: str, *args: wire.CallArgument) -> Any:
@@ -149,6 +174,7 @@ class CoreConnection:
         if reason := wire.mismatch(welcome):
             raise EngineStartError(f"{reason}; the address is {self.address}")
         self.incarnation = welcome.incarnation
+        self.was_paused = welcome.is_paused
         try:
             return msgspec.json.decode(welcome.config, type=VllmConfig)
         except (ValueError, RecursionError) as error:
@@ -161,8 +187,19 @@ class CoreConnection:
         """Return whether the connection has broken since the last call."""
         broken = False
         while not self.monitor.closed and self.monitor.poll(0):
-            recv_monitor_message(self.monitor)
-            broken = True
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # ZeroMQ does not try again
+                self._refusal = (
+                    f"the core at {self.address} does not know the key in {self._key_file}, or it was revoked; its "
+                    "operator can add it with `vllm-mp keys allow`"
+                )
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._handshake_failure = (
+                    "it ends the connection at once: check that the address is a core's, and that "
+                    f"{self._key_file} was made with that core's public key"
+                )
+            else:
+                broken = True
         return broken
 
     def send(self, message: wire.ClientMessage) -> None:

@@ -16,10 +16,12 @@ from vllm_mp import wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.health import HangWatch
 from vllm_mp.client.engine.process import CoreProcess
+from vllm_mp.client.engine.socket_owner import check_socket_file
 from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
+from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import NOT_SUSPENDED, StatusPage
 
 
 class Core(NamedTuple):
@@ -38,6 +40,8 @@ class Core(NamedTuple):
 
 _RETRY_S = 0.2
 """Pause before the next attempt to reach a shared core."""
+_LOOK_S = 0.05
+"""Pause before the next look for the socket of a shared core."""
 
 Check = Callable[[], None]
 """Called repeatedly while a core starts; raises when the wait must end."""
@@ -59,6 +63,8 @@ class CoreLauncher:
         self._num_started = 0
         self._operator_key = operator_key or new_operator_key()
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
+        self._suspension = NOT_SUSPENDED
+        """The pause and the sleep that the next core must enter."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -82,7 +88,7 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
-        self._process.launch(self._config, self._operator_key)
+        self._process.launch(self._config, self._operator_key, self._suspension)
         self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
@@ -123,8 +129,16 @@ class CoreLauncher:
             self._standby = CoreProcess(self.folder, self._num_started + 1, True, self._is_shared)
 
     def discard(self, process: CoreProcess) -> None:
-        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""
+        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
+
+        The next core will enter the pause and the sleep that were in force.
+        """
         process.stop()
+        page = process.status_page()
+        if page is not None:
+            suspension = page.read().suspension
+            if suspension.generation >= self._suspension.generation:  # else the core died before it had entered any
+                self._suspension = suspension
         process.remove_files()
         for log in self.folder.glob("core-*.log"):
             number = int(log.stem.removeprefix("core-"))
@@ -147,15 +161,21 @@ class CoreLauncher:
 class RemoteCore:
     """The shared core at an address, and after its death the next core there that serves the same model."""
 
-    def __init__(self, address: str, key_file: str | None, timeout: float, operator_key: bytes = b"") -> None:
+    def __init__(
+        self, address: str, key_file: str | None, timeout: float, operator_key: bytes = b"", owner: str | None = None
+    ) -> None:
         """`timeout`: seconds that `finish` waits for the core to answer.
 
-        With `operator_key`, the core's, this client is an operator.
+        With `operator_key`, the core's, this client is an operator. `owner`: a user beside this one and root whose core
+        is trusted, if it is behind a Unix socket. Raises ValueError if there is no such user.
         """
         self.address = address
         self.timeout = timeout
         self.standby_pid: int | None = None
         self._key_file = key_file
+        self._owners = trusted_owners() | ({user_id(owner)} if owner is not None else set())
+        self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+        """The socket file; None over TCP."""
         self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._model: object = None
@@ -172,17 +192,21 @@ class RemoteCore:
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token)
+            connection = None
             try:
+                self._wait_for_socket(check, deadline)
+                connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
                 welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
                 break
             except EngineStartError:
-                connection.close()
+                if connection is not None:
+                    connection.close()
                 if self._model is None or time.monotonic() >= deadline:
                     raise
                 time.sleep(_RETRY_S)  # this core could not load and is about to end; its successor may load
             except BaseException:
-                connection.close()
+                if connection is not None:
+                    connection.close()
                 raise
         model = (config.model_config.hf_config, config.model_config.dtype)
         if self._model not in (None, model):
@@ -192,10 +216,24 @@ class RemoteCore:
                 f"({config.model_config.model} in {config.model_config.dtype}); connect to it again"
             )
         self._model = model
-        page = None
-        if self.address.startswith("ipc://"):
-            page = StatusPage.open(Path(self.address.removeprefix("ipc://") + ".status"))
-        return Core(connection, welcome.client, config, page, None)
+        return Core(connection, welcome.client, config, self._open_page(), None)
+
+    def _wait_for_socket(self, check: Check, deadline: float) -> None:
+        """Return once there is a socket file whose owner is trusted; at once over TCP.
+
+        Raises what `check` raises, and EngineStartError if the owner is not trusted or after the deadline.
+        """
+        while self._path is not None and not check_socket_file(self._path, self._owners):
+            check()
+            if time.monotonic() > deadline:
+                raise EngineStartError(f"there is no core at {self.address}; check the address and that the core runs")
+            time.sleep(_LOOK_S)
+
+    def _open_page(self) -> StatusPage | None:
+        """Return the status page beside the socket; None if there is none that this process may read."""
+        if self._path is None:
+            return None
+        return StatusPage.open(self._path.with_name(f"{self._path.name}.status"))
 
     def prepare_standby(self) -> None:
         """No-op: a shared core has no standby."""

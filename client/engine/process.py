@@ -14,8 +14,10 @@ import msgspec
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, core_environment, package_path
+from vllm_mp.errors import EngineStartError
 from vllm_mp.exit_status import describe_exit
-from vllm_mp.status_page import StatusPage
+from vllm_mp.file_owner import check_private
+from vllm_mp.status_page import StatusPage, Suspension
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class CoreProcess:
         """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
 
         `is_shared`: the address is the same for every incarnation, so that other clients find the successor there.
-        Raises OSError if the system cannot start a process.
+        Raises OSError if the system cannot start a process, and EngineStartError if the folder is not private.
         """
         self._owner = os.getpid()
         self.incarnation = incarnation
@@ -52,6 +54,7 @@ class CoreProcess:
         self.log_path = folder / f"core-{incarnation}.log"
         self._page: StatusPage | None = None
         folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
+        _check_folder(folder)
         with self._open_log() as log:
             # The core has its own process group, so that Ctrl-C in the terminal reaches this process alone, which
             # then decides about the core.
@@ -70,8 +73,11 @@ class CoreProcess:
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
 
-    def launch(self, config: VllmConfig, operator_key: bytes) -> None:
-        """Send the process its configuration, with which it becomes a core that knows its operators by their key."""
+    def launch(self, config: VllmConfig, operator_key: bytes, suspension: Suspension) -> None:
+        """Send the process its configuration, with which it becomes a core.
+
+        The core knows its operators by `operator_key`, and enters `suspension` before it serves.
+        """
         launch = CoreLaunch(
             config=config,
             address=self.address,
@@ -82,6 +88,7 @@ class CoreProcess:
             runtime_dir=str(self._folder),
             parent_pid=os.getpid(),
             operator_key=operator_key,
+            suspension=suspension,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
@@ -200,3 +207,11 @@ def _exit_descriptor(pid: int) -> int:
 
         threading.Thread(target=wait, name="core-exit-watch", daemon=True).start()
         return reader
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise EngineStartError, with the remedy, if another user can read or write the runtime folder."""
+    try:
+        check_private(folder, folder.lstat())
+    except ValueError as error:
+        raise EngineStartError(f"the runtime folder is not private: {error}") from error

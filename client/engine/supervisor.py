@@ -15,7 +15,7 @@ from vllm_mp import wire
 from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource
 from vllm_mp.errors import EngineStartError
-from vllm_mp.status_page import AWAKE, CoreStatus, SleepState
+from vllm_mp.status_page import CoreStatus
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,6 @@ class Death(NamedTuple):
 
     Also true for a shared core, whose cause of death is unknown.
     """
-    sleep: SleepState = AWAKE
-    """The sleep in force at the death; `AWAKE` if the status page is not visible."""
     kind: str = "connection"
     """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
     time: float = 0.0
@@ -277,10 +275,9 @@ class CoreSupervisor:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed, kind = False, "out_of_memory"
         own = {slot: progress for client, slot, progress in in_step if client == core.client}
-        sleep = status.sleep if status else AWAKE
         is_from_outside = was_killed or core.process is None or core.process.was_told_to_stop
         return Death(
-            cause, own, len(in_step), is_from_outside, sleep, kind, time.monotonic(), is_step_known=status is not None
+            cause, own, len(in_step), is_from_outside, kind, time.monotonic(), is_step_known=status is not None
         )
 
     def _replace(self, core: Core, death: Death) -> Core | None:

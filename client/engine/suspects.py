@@ -151,6 +151,8 @@ class Suspects:
 
     def _divide(self, streams: list[RequestStream], suspects: list[Entry]) -> None:
         """Put each half of `streams` into a group of its own; all completions of a request stay together."""
+        if not suspects:
+            return
         half = (len(streams) + 1) // 2
         group_of = {id(stream): self._num_groups + 1 + (i >= half) for i, stream in enumerate(streams)}
         self._num_groups += 2

@@ -2,28 +2,35 @@
 
 import contextlib
 import fcntl
-import hmac
+import logging
 import os
 import stat
 from pathlib import Path
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
-from vllm_mp.curve_key import read_key_file
+from vllm_mp.authorized_clients import AuthorizedClients
+from vllm_mp.curve_keys import encode_key, read_server_key
 from vllm_mp.descriptor_limit import raise_descriptor_limit
+from vllm_mp.file_owner import check_writers, trusted_owners
 from vllm_mp.wire import MAX_MESSAGE_BYTES, TCP_HEARTBEAT_MS
+
+logger = logging.getLogger(__name__)
 
 _MAX_UNREAD = 32
 """Number of unread messages of each client that the core holds."""
 _MAX_LOCK_TRIES = 100
+_MAX_KEYS_LOGGED = 64
+"""Number of unknown keys that the log names, so that no flood of clients fills it."""
 
 
 class BoundSocket:
     """A bound ROUTER socket; `close` removes the socket file and its lock.
 
     A Unix socket has a lock file, because binding its path would silently take it from a process that already serves
-    it. A TCP socket speaks CURVE and admits only holders of the key file.
+    it. A TCP socket speaks CURVE and admits only the authorized clients of the server's key file.
     """
 
     def __init__(self, address: str, key_file: str | None = None) -> None:
@@ -76,6 +83,8 @@ class BoundSocket:
             self._lock = None
 
     def _bind(self) -> None:
+        # The socket has its mode from the beginning: between bind and chmod, others could connect.
+        mask = os.umask(0o177)
         try:
             self.socket.bind(self._address)
         except zmq.ZMQError as error:
@@ -83,13 +92,14 @@ class BoundSocket:
             if error.errno != zmq.EADDRINUSE:
                 remedy = "give ipc:///PATH/TO/SOCKET in a writable folder, or tcp://HOST:PORT"
             raise ValueError(f"cannot listen on {self._address}: {error.strerror}; {remedy}") from error
-        if self._path is not None:
-            self._path.chmod(0o600)
+        finally:
+            os.umask(mask)
 
     def _lock_path(self, path: Path) -> None:
         """Lock `path`, and write this process's pid to the lock file.
 
-        Raises ValueError if another process holds the lock, or if `path` cannot be a socket.
+        Raises ValueError if another process holds the lock, if `path` cannot be a socket, or if other users can write
+        its folder.
         """
         if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
             raise ValueError(
@@ -97,6 +107,7 @@ class BoundSocket:
                 "choose a shorter path"
             )
         try:
+            check_writers(path.parent, trusted_owners())
             if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
                 raise ValueError(
                     f"cannot listen on {self._address}: the path is a file, not a socket; choose another path"
@@ -139,31 +150,48 @@ class BoundSocket:
         return None
 
     def _require_keys(self, key_file: str | None) -> None:
-        """Admit only clients with the keys of `key_file`; raise ValueError without a file or with a bad file."""
+        """Admit only the clients that `key_file` authorizes; raise ValueError without a file or with a bad file."""
         if key_file is None:
             raise ValueError(
-                f"{self._address} is a TCP address, which needs keys: give --key-file FILE (created if it does not "
-                "exist; clients need a copy)"
+                f"{self._address} is a TCP address, which needs keys: give --key-file FILE, made with "
+                "`vllm-mp keys server FILE`"
             )
-        public, secret = read_key_file(key_file)
+        key = read_server_key(key_file)
+        clients = AuthorizedClients(key_file)
+        if not clients.read():
+            logger.warning("no client may connect yet: %s lists none; add some with `vllm-mp keys allow`", clients.path)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(public))
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_KeyCheck(clients))
         # Only heartbeats show that a client vanished without closing the connection.
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * TCP_HEARTBEAT_MS)
         self.socket.curve_server = True
-        self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
+        self.socket.curve_publickey, self.socket.curve_secretkey = key
 
 
-class _OneKey:
-    """Admits the clients whose public key is the core's."""
+class _KeyCheck:
+    """Admits the clients that are authorized when they connect. Runs in the authenticator's thread."""
 
-    def __init__(self, public: bytes) -> None:
-        self._public = public
+    def __init__(self, clients: AuthorizedClients) -> None:
+        self._clients = clients
+        self._logged: set[bytes] = set()
+        """The keys that were refused, as far as the log names them."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._public)
+        """Return whether the client with the public `key`, in Z85, may connect."""
+        public = z85.decode(key)
+        try:
+            clients = self._clients.read()
+        except ValueError as error:
+            logger.error("a client is refused: %s", error)
+            return False
+        if public in clients.values():
+            return True
+        if public not in self._logged and len(self._logged) < _MAX_KEYS_LOGGED:
+            self._logged.add(public)
+            logger.warning("a client with the unknown key %s is refused; see `vllm-mp keys allow`", encode_key(public))
+        return False
 
 
 def _lock_file(path: Path) -> Path:

@@ -75,9 +75,17 @@ class Clients:
         """Return the number of clients that have said hello and are not known to have left."""
         return len(self._clients)
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of all clients."""
+        return list(self._clients)
+
     def find(self, identity: bytes) -> int | None:
         """Return the number of a client; None if it has not said hello."""
         return self._number_of.get(identity)
+
+    def token_of(self, client: int) -> bytes:
+        """Return the token with which a client said hello; empty if it has none."""
+        return self._clients[client].token
 
     def find_token(self, token: bytes) -> int | None:
         """Return the number of the client that has said hello with `token`; None if there is none."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
-from vllm_mp.curve_key import ensure_key_file
-from vllm_mp.testing import answer, eventually, greedy, is_empty, standalone_core
+from vllm_mp.curve_keys import make_client_key, read_server_key
+from vllm_mp.testing import answer, eventually, greedy, is_empty, make_keys, standalone_core
 
 
 def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
@@ -194,24 +194,25 @@ def _exists(path):
     return condition
 
 
-def test_tcp_client_needs_the_key(default_model, tmp_path):
-    key, other = tmp_path / "key", tmp_path / "other"
-    ensure_key_file(other)
-    address = "tcp://127.0.0.1:47613"
+def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with standalone_core(default_model, address) as process:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert "--key-file" in stderr
-    with standalone_core(default_model, address, "--key-file", str(key)):
-        asyncio.run(eventually(_exists(key)))
-        client = AsyncLLM.connect(address, key_file=str(key))
+        assert "vllm-mp keys server" in stderr
+    server, own = make_keys(tmp_path)
+    other = tmp_path / "other"
+    make_client_key(other, read_server_key(server).public)
+    with standalone_core(default_model, address, "--key-file", server):
+        client = AsyncLLM.connect(address, key_file=own)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
-        with pytest.raises(EngineStartError, match="did not answer"):
-            AsyncLLM.connect(address, key_file=str(other), timeout=1)
+        with pytest.raises(EngineStartError, match="vllm-mp keys allow"):
+            AsyncLLM.connect(address, key_file=str(other), timeout=20)
         with pytest.raises(ValueError, match="key_file"):
             AsyncLLM.connect(address)
         client.shutdown()
-    assert os.stat(key).st_mode & 0o777 == 0o600
 
 
 def test_connect_to_an_unserved_address_fails_at_the_timeout_and_names_it(tmp_path):

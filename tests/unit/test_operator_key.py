@@ -21,7 +21,9 @@ def test_key_file_that_another_user_may_read_or_change_is_refused(tmp_path, mode
     path = tmp_path / "operators"
     ensure_operator_key(path)
     path.chmod(mode)
-    with pytest.raises(ValueError, match=rf"operators is not private: its mode is {mode:04o}.*chmod 600"):
+    with pytest.raises(
+        ValueError, match=rf"operators can be read or written by other users \(mode {mode:o}.*chmod 600"
+    ):
         read_operator_key(path)
 
 

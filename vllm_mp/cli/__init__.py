@@ -17,7 +17,7 @@ from typing import Any, Final
 from vllm_mp import __version__
 from vllm_mp.errors import EngineError
 
-COMMANDS: Final = {name: name for name in ("pull", "generate", "chat", "engine", "serve", "env")}
+COMMANDS: Final = {name: name for name in ("pull", "generate", "chat", "engine", "serve", "keys", "env")}
 """The module of each command."""
 BENCHMARKS: Final = {
     name: f"bench_{name}" for name in ("latency", "throughput", "startup", "recovery", "frontend", "tokenizer")

@@ -29,7 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Address of a running core to use; by default a core is started. With this flag, the only engine options "
         "that are allowed are those of the client: " + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS)),
     )
-    parser.add_argument("--key-file", metavar="FILE", help="Key file of that core, required for a tcp:// address")
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="Key file of this client, as `vllm-mp keys client` makes it; required for a tcp:// address",
+    )
+    parser.add_argument(
+        "--core-owner",
+        metavar="USER",
+        help="User beside this one and root who may own the core's Unix socket (default: no other user)",
+    )
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
 
@@ -46,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.connect is not None:
-            llm = AsyncLLM.connect(args.connect, key_file=args.key_file, **engine_args.client_options())
+            llm = AsyncLLM.connect(
+                args.connect, key_file=args.key_file, core_owner=args.core_owner, **engine_args.client_options()
+            )
         else:
             llm = AsyncLLM.from_engine_args(engine_args)
         try:

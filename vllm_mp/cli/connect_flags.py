@@ -14,8 +14,9 @@ def flag_of(option: str) -> str:
 def check_connect(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that would be ignored: a core that --connect names already has its options."""
     if args.connect is None:
-        if args.key_file is not None:
-            raise ValueError("--key-file needs --connect ADDRESS; add it, or leave out --key-file")
+        for option in ("key_file", "core_owner"):
+            if getattr(args, option) is not None:
+                raise ValueError(f"{flag_of(option)} needs --connect ADDRESS; add it, or leave out {flag_of(option)}")
         return
     for field in dataclasses.fields(AsyncEngineArgs):
         if field.name not in AsyncEngineArgs.CLIENT_OPTIONS and getattr(args, field.name) != field.default:

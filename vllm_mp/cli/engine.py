@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help="Key file for a tcp:// address, where it is required; made if it does not exist; clients need a copy",
+        help="Key file of the server for a tcp:// address, where it is required; `vllm-mp keys` makes it",
     )
     parser.add_argument(
         "--operator-key-file",
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     _prepare_tokenizer(config.model_config)
     if args.key_file:
-        from vllm_mp.curve_key import ensure_key_file
+        from vllm_mp.curve_keys import read_server_key
 
-        ensure_key_file(args.key_file)
+        read_server_key(args.key_file)  # refuses a bad file before anything is loaded
     operator_key = b""
     if args.operator_key_file:
         from vllm_mp.operator_key import ensure_operator_key

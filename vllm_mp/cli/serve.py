@@ -75,7 +75,12 @@ def _serve_alone(
             return await AsyncLLM.start(engine_args)
         address = options.connect
         return await call_in_thread(
-            lambda: AsyncLLM.connect(address, key_file=options.key_file, **engine_args.client_options())
+            lambda: AsyncLLM.connect(
+                address,
+                key_file=options.key_file,
+                core_owner=options.core_owner,
+                **engine_args.client_options(),
+            )
         )
 
     def on_ready(engine: AsyncLLM) -> None:

@@ -23,19 +23,20 @@ _ORPHANED = 1
 async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
     """Serve until a signal, the end of the core or the end of the parent; return the exit code."""
     shared = SharedState(launch.memory, launch.count, launch.index, launch.metrics_folder)
+    options = launch.options
 
     async def load() -> AsyncLLM:
         return await call_in_thread(
             lambda: AsyncLLM.connect(
                 launch.address,
-                key_file=launch.key_file,
+                key_file=options.key_file,
+                core_owner=options.core_owner,
                 timeout=launch.connect_timeout,
                 reconnect_timeout=launch.reconnect_timeout,
                 **launch.client_options,
             )
         )
 
-    options = launch.options
     listener = socket.socket(fileno=launch.listener)
     process = ServerProcess(options, tls_context(options), listener, load, shared, listens_early=not launch.is_restart)
     following = asyncio.create_task(_follow(parent, process))

@@ -20,7 +20,6 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     """With the API keys from all sources."""
     address: str
     """The address of the core."""
-    key_file: str | None
     client_options: dict[str, Any]
     """Further arguments of `AsyncLLM.connect`. For a core of this server they name its tokenizer."""
     connect_timeout: float

@@ -256,7 +256,6 @@ class FrontProcesses:
         launch = FrontLaunch(
             options=self._options,
             address=address,
-            key_file=self._options.key_file,
             client_options=self._client_options,
             connect_timeout=self._start_timeout_s,
             reconnect_timeout=min(reconnect_timeout, 1e9),

@@ -19,7 +19,7 @@ OTHER = "other"
 """The label of paths that are no endpoint, and of statuses beyond `_STATUSES`."""
 _DURATION_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_BEAT_S = 0.1
+_BEAT_S = 0.5
 """Time between two measurements of the event loop's lag."""
 
 

@@ -21,7 +21,12 @@ class ServerOptions(Options):
         "Address of a running core to serve, as given to `vllm-mp engine --listen`; by default a core is started. With "
         "this option, the engine options of that core apply",
     )
-    key_file: str | None = option(None, "Key file of the core that connect names, required for a tcp:// address")
+    key_file: str | None = option(
+        None, "Key file of this client, as `vllm-mp keys client` makes it; required if connect names a tcp:// address"
+    )
+    core_owner: str | None = option(
+        None, "User beside this one and root who may own the Unix socket that connect names; by default no other user"
+    )
     api_server_count: int = option(1, "Number of server processes that share the port and the core", low=1, high=256)
     api_key: tuple[str, ...] = option(
         (),

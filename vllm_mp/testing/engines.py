@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from vllm_mp.authorized_clients import AuthorizedClients
+from vllm_mp.curve_keys import make_client_key, make_server_key
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -69,6 +71,14 @@ def replay_core(folder: Path, *flags: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+def make_keys(folder: Path) -> tuple[str, str]:
+    """Make the key of a server in `folder`, and the key of a client that it allows; return the paths of both files."""
+    server, client = str(folder / "server.key"), str(folder / "client.key")
+    public = make_client_key(client, make_server_key(server).public).public
+    AuthorizedClients(server).allow("client", public)
+    return server, client
 
 
 def greedy(max_tokens: int | None, **params: Any) -> SamplingParams:

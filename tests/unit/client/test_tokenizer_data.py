@@ -1,53 +1,19 @@
 """A client that connects takes from a core a tokenizer's data, and neither code nor paths."""
 
 import json
-import threading
 from pathlib import Path
 
 import jinja2
 import msgspec
 import pytest
-import zmq
+from support.fake_core import FakeCore
 from support.tiny_tokenizers import byte_level
 from transformers import PreTrainedTokenizerFast
 
-from vllm_mp import AsyncLLM, EngineArgs, wire
+from vllm_mp import AsyncLLM, EngineArgs
 from vllm_mp.tokenizer_files import CHUNK_BYTES, LIST_CALL, MAX_TOKENIZER_BYTES, READ_CALL, TokenizerFiles
 
 TEXT = "The quick brown fox 123 <end> 😀"
-INCARNATION = 3
-
-
-class FakeCore:
-    """Says hello with any configuration, and answers calls with any answer, in a thread of its own."""
-
-    def __init__(self, address, config, answers):
-        self._config, self._answers = config, answers
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.bind(address)
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self):
-        self._is_closed.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
-
-    def _run(self):
-        while not self._is_closed.is_set():
-            if self._socket.poll(20):
-                identity, frame = self._socket.recv_multipart()
-                if (answer := self._answer(wire.decode_client_message(frame))) is not None:
-                    self._socket.send_multipart((identity, wire.encode(answer)))
-
-    def _answer(self, message):
-        if isinstance(message, wire.Hello):
-            return wire.welcome(INCARNATION, 0, 1, msgspec.json.encode(self._config))
-        if isinstance(message, wire.Call):
-            return wire.Reply(INCARNATION, message.call_id, self._answers[message.name](*message.args))
-        return None
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import contextlib
 import time
 from concurrent.futures import Future
 
+import msgspec
 import pytest
 import zmq
 from support.stand_in_engine import Engine
@@ -456,3 +457,53 @@ def test_client_that_comes_back_without_the_key_is_no_operator(core):
     client.send(wire.encode(wire.Bye(1)))
     core.ask(client, wire.hello())
     assert core.ask(client, wire.Call(1, 2, "pause", ["keep"])).needs_operator
+
+
+def isolations(core, hello):
+    """Return the number of tokens up to which each of four requests of a client is isolated, by slot."""
+    client = core.connect(hello=wire.encode(hello))
+    asked = {3: 5, 4: 2**40, 5: 1, 6: 1}
+    for slot, until in asked.items():
+        message = request(slot)
+        message.isolate_until_num_tokens, message.isolation_group = until, 9
+        client.send(wire.encode(message))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == len(asked))
+    requests = core.engine.scheduler._requests.values()
+    assert {request.isolation_group for request in requests} == {9}
+    return {request.slot: request.isolate_until_num_tokens for request in requests}
+
+
+def test_client_of_a_shared_core_isolates_only_what_was_in_a_fatal_step_and_only_past_it(core):
+    assert isolations(core, wire.hello(token=TOKENS[0])) == {3: 5, 4: 1, 5: 0, 6: 0}
+
+
+def test_client_without_a_token_isolates_nothing_in_a_shared_core(core):
+    assert isolations(core, wire.hello()) == dict.fromkeys((3, 4, 5, 6), 0)
+
+
+def test_request_is_isolated_once(core):
+    client = core.connect(hello=wire.encode(wire.hello(token=TOKENS[0])))
+    for until in (1, 0):
+        message = request(3)
+        message.isolate_until_num_tokens = 1
+        client.send(wire.encode(message))
+        core.receive_until(lambda: core.engine.scheduler.num_waiting == 1)
+        assert core.engine.scheduler._requests[0, 3].isolate_until_num_tokens == until
+        assert core.ask(client, wire.AbortRequests(1, [3])).finished
+
+
+def test_owner_of_a_private_core_isolates_what_it_wants(config, tmp_path):
+    core = Core(f"ipc://{tmp_path}/private.sock", config, is_shared=False)
+    assert isolations(core, wire.hello()) == {3: 5, 4: 2**40, 5: 1, 6: 1}
+    core.close()
+
+
+def test_suspects_of_earlier_deaths_stay_known_with_their_furthest_progress():
+    earlier = [(TOKENS[0], 3, 12), (TOKENS[0], 8, -5), (TOKENS[0], 4, -7)]
+    launched = msgspec.structs.replace(PREDECESSOR, in_earlier_steps=earlier)
+    assert launched.suspects() == {
+        (TOKENS[0], 3): 12,
+        (TOKENS[0], 4): 0,
+        (TOKENS[0], 8): -5,
+        (TOKENS[1], 3): 20,
+    }

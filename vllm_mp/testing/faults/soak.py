@@ -40,7 +40,14 @@ class Sample(NamedTuple):
     descriptors: int
     threads: int
     files: int
-    """Files in the runtime folder."""
+    """Files in the folder of the core's socket."""
+
+    @classmethod
+    def now(cls, core_pid: int, folder: Path) -> "Sample":
+        """Return what this process and the core hold."""
+        descriptors = len(os.listdir("/proc/self/fd"))
+        files = len(list(folder.iterdir()))
+        return cls(resident_mib(), resident_mib(core_pid), descriptors, threading.active_count(), files)
 
 
 @dataclasses.dataclass
@@ -168,7 +175,9 @@ class Soak:
         await eventually(self._has_outputs(self._watch.num_outputs + 1), WAIT_S)
         if self._watch.next_token_s is not None:
             self.result.next_token_s.append(self._watch.next_token_s)
-        self.result.samples.append(self._sample())
+        page = core_page(self._engine)
+        assert page is not None
+        self.result.samples.append(Sample.now(page.pid, self._folder))
 
     async def _kill_loading_core(self, known: set[int]) -> None:
         """Kill the next core, whose process is not among the `known` ones, before it serves."""
@@ -183,17 +192,6 @@ class Soak:
             return self._watch.num_outputs >= num_outputs
 
         return condition
-
-    def _sample(self) -> Sample:
-        page = core_page(self._engine)
-        assert page is not None
-        return Sample(
-            resident_mib(),
-            resident_mib(page.pid),
-            len(os.listdir("/proc/self/fd")),
-            threading.active_count(),
-            len(list(self._folder.iterdir())),
-        )
 
 
 def run_soak(

@@ -1,0 +1,85 @@
+"""A request that kills cores fails alone, and soon; signals from outside blame no request."""
+
+import asyncio
+import math
+import os
+import signal
+
+import pytest
+
+from vllm_mp import EngineGenerateError
+from vllm_mp.testing.engines import answer, eventually, greedy
+
+POISON = "poison@"
+
+
+async def outcome(engine, request_id, prompt, max_tokens=6):
+    """Return the number of tokens of a request, or the error with which it failed."""
+    try:
+        output = await answer(engine, prompt, greedy(max_tokens, ignore_eos=True), request_id)
+    except EngineGenerateError as error:
+        return error
+    return len(output.outputs[0].token_ids)
+
+
+def play(engine, num_innocents, num_copies):
+    """Run innocent requests beside copies of a request that kills cores; check that only the copies fail.
+
+    Return the number of deaths.
+    """
+
+    async def run():
+        innocents = [
+            asyncio.create_task(outcome(engine, f"innocent-{i}", f"Number {i} is")) for i in range(num_innocents)
+        ]
+        copies = [asyncio.create_task(outcome(engine, f"{POISON}{i}", "The culprit says")) for i in range(num_copies)]
+        assert await asyncio.gather(*innocents) == [6] * num_innocents
+        failures = await asyncio.gather(*copies)
+        assert all(isinstance(failure, EngineGenerateError) for failure in failures)
+        assert sum("alone in the last" in str(failure) for failure in failures) == num_copies
+        status = await engine.core_status()
+        later = await outcome(engine, f"{POISON}later", "The culprit says")
+        assert "is refused: it is equal to request" in str(later)
+        assert (await engine.core_status())["restarts"] == status["restarts"], "the refused request costs no death"
+        return status["restarts"]
+
+    return asyncio.run(run())
+
+
+def test_copies_of_a_culprit_fail_together_and_do_not_end_the_engine(make_small_engine):
+    engine = make_small_engine(fault_injection=f"exit@request={POISON}")
+    assert play(engine, num_innocents=3, num_copies=6) <= 2 + math.ceil(math.log2(9))
+    assert not engine._supervisor._restarts._deaths, "the deaths of the search are forgiven"
+
+
+@pytest.mark.slow
+def test_culprit_among_32_streams_fails_after_few_deaths(make_small_engine):
+    engine = make_small_engine(fault_injection=f"segv@request={POISON},position=2")
+    assert play(engine, num_innocents=31, num_copies=1) <= 2 + math.ceil(math.log2(32))
+
+
+@pytest.mark.parametrize(
+    ("signum", "is_from_outside"),
+    [(signal.SIGTERM, True), pytest.param(signal.SIGHUP, True, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGHUP"],
+)
+def test_signals_that_tell_cores_to_stop_blame_no_request(make_small_engine, signum, is_from_outside):
+    engine = make_small_engine(fault_injection="slow@step=*,seconds=0.1")
+    deaths = []
+    record = engine._core_client._suspects.record
+    engine._core_client._suspects.record = lambda death, live: deaths.append(death) or record(death, live)
+
+    async def run():
+        tasks = [asyncio.create_task(outcome(engine, name, name, 8)) for name in ("one", "two")]
+        for incarnation in (1, 2):
+
+            async def is_in_a_step(incarnation=incarnation):
+                status = engine._supervisor.status()
+                return status is not None and status.incarnation == incarnation and bool(status.step_requests)
+
+            await eventually(is_in_a_step)
+            os.kill(engine._supervisor.core.process.pid, signum)
+        assert await asyncio.gather(*tasks) == [8, 8]
+
+    asyncio.run(run())
+    assert [death.is_from_outside for death in deaths] == [is_from_outside] * 2

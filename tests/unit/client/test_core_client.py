@@ -1,0 +1,167 @@
+"""What a client sends to the next core after a death, and which requests it fails or refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_mp import EngineGenerateError, SamplingParams, wire
+from vllm_mp.client.engine import refused_requests
+from vllm_mp.client.engine.core_client import EngineCoreClient
+from vllm_mp.client.engine.supervisor import Death
+from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.stream import GenerationStream
+from vllm_mp.client.request import GenerationRequest
+from vllm_mp.client.stats import EngineStats
+
+
+class Cores:
+    """The supervisor of a client, and the connection to each of its cores, which records the messages."""
+
+    incarnation = num_dropped = 0
+    news_fd, end, loop = -1, None, None
+
+    def __init__(self):
+        self.core = SimpleNamespace(connection=self, process=object(), welcome=None)
+        self.sent = []
+        self.forgiven = []
+        self.num_deaths = 0
+        self.client = EngineCoreClient(self, OutputProcessor(), EngineStats(64, False))
+
+    def attach(self, on_message, news_fd, on_news):
+        self.on_message = on_message
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def watch(self, has_work):
+        pass
+
+    def detach(self):
+        pass
+
+    def release(self, core):
+        pass
+
+    def forgive(self, times):
+        self.forgiven += times
+
+    def add(self, name, prompt=None, seed=None, salt=""):
+        params = SamplingParams(seed=seed or 1)
+        ids = prompt or [ord(letter) for letter in name]
+        request = GenerationRequest(
+            name, "", ids, wire.pack_ids(ids), params, 0.0, cache_salt=salt, seed_is_drawn=seed is None
+        )
+        stream = GenerationStream(request, [Completion(0, params)])
+        self.client.add(stream)
+        return stream
+
+    def die(self, *slots, is_step_known=True):
+        """Let the core die with `slots` in its step, and replay to the next core; return the slots that it is sent."""
+        self.num_deaths += 1
+        death = Death("it died; log", dict.fromkeys(slots, 0), len(slots), False, time=float(self.num_deaths))
+        self.client._on_death(death._replace(is_step_known=is_step_known))
+        self.sent.clear()
+        self.client._replay_to(self.core)
+        return self.sent_slots()
+
+    def sent_slots(self):
+        """Return the slots of the requests that were sent since the last call, with their groups."""
+        slots = [(m.slot, m.isolation_group) for m in self.sent if isinstance(m, wire.AddRequest)]
+        self.sent.clear()
+        return slots
+
+    def give_token(self, slot):
+        columns = (bytes([slot, 0]), bytes([5, 0, 0, 0]), bytes(2))
+        self.on_message(wire.StepOutput(0, 1, *columns))
+
+
+@pytest.fixture
+def cores():
+    return Cores()
+
+
+def test_suspects_are_sent_with_their_groups(cores):
+    for name in "abc":
+        cores.add(name)
+    assert cores.die(0, 1, 2) == [(0, 0), (1, 0), (2, 0)]
+    assert cores.die(0, 1, 2) == [(0, 1), (1, 1), (2, 2)]
+
+
+def test_requests_equal_to_the_culprit_fail_with_it_and_their_deaths_are_forgiven(cores):
+    culprit, copy = cores.add("a", [1, 2]), cores.add("b", [1, 2])
+    others = [cores.add("c", [1, 2, 3]), cores.add("d", [1, 2], seed=1), cores.add("e", [1, 2], salt="tenant")]
+    cores.die(0, 1, 2)
+    cores.die(0, 1, 2)
+    assert [slot for slot, _ in cores.die(0)] == [2, 3, 4]
+    assert "in the step of each of 3 cores that died, alone in the last (it died; it died): it died" in (
+        str(culprit.error)
+    )
+    assert "equal to request a, of which is known: it was in the step of each of 3 cores" in str(copy.error)
+    assert not any(other.is_over for other in others)
+    assert cores.forgiven == [1.0, 2.0, 3.0]
+    assert cores.client.requests.num_slots_in_use == 3
+
+
+def test_request_equal_to_a_culprit_is_refused_for_a_while(cores, monkeypatch):
+    cores.add("a", [1, 2])
+    for _ in range(2):
+        cores.die(0)
+    with pytest.raises(EngineGenerateError, match="request b is refused: it is equal to request a, which failed"):
+        cores.add("b", [1, 2])
+    cores.add("c", [1, 3])
+    assert cores.sent_slots() == [(0, 0)]
+    monkeypatch.setattr(refused_requests, "_REFUSAL_S", 0.0)
+    cores.add("d", [1, 2])
+    assert cores.sent_slots() == [(1, 0)]
+
+
+def test_number_of_refused_requests_is_bounded(cores, monkeypatch):
+    monkeypatch.setattr(refused_requests, "_MAX_REFUSED", 2)
+    for name in "abc":
+        cores.add(name, [ord(name)])
+        for _ in range(2):
+            cores.die(0)
+    cores.add("again", [ord("a")])
+    for name in "bc":
+        with pytest.raises(EngineGenerateError):
+            cores.add("again", [ord(name)])
+
+
+def test_requests_are_held_back_while_a_group_is_tested_if_the_steps_are_unknown(cores):
+    for name in "abc":
+        cores.add(name)
+    for _ in range(2):
+        assert [slot for slot, _ in cores.die(is_step_known=False)] == [0, 1, 2]
+    assert [slot for slot, _ in cores.die(is_step_known=False)] == [0, 1]
+    cores.add("later")
+    cores.give_token(0)
+    assert cores.sent_slots() == []
+    cores.give_token(1)
+    assert [slot for slot, _ in cores.sent_slots()] == [2], "the group is cleared, and the next group is tested"
+    cores.give_token(2)
+    assert cores.sent_slots() == [(3, 0)]
+
+
+def test_request_that_is_held_back_can_be_aborted(cores):
+    for name in "ab":
+        cores.add(name)
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    cores.client.abort("b")
+    assert cores.sent == [], "the core does not know the request"
+    assert cores.client.requests.num_slots_in_use == 1
+    cores.give_token(0)
+    assert cores.sent_slots() == []
+
+
+def test_request_without_progress_fails_after_five_deaths_in_unknown_steps_and_an_innocent_request_completes(cores):
+    culprit, innocent = cores.add("a"), cores.add("b")
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    assert [slot for slot, _ in cores.die(is_step_known=False)] == [1], "the other half has its turn"
+    cores.give_token(1)
+    assert [slot for slot, _ in cores.sent_slots()] == [0]
+    assert [slot for slot, _ in cores.die(is_step_known=False)] == [1]
+    assert "it was live in each of 5 cores that died, alone in the last" in str(culprit.error)
+    assert not innocent.is_over

@@ -1,0 +1,64 @@
+"""Who owns a file, and who else can read or write it: checks of secrets, of sockets and of their folders."""
+
+import os
+import pwd
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+
+def trusted_owners() -> frozenset[int]:
+    """Return the user ids that this process trusts: its own and root's."""
+    return frozenset({os.geteuid(), 0})
+
+
+def user_id(user: str) -> int:
+    """Return the id of `user`, a name or a number. Raises ValueError if there is no such user."""
+    if user.isdecimal():
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise ValueError(
+            f"there is no user {user!r} on this machine; give a name or a number that `id` knows"
+        ) from None
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user for an error, or the number if the user has no name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def check_private(path: str | os.PathLike[str], info: os.stat_result) -> None:
+    """Raise ValueError, with the remedy, if `path`, whose status is `info`, is not for this user and root alone."""
+    is_folder = stat.S_ISDIR(info.st_mode)
+    what, mode = ("folder", "700") if is_folder else ("file", "600")
+    if info.st_uid not in trusted_owners():
+        raise ValueError(
+            f"{what} {path} belongs to user {user_name(info.st_uid)}; it must be your own: "
+            f"{'remove it' if is_folder else f'chown {os.geteuid()} {path}'}"
+        )
+    if info.st_mode & 0o077:
+        raise ValueError(
+            f"{what} {path} can be read or written by other users (mode {stat.S_IMODE(info.st_mode):o}); "
+            f"run: chmod {mode} {path}"
+        )
+
+
+def check_writers(path: Path, owners: Collection[int]) -> None:
+    """Raise ValueError, with the remedy, if a user outside `owners` can write the file or folder `path`.
+
+    A sticky folder, such as /tmp, may be writable by all: only its owner and that of a file can replace the file.
+    Raises OSError if `path` does not exist.
+    """
+    info = path.stat()
+    if info.st_uid not in owners:
+        raise ValueError(f"{path} belongs to user {user_name(info.st_uid)}, who is not trusted; use another path")
+    is_sticky = stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX
+    if info.st_mode & 0o022 and not is_sticky:
+        raise ValueError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(info.st_mode):o}); run: chmod go-w {path}"
+        )
