@@ -11,15 +11,17 @@ import os
 import secrets
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.refused_requests import RefusedRequests
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, News
+from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End, News
 from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
@@ -41,6 +43,8 @@ class _PendingCall(NamedTuple):
     name: str
     args: tuple[wire.CallArgument, ...]
     reply: asyncio.Future[Any]
+    made_at: float
+    """In seconds of `time.monotonic()`."""
 
 
 class EngineCoreClient:
@@ -71,6 +75,10 @@ class EngineCoreClient:
         self._is_paused = supervisor.core.connection.was_paused
         """There is a pause, as far as the core has told."""
         self._suspects = Suspects()
+        self._unexplained: Death | None = None
+        """The death of a shared core, until its successor says what it was computing."""
+        self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
+        """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
         self._refused = RefusedRequests()
@@ -122,6 +130,8 @@ class EngineCoreClient:
         stream.number = next(self._call_ids)
         if not self.requests.enter(stream):
             return False
+        if not self._has_core:
+            self._waits_since[stream] = time.monotonic()
         num_sent = 0
         try:
             for awaited in stream.awaited:
@@ -153,7 +163,7 @@ class EngineCoreClient:
         NotOperatorError if only operators may make the call.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = _PendingCall(next(self._call_ids), name, args, reply)
+        call = _PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
         self._calls[call.call_id] = call
         self._send_call(call)
         try:
@@ -298,6 +308,8 @@ class EngineCoreClient:
                 self._on_death(news)
             elif isinstance(news, Core):
                 self._replay_to(news)
+            elif isinstance(news, Absence):
+                self._on_absence(news)
             else:
                 self._on_end(news)
 
@@ -312,7 +324,35 @@ class EngineCoreClient:
         requests = self.requests
         self._stats.note_death(death.kind, death.time, death.cause)
         logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
-        for conviction in self._suspects.record(death, requests.live()):
+        if self._core.process is None:
+            self._unexplained = death
+        else:
+            self._blame(death)
+
+    def _explain_death(self, old: Core, core: Core) -> None:
+        """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
+        death, self._unexplained = self._unexplained, None
+        if death is None:
+            return
+        if core.welcome.why_dropped:
+            logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
+        if core.connection.incarnation == old.connection.incarnation:
+            return  # the connection broke, and the core lives
+        last = core.welcome.last_death
+        if last is not None and last.incarnation == old.connection.incarnation:
+            death = death._replace(
+                cause=last.cause,
+                in_step=dict(last.in_step),
+                num_in_step=last.num_in_step,
+                is_from_outside=last.is_from_outside,
+                kind=last.kind,
+                is_step_known=True,
+            )
+        self._blame(death)
+
+    def _blame(self, death: Death) -> None:
+        """Record a death for each live request in its step, and fail those that are to blame."""
+        for conviction in self._suspects.record(death, self.requests.live()):
             self._convict(conviction)
 
     def _convict(self, conviction: Conviction) -> None:
@@ -339,6 +379,8 @@ class EngineCoreClient:
         self._note_pause(core.connection.was_paused)
         self.requests.forget_core()
         self._held_back.clear()
+        self._waits_since.clear()
+        self._explain_death(old, core)
         calls = deque(self._calls.values())
         for stream, awaited in sorted(self.requests.live(), key=lambda entry: entry[0].number):
             while calls and calls[0].call_id < stream.number:
@@ -356,6 +398,20 @@ class EngineCoreClient:
         except ValueError as error:
             self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {error}"))
             self.requests.free_unsent(awaited)
+
+    def _on_absence(self, absence: Absence) -> None:
+        """Fail what has waited too long for a shared core; the supervisor goes on trying to reach one."""
+        waits_since = time.monotonic() - absence.limit_s
+        error = EngineDeadError(absence.cause)
+        late = [stream for stream in self.requests.streams() if self._waits_since.get(stream, 0.0) <= waits_since]
+        for stream in late:
+            self.requests.fail_with(stream, error)
+        for call in list(self._calls.values()):
+            if call.made_at <= waits_since:
+                del self._calls[call.call_id]
+                _settle(call, None, EngineDeadError(absence.cause))
+        if late:
+            logger.error("%s; %d requests failed", absence.cause.partition(";")[0], len(late))
 
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause

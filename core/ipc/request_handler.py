@@ -84,6 +84,8 @@ class RequestHandler:
         self._config = config
         self._incarnation = incarnation
         self._predecessor = predecessor
+        self.model_digest = wire.NO_DIGEST
+        """What clients are told of the model, once it is loaded."""
         self._is_shared = is_shared
         self._suspects = {} if predecessor is None else predecessor.suspects()
         """The progress of each request that clients may have isolated, by (token, slot)."""
@@ -271,7 +273,16 @@ class RequestHandler:
         config = msgspec.json.encode(self._config)
         last_death = None if self._predecessor is None else self._predecessor.last_death(hello.token)
         why_dropped = self._clients.take_why_dropped(hello.token)
-        welcome = wire.welcome(self._incarnation, client, os.getpid(), config, last_death, why_dropped, self._is_paused)
+        welcome = wire.welcome(
+            self._incarnation,
+            client,
+            os.getpid(),
+            config,
+            last_death,
+            why_dropped,
+            self._is_paused,
+            self.model_digest,
+        )
         self._send_to(client, welcome)
 
     def _why_refused(self, hello: wire.Hello) -> str | None:
