@@ -332,9 +332,11 @@ class EngineCoreClient:
     def _explain_death(self, old: Core, core: Core) -> None:
         """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
         death, self._unexplained = self._unexplained, None
+        if death is None:
+            return
         if core.welcome.why_dropped:
             logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
-        if death is None or core.connection.incarnation == old.connection.incarnation:
+        if core.connection.incarnation == old.connection.incarnation:
             return  # the connection broke, and the core lives
         last = core.welcome.last_death
         if last is not None and last.incarnation == old.connection.incarnation:
