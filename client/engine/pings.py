@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Callable
 
 _SILENT_TICKS = 4
@@ -15,8 +16,11 @@ class Pings:
     not count: messages may have arrived in that time.
     """
 
-    def __init__(self, ping: Callable[[], None]) -> None:
-        """`ping` sends a call to the core, which answers between two steps; called on the event loop."""
+    def __init__(self, ping: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """`ping` sends a call to the core, which answers between two steps; called on the event loop.
+
+        The reference is weak, so that the supervisor does not keep a client alive that its owner has dropped.
+        """
         self._ping = ping
         self._num_silent = 0
         """Number of ticks since the latest message."""
@@ -43,5 +47,6 @@ class Pings:
     def _tick(self) -> None:
         self._asked = None
         self._num_silent += 1
-        if self._num_silent % _SILENT_TICKS == 0:
-            self._ping()
+        ping = self._ping()
+        if ping is not None and self._num_silent % _SILENT_TICKS == 0:
+            ping()

@@ -1,7 +1,6 @@
 """The command `engine`: a core on its own, to which clients connect."""
 
 import argparse
-import asyncio
 import contextlib
 import signal
 from pathlib import Path
@@ -47,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
     0 after a signal, 130 after a second signal. Raises EngineStartError or EngineDeadError if there is no core.
     """
+    import asyncio
+
     from vllm_mp.client.engine.shared_core import SharedCore
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 async def _keep(core: "SharedCore") -> int:
     """Keep `core` alive until a signal; SIGINT lets it finish its requests, a second signal ends it at once."""
+    import asyncio
+
     keeping = asyncio.ensure_future(core.keep())
     num_signals = 0
 
