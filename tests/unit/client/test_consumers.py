@@ -283,3 +283,16 @@ def test_idle_live_stream_takes_less_than_10_kb(llm):
         return size / count
 
     assert asyncio.run(run()) < 8000
+
+
+def test_text_that_has_no_room_by_its_size_is_not_tokenized(llm, monkeypatch):
+    max_model_len = llm.model_config.max_model_len
+
+    async def run():
+        assert await llm.has_room("one two three", max_model_len - 10)
+        assert not await llm.has_room("one two three", max_model_len - 1)
+        assert not await llm.has_room("", max_model_len + 1)
+        monkeypatch.setattr(llm._prompt_tokenizer, "_lanes", ())
+        assert not await llm.has_room("x" * 10_000_000, 1)
+
+    asyncio.run(run())
