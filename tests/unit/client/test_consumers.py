@@ -98,7 +98,7 @@ def test_iterator_that_is_closed_before_it_begins_sends_nothing(llm, params):
 
 def test_error_of_a_request_is_raised_once_and_ends_the_iterator(llm, path):
     async def run():
-        stream = llm.generate([5], greedy(3, logprobs=1))
+        stream = llm.generate([5], greedy(3, prompt_logprobs=1))
         with pytest.raises(EngineGenerateError, match="no log-probabilities"):
             await anext(stream)
         with pytest.raises(StopAsyncIteration):
@@ -232,7 +232,7 @@ def test_group_that_is_closed_or_dropped_aborts_its_requests(llm):
 def test_group_reports_requests_that_fail_or_are_aborted_and_refuses_those_that_cannot_run(llm):
     async def run():
         async with llm.stream_group() as group:
-            failing = await group.add([5], greedy(3, logprobs=1))
+            failing = await group.add([5], greedy(3, prompt_logprobs=1))
             aborted = await group.add([5], ENDLESS)
             await llm.abort(aborted)
             with pytest.raises(ValueError, match="is in use"):
