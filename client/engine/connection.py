@@ -132,15 +132,16 @@ class CoreConnection:
                 self._socket.send(hello)
             if self._socket.poll(_POLL_MS):
                 frame = self._socket.recv(copy=False)
-                if self.address.startswith("ipc://"):
-                    check_peer(frame.get(zmq.SRCFD), self._owners)
                 try:
                     message = wire.decode_core_message(frame.bytes)
                 except (ValueError, RecursionError) as error:
                     raise EngineStartError(
                         f"the peer at {self.address} is not a core: {error}; check the address"
                     ) from error
-                if isinstance(message, wire.Welcome):
+                # A welcome over a connection that has ended is worth nothing: the next core is greeted.
+                if isinstance(message, wire.Welcome) and (
+                    not self.address.startswith("ipc://") or check_peer(frame.get(zmq.SRCFD), self._owners)
+                ):
                     return message, self._accept(message)
                 if isinstance(message, wire.Refused):
                     raise EngineStartError(message.reason)
