@@ -19,7 +19,7 @@ from vllm_mp.client.engine_end import EngineEnd
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
 from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
-from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.prompt import PromptType, TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
 from vllm_mp.client.stream_group import StreamGroup
@@ -152,6 +152,8 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
+        Over a Unix socket, time in which the core gets on with its load does not count.
+
         `key_file`, made by `vllm-mp keys client`, is needed for TCP. A Unix socket must belong to this user, to root or
         to `core_owner`, and its folder must not be writable by others, unless it is sticky. `operator_key_file`, a copy
         of the core's, makes this client an operator, which may pause the core and make other calls that affect all its
@@ -167,18 +169,15 @@ class AsyncLLM(EngineControl):
         that cannot be used.
         """
         operator_key = read_operator_key(operator_key_file) if operator_key_file is not None else b""
-        source = RemoteCore(address, key_file, timeout, operator_key, core_owner)
+        source = RemoteCore(address, key_file, timeout, operator_key, core_owner, reconnect_timeout)
         core = source.finish(lambda: None)
-        source.timeout = reconnect_timeout
-        # The operator of the core limits how often it restarts.
-        restarts = RestartLimit(None, 1.0) if reconnect_timeout > 0 else None
         core.config.observability_config.disable_log_requests = disable_log_requests
         core.config.observability_config.max_log_len = max_log_len
         try:
             loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
             prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None
             tracer = _tracer(core.config, otlp_traces_endpoint)
-            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer, tracer)
+            return cls(CoreSupervisor(source, core, None), prompt_tokenizer, tracer)
         except BaseException:
             core.connection.close()
             raise
@@ -351,6 +350,20 @@ class AsyncLLM(EngineControl):
         parsed = parse_prompt(text).text
         assert parsed is not None
         return await prompt_tokenizer.ids(parsed, options)
+
+    async def has_room(self, text: str, num_output_tokens: int, **options: Any) -> bool:
+        """Return whether the context has room for `text`, tokenized with `options`, and for that many output tokens.
+
+        A text that cannot fit, by its size, is not tokenized. Raises what `tokenize` raises.
+        """
+        prompt_tokenizer = self._tokenizes()
+        parsed = parse_prompt(text).text
+        assert parsed is not None
+        try:
+            await prompt_tokenizer.ids(parsed, options, self.model_config.max_model_len - num_output_tokens)
+        except TooManyTokensError:
+            return False
+        return True
 
     async def detokenize(self, token_ids: list[int], **options: Any) -> str:
         """Return the text of `token_ids`, as the tokenizer's `decode` with `options` gives it.

@@ -78,6 +78,7 @@ class _Field(enum.IntEnum):
     """1 + the index of the mode in `PAUSE_MODES`; 0: not paused."""
     NUM_DRAINING = 18
     NUM_CALLS = 19
+    OUTSIDE_SIGNAL = 20
 
 
 class SleepState(NamedTuple):
@@ -140,6 +141,8 @@ class CoreStatus(NamedTuple):
     """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps. The
     number is as in `StepRequests`."""
     suspension: Suspension = NOT_SUSPENDED
+    outside_signal: int = 0
+    """Number of the fatal signal that another process sent to the core; 0: none, or the core cannot tell."""
 
     def __str__(self) -> str:
         """Return a short line for logs and error messages."""
@@ -256,6 +259,11 @@ class StatusPage:
         taken = self._clients[self._clients["next_number"] != 0]
         return {int(place["next_number"]) - 1: place["token"].tobytes() for place in taken}
 
+    @property
+    def outside_signal(self) -> npt.NDArray[np.int64]:
+        """[1] The place of `CoreStatus.outside_signal`, for a signal handler to write."""
+        return self._header[_Field.OUTSIDE_SIGNAL : _Field.OUTSIDE_SIGNAL + 1]
+
     def begin_step(self, step: int, requests: StepRequests) -> None:
         """Publish `requests`: the requests of the step about to execute and of the steps that are still executing."""
         header = self._header
@@ -335,6 +343,7 @@ class StatusPage:
                 sleep=_sleep(fields[_Field.SLEEP_LEVEL], fields[_Field.MISSING]),
                 calls=tuple(calls[: max(0, fields[_Field.NUM_CALLS])]),
             ),
+            outside_signal=fields[_Field.OUTSIDE_SIGNAL],
         )
 
 

@@ -190,6 +190,20 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     in_step: list[tuple[int, int]] = []
     """(slot, progress) of each request of this client in the pending steps. The progress is the number of output
     tokens, or minus the number of prompt tokens that are left."""
+    num_restarts: int = 1
+    """Number of restarts by the core's parent, with the one that followed this death."""
+
+
+class ModelDigest(msgspec.Struct, array_like=True, frozen=True):
+    """Digests of what a core has loaded, by which a client tells whether its successor serves the same model."""
+
+    weights: str = ""
+    config: str = ""
+    """Of config.json, without what has no influence on results."""
+    tokenizer: str = ""
+
+
+NO_DIGEST = ModelDigest()
 
 
 class Welcome(_Message, tag=16):
@@ -210,6 +224,7 @@ class Welcome(_Message, tag=16):
     last_death: LastDeath | None = None
     why_dropped: str = ""
     is_paused: bool = False
+    model: ModelDigest = NO_DIGEST
 
 
 class Refused(_Message, tag=17):
@@ -394,10 +409,11 @@ def welcome(
     last_death: LastDeath | None = None,
     why_dropped: str = "",
     is_paused: bool = False,
+    model: ModelDigest = NO_DIGEST,
 ) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
     return Welcome(
-        PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped, is_paused
+        PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped, is_paused, model
     )
 
 

@@ -11,15 +11,19 @@ import os
 import secrets
 import sys
 import threading
+import time
 import weakref
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.pending_call import PendingCall
+from vllm_mp.client.engine.pings import Pings
 from vllm_mp.client.engine.refused_requests import RefusedRequests
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, News
+from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End, News
 from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
@@ -32,15 +36,6 @@ logger = logging.getLogger(__name__)
 _PING_TIMEOUT_S = 5.0
 _HANDOVER_TIMEOUT_S = 5.0
 """Seconds that an event loop in another thread gets to end its streams."""
-
-
-class _PendingCall(NamedTuple):
-    """A call that has not been answered."""
-
-    call_id: int
-    name: str
-    args: tuple[wire.CallArgument, ...]
-    reply: asyncio.Future[Any]
 
 
 class EngineCoreClient:
@@ -64,13 +59,17 @@ class EngineCoreClient:
         self._recovers_from: str | None = None
         """The cause of the death, while there is no core."""
         self._closed_with: EngineDeadError | None = None
-        self._calls: dict[int, _PendingCall] = {}
+        self._calls: dict[int, PendingCall] = {}
         """By id: the calls that the core has not answered."""
         self._call_ids = itertools.count(secrets.randbits(62))
         """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
         self._is_paused = supervisor.core.connection.was_paused
         """There is a pause, as far as the core has told."""
         self._suspects = Suspects()
+        self._unexplained: Death | None = None
+        """The death of a shared core, until its successor says what it was computing."""
+        self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
+        """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
         self._refused = RefusedRequests()
@@ -80,7 +79,8 @@ class EngineCoreClient:
         """The event loop that is about to call `_take_news_on`."""
         self._owner = os.getpid()
         calls = self._calls
-        supervisor.watch(lambda: bool(requests.num_slots_in_use or calls))
+        self._pings = Pings(weakref.WeakMethod(self._send_ping))
+        supervisor.watch(lambda: bool(requests.num_slots_in_use or calls), self._pings)
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -122,6 +122,8 @@ class EngineCoreClient:
         stream.number = next(self._call_ids)
         if not self.requests.enter(stream):
             return False
+        if not self._has_core:
+            self._waits_since[stream] = time.monotonic()
         num_sent = 0
         try:
             for awaited in stream.awaited:
@@ -153,7 +155,7 @@ class EngineCoreClient:
         NotOperatorError if only operators may make the call.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = _PendingCall(next(self._call_ids), name, args, reply)
+        call = PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
         self._calls[call.call_id] = call
         self._send_call(call)
         try:
@@ -231,7 +233,7 @@ class EngineCoreClient:
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
 
-    def _send_call(self, call: _PendingCall) -> None:
+    def _send_call(self, call: PendingCall) -> None:
         self._send(wire.Call(self.incarnation, call.call_id, call.name, list(call.args)))
 
     def _note_pause(self, is_paused: bool) -> None:
@@ -239,6 +241,9 @@ class EngineCoreClient:
         if not is_paused:
             for stream in self.requests.streams():
                 stream.after_pause = False
+
+    def _send_ping(self) -> None:
+        self._send(wire.Call(self.incarnation, next(self._call_ids), "ping"))
 
     def _abort_stream(self, stream: RequestStream) -> None:
         if not stream.is_over:  # else its id may belong to another request
@@ -263,6 +268,7 @@ class EngineCoreClient:
                 self._replay(stream, awaited)
 
     def _on_message(self, message: wire.CoreMessage) -> None:
+        self._pings.reset()
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message)
             self._abort_slots(self.requests.process(message))
@@ -279,9 +285,9 @@ class EngineCoreClient:
         if call is None:
             return
         if reply.error is None:
-            _settle(call, reply.result, None)
+            call.settle(reply.result, None)
         else:
-            _settle(call, None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
+            call.settle(None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
 
     def _take_news(self) -> None:
         """Handle the news of the supervisor, in later turns of the loop while messages of the core wait."""
@@ -298,6 +304,8 @@ class EngineCoreClient:
                 self._on_death(news)
             elif isinstance(news, Core):
                 self._replay_to(news)
+            elif isinstance(news, Absence):
+                self._on_absence(news)
             else:
                 self._on_end(news)
 
@@ -312,7 +320,35 @@ class EngineCoreClient:
         requests = self.requests
         self._stats.note_death(death.kind, death.time, death.cause)
         logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
-        for conviction in self._suspects.record(death, requests.live()):
+        if self._core.process is None:
+            self._unexplained = death
+        else:
+            self._blame(death)
+
+    def _explain_death(self, old: Core, core: Core) -> None:
+        """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
+        death, self._unexplained = self._unexplained, None
+        if death is None:
+            return
+        if core.welcome.why_dropped:
+            logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
+        if core.connection.incarnation == old.connection.incarnation:
+            return  # the connection broke, and the core lives
+        last = core.welcome.last_death
+        if last is not None and last.incarnation == old.connection.incarnation:
+            death = death._replace(
+                cause=last.cause,
+                in_step=dict(last.in_step),
+                num_in_step=last.num_in_step,
+                is_from_outside=last.is_from_outside,
+                kind=last.kind,
+                is_step_known=True,
+            )
+        self._blame(death)
+
+    def _blame(self, death: Death) -> None:
+        """Record a death for each live request in its step, and fail those that are to blame."""
+        for conviction in self._suspects.record(death, self.requests.live()):
             self._convict(conviction)
 
     def _convict(self, conviction: Conviction) -> None:
@@ -337,8 +373,10 @@ class EngineCoreClient:
         self._listen()
         self.supervisor.release(old)
         self._note_pause(core.connection.was_paused)
+        self._explain_death(old, core)
         self.requests.forget_core()
         self._held_back.clear()
+        self._waits_since.clear()
         calls = deque(self._calls.values())
         for stream, awaited in sorted(self.requests.live(), key=lambda entry: entry[0].number):
             while calls and calls[0].call_id < stream.number:
@@ -357,6 +395,20 @@ class EngineCoreClient:
             self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {error}"))
             self.requests.free_unsent(awaited)
 
+    def _on_absence(self, absence: Absence) -> None:
+        """Fail what has waited too long for a shared core; the supervisor goes on trying to reach one."""
+        waits_since = time.monotonic() - absence.limit_s
+        error = EngineDeadError(absence.cause)
+        late = [stream for stream in self.requests.streams() if self._waits_since.get(stream, 0.0) <= waits_since]
+        for stream in late:
+            self.requests.fail_with(stream, error)
+        for call in list(self._calls.values()):
+            if call.made_at <= waits_since:
+                del self._calls[call.call_id]
+                call.settle(None, EngineDeadError(absence.cause))
+        if late:
+            logger.error("%s; %d requests failed", absence.cause.partition(";")[0], len(late))
+
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
         self._fail_everything(EngineDeadError(end.cause))
@@ -369,7 +421,7 @@ class EngineCoreClient:
             self._core.connection.detach()
             self.requests.fail_all(error)
             for call in self._calls.values():
-                _settle(call, None, EngineDeadError(str(error)))
+                call.settle(None, EngineDeadError(str(error)))
             self._calls.clear()
             done.set()
 
@@ -379,13 +431,3 @@ class EngineCoreClient:
         else:
             run_on(loop, fail)
             done.wait(_HANDOVER_TIMEOUT_S)
-
-
-def _settle(call: _PendingCall, result: Any, error: EngineError | None) -> None:
-    """Answer a call, unless its caller or the caller's event loop is gone."""
-    if call.reply.done() or call.reply.get_loop().is_closed():
-        return
-    if error is None:
-        call.reply.set_result(result)
-    else:
-        call.reply.set_exception(error)
