@@ -377,10 +377,10 @@ class EngineCoreClient:
         self._listen()
         self.supervisor.release(old)
         self._note_pause(core.connection.was_paused)
+        self._explain_death(old, core)
         self.requests.forget_core()
         self._held_back.clear()
         self._waits_since.clear()
-        self._explain_death(old, core)
         calls = deque(self._calls.values())
         for stream, awaited in sorted(self.requests.live(), key=lambda entry: entry[0].number):
             while calls and calls[0].call_id < stream.number:
