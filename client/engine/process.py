@@ -14,7 +14,6 @@ import msgspec
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, core_environment, package_path
-from vllm_mp.errors import EngineStartError
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
 from vllm_mp.status_page import StatusPage, Suspension
@@ -42,7 +41,7 @@ class CoreProcess:
         """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
 
         `is_shared`: the address is the same for every incarnation, so that other clients find the successor there.
-        Raises OSError if the system cannot start a process, and EngineStartError if the folder is not private.
+        Raises OSError if the system cannot start a process, or if another user can read or write the folder.
         """
         self._owner = os.getpid()
         self.incarnation = incarnation
@@ -210,8 +209,8 @@ def _exit_descriptor(pid: int) -> int:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise EngineStartError, with the remedy, if another user can read or write the runtime folder."""
+    """Raise PermissionError, with the remedy, if another user can read or write the runtime folder."""
     try:
         check_private(folder, folder.lstat())
     except ValueError as error:
-        raise EngineStartError(f"the runtime folder is not private: {error}") from error
+        raise PermissionError(f"the runtime folder is not private: {error}") from error

@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
     """Replace this process with the core. The pid stays the same, so that signals to it reach the core."""
     from vllm_mp.core_launch import CoreLaunch, core_environment
 
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    _prepare_tokenizer(config.model_config)
     if args.key_file:
         from vllm_mp.curve_keys import read_server_key
 
         read_server_key(args.key_file)  # refuses a bad file before anything is loaded
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    _prepare_tokenizer(config.model_config)
     operator_key = b""
     if args.operator_key_file:
         from vllm_mp.operator_key import ensure_operator_key

@@ -125,7 +125,7 @@ def test_core_is_not_started_in_a_runtime_folder_that_others_can_read(tmp_path):
     folder = tmp_path / "runtime"
     folder.mkdir()
     folder.chmod(0o755)
-    with pytest.raises(EngineStartError, match=rf"chmod 700 {re.escape(str(folder))}"):
+    with pytest.raises(PermissionError, match=rf"chmod 700 {re.escape(str(folder))}"):
         CoreProcess(folder, 1)
     assert not list(folder.iterdir())
 
