@@ -261,8 +261,7 @@ class EngineCoreClient:
 
     def _send_held_back(self) -> None:
         """Ask the core for the next group of suspects, or for all that was held back, once the last is cleared."""
-        if self._held_back:
-            self._suspects.choose_sent_group(self.requests.live())
+        if self._held_back and self._suspects.choose_sent_group(self.requests.live()):
             held_back, self._held_back = self._held_back, []
             for stream, awaited in held_back:
                 self._replay(stream, awaited)
@@ -378,7 +377,9 @@ class EngineCoreClient:
         self._held_back.clear()
         self._waits_since.clear()
         calls = deque(self._calls.values())
-        for stream, awaited in sorted(self.requests.live(), key=lambda entry: entry[0].number):
+        live = self.requests.live()
+        self._suspects.choose_sent_group(live)  # now: requests may have ended since the death
+        for stream, awaited in sorted(live, key=lambda entry: entry[0].number):
             while calls and calls[0].call_id < stream.number:
                 self._send_call(calls.popleft())
             self._replay(stream, awaited)
