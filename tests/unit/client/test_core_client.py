@@ -190,12 +190,9 @@ def test_request_without_progress_fails_after_five_deaths_in_unknown_steps_and_a
 
 
 def shared_core(cores, incarnation, last_death=None, why_dropped=""):
-    """Return a core of another process that says welcome."""
-    connection = SimpleNamespace(
-        incarnation=incarnation, was_paused=False, attach=cores.attach, send=cores.send, detach=cores.detach
-    )
+    """Return a core of another process."""
     welcome = wire.welcome(incarnation, 0, 1, b"", last_death=last_death, why_dropped=why_dropped)
-    return SimpleNamespace(connection=connection, process=None, welcome=welcome, num_dropped=0)
+    return SimpleNamespace(connection=Connection(cores, incarnation), process=None, welcome=welcome)
 
 
 def lose_connection(cores):
@@ -206,23 +203,12 @@ def lose_connection(cores):
 def join(cores, core):
     """Let the client replay to `core`; return the slots that it is sent."""
     cores.sent.clear()
-    core.connection.num_dropped = 0
     cores.client._replay_to(core)
     return cores.sent_slots()
 
 
-def test_poison_request_of_a_shared_core_is_convicted_by_what_the_successors_say(cores):
-    poison, other = cores.add("a", [1, 2]), cores.add("b", [1, 3])
-    join(cores, shared_core(cores, 10))
-    for incarnation in (10, 11):
-        lose_connection(cores)
-        death = wire.LastDeath(incarnation, "signal SIGSEGV", "signal", False, num_in_step=1, in_step=[(0, 0)])
-        join(cores, shared_core(cores, incarnation + 1, death))
-    assert "signal SIGSEGV" in str(poison.error)
-    assert not other.is_over
-
-
-def test_death_of_an_earlier_core_is_not_counted_again(cores):
+def test_death_of_an_earlier_core_is_not_counted_again():
+    cores = Cores(is_shared=True)
     stream = cores.add("a", [1, 2])
     death = wire.LastDeath(10, "signal SIGSEGV", "signal", False, num_in_step=1, in_step=[(0, 0)])
     join(cores, shared_core(cores, 10))
@@ -234,7 +220,8 @@ def test_death_of_an_earlier_core_is_not_counted_again(cores):
     assert not stream.is_over
 
 
-def test_reason_for_which_the_core_dropped_the_client_is_logged(cores, caplog):
+def test_reason_for_which_the_core_dropped_the_client_is_logged(caplog):
+    cores = Cores(is_shared=True)
     join(cores, shared_core(cores, 10))
     lose_connection(cores)
     join(cores, shared_core(cores, 10, why_dropped="it had not read 5 bytes"))
