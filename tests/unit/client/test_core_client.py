@@ -72,8 +72,11 @@ class Cores:
         self.client.add(stream)
         return stream
 
-    def die(self, *slots, is_step_known=True):
-        """Let the core die with `slots` in its step, and replay to the next core; return the slots that it is sent."""
+    def die(self, *slots, is_step_known=True, aborted=()):
+        """Let the core die with `slots` in its step, and replay to the next core; return the slots that it is sent.
+
+        The ids `aborted` are aborted in between.
+        """
         self.num_deaths += 1
         death = Death("it died; log", dict.fromkeys(slots, 0), len(slots), False, time=float(self.num_deaths))
         last = wire.LastDeath(
@@ -82,6 +85,8 @@ class Cores:
         if self.is_shared:  # only the successor knows more
             death = death._replace(in_step={}, num_in_step=0, is_from_outside=True)
         self.client._on_death(death._replace(is_step_known=is_step_known and not self.is_shared))
+        for name in aborted:
+            self.client.abort(name)
         self.sent.clear()
         self.core = self.start(last if is_step_known else None)
         self.client._replay_to(self.core)
@@ -187,6 +192,35 @@ def test_request_without_progress_fails_after_five_deaths_in_unknown_steps_and_a
     assert [slot for slot, _ in cores.die(is_step_known=False)] == [1]
     assert "it was live in each of 5 cores that died, alone in the last" in str(culprit.error)
     assert not innocent.is_over
+
+
+def test_no_request_is_held_back_for_a_group_that_was_aborted_while_there_was_no_core(cores):
+    for name in "ab":
+        cores.add(name)
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    assert cores.die(is_step_known=False, aborted="b") == [(0, 3)], "it is the turn of b, which has ended"
+
+
+def test_no_request_is_held_back_for_a_group_that_failed_as_equal_to_the_culprit(cores):
+    culprit, copy, innocent = cores.add("a", [1, 2]), cores.add("b", [1, 2]), cores.add("c")
+    for _ in range(4):
+        cores.die(is_step_known=False)
+    cores.give_token(2)
+    assert [slot for slot, _ in cores.sent_slots()] == [0]
+    assert cores.die(is_step_known=False) == [(2, 0)]
+    assert culprit.is_over
+    assert copy.is_over
+    assert not innocent.is_over
+
+
+def test_messages_of_requests_that_stay_held_back_are_not_built_at_each_step(cores, monkeypatch):
+    for name in "abc":
+        cores.add(name)
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    monkeypatch.setattr(GenerationStream, "add_message", lambda *_: pytest.fail("a message is built"))
+    cores.give_token(0)
 
 
 def shared_core(cores, incarnation, last_death=None, why_dropped=""):
