@@ -53,7 +53,7 @@ class Cores:
             welcome=SimpleNamespace(why_dropped="", last_death=last_death),
         )
 
-    def watch(self, has_work):
+    def watch(self, has_work, pings):
         pass
 
     def release(self, core):
