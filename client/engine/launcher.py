@@ -214,7 +214,6 @@ class RemoteCore:
     ) -> None:
         """`timeout`: seconds that `finish` waits for the first core to answer.
 
-
         With `operator_key`, the core's, this client is an operator. `owner`: a user beside this one and root whose core
         is trusted, if it is behind a Unix socket. `reconnect_timeout`: seconds that requests wait while there is no
         core. Raises ValueError if there is no such user.

@@ -16,7 +16,6 @@ import msgspec
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
-from vllm_mp.errors import EngineStartError
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
 from vllm_mp.status_page import StatusPage, Suspension
@@ -51,8 +50,8 @@ class CoreProcess:
         """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
 
         `public`: other clients connect to the core there. Without `has_log_file` the core writes its log to the
-        standard error of this process. Raises OSError if the system cannot start a process, and EngineStartError if the
-        folder is not private.
+        standard error of this process. Raises OSError if the system cannot start a process, or if another user can read
+        or write the folder.
         """
         self._owner = os.getpid()
         self.incarnation = incarnation
@@ -242,8 +241,8 @@ def _exit_descriptor(pid: int) -> int:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise EngineStartError, with the remedy, if another user can read or write the runtime folder."""
+    """Raise PermissionError, with the remedy, if another user can read or write the runtime folder."""
     try:
         check_private(folder, folder.lstat())
     except ValueError as error:
-        raise EngineStartError(f"the runtime folder is not private: {error}") from error
+        raise PermissionError(f"the runtime folder is not private: {error}") from error

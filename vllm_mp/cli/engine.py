@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.client.engine.shared_core import SharedCore
 
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    _prepare_tokenizer(config.model_config)
     if args.key_file:
         from vllm_mp.curve_keys import read_server_key
 
         read_server_key(args.key_file)  # refuses a bad file before anything is loaded
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    _prepare_tokenizer(config.model_config)
     operator_key = b""
     if args.operator_key_file:
         from vllm_mp.operator_key import ensure_operator_key

@@ -266,9 +266,8 @@ class Attacker:
         self._send("hello", dealer, wire.hello())
         isolate_until = self._chance.choice((0, 1, 2**40))
         for slot in range(1000, 3000):
-            message = wire.AddRequest(
-                self._incarnation, slot, "id", b"\1\0\0\0", self._one_token(), isolate_until_num_tokens=isolate_until
-            )
+            message = wire.AddRequest(self._incarnation, slot, "id", b"\1\0\0\0", self._one_token())
+            message.isolate_until_num_tokens, message.isolation_group = isolate_until, slot % 7
             self._send("flood", dealer, message)
         self._send("flood", dealer, wire.AbortRequests(self._incarnation, list(range(3000)) * 2))
         self._await_core(dealer)
