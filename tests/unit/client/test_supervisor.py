@@ -1,6 +1,10 @@
-"""The limit on restarts of a core, and the delay before each."""
+"""The limit on restarts of a core, the delay before each, and the end of a core that has just started."""
 
-from vllm_mp.client.engine.supervisor import RestartLimit
+import signal
+from types import SimpleNamespace
+
+from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, RestartLimit
 
 
 def test_cores_that_served_are_restarted_at_once_up_to_the_limit():
@@ -31,3 +35,34 @@ def test_forgiven_deaths_do_not_count():
         limit.delay_after(now, True)
     limit.forgive([0.0, 1.0, 1.0, 50.0])
     assert [limit.delay_after(now, True) for now in (2.0, 3.0, 4.0)] == [0.0, 0.0, None]
+
+
+def test_core_that_is_told_to_end_at_the_moment_when_it_serves_gets_the_signal():
+    def core():
+        signals = []
+        process = SimpleNamespace(signals=signals, send_signal=signals.append)
+        limits = SimpleNamespace(core_restart_window_s=1.0)
+        config = SimpleNamespace(liveness_config=limits)
+        welcome = SimpleNamespace(last_death=None)
+        return Core(SimpleNamespace(incarnation=1), 0, config, None, process, welcome)
+
+    class Source:
+        predecessor = None
+
+        def begin(self):
+            pass
+
+        def discard(self, process):
+            pass
+
+        def finish(self, check):
+            check()
+            supervisor.end_core(signal.SIGINT)
+            return successor
+
+    first, successor = core(), core()
+    supervisor = CoreSupervisor(Source(), first, RestartLimit(None, 1.0))
+    supervisor._replace(first, Death("it died", {}, 0, False))
+    assert successor.process.signals == [signal.SIGINT]
+    supervisor.end_core(signal.SIGKILL)
+    assert successor.process.signals == [signal.SIGINT, signal.SIGKILL]
