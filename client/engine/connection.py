@@ -25,6 +25,8 @@ from vllm_mp.file_owner import trusted_owners
 
 logger = logging.getLogger(__name__)
 
+_MAX_RECONNECT_MS = 3000
+"""Longest pause between two attempts to connect over TCP; the first is 0.1 s."""
 _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
@@ -102,6 +104,7 @@ class CoreConnection:
             # Only heartbeats show that a peer vanished without closing the connection.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.TCP_HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * wire.TCP_HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         self.monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
