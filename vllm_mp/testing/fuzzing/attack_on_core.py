@@ -43,7 +43,8 @@ _REPEAT_MS = 1000
 def core_under_attack(folder: Path, *flags: str, model: str | None = None, before: str = "") -> Iterator[str]:
     """Run a standalone core of `model`, by default a small one with random weights. Yield its address.
 
-    `before` is a line of shell that runs first in the core's own process. The core's log is written in `folder`.
+    `before` is a line of shell that runs first in the process of the core's parent. The core's log is written in
+    `folder`.
     """
     if model is None:
         model = str(folder / "model")
