@@ -82,7 +82,7 @@ class CoreConnection:
         self.incarnation = 0
         """The incarnation of the greeted core; 0 before."""
         self.was_paused = False
-        """The core was paused when it was greeted."""
+        """The core was paused when it was greeted, or last asked."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
@@ -167,7 +167,11 @@ class CoreConnection:
         while time.monotonic() < deadline and not self.is_broken():
             if self._socket.poll(_POLL_MS):
                 message = self._decode(self._socket.recv())
-                if isinstance(message, wire.Reply) and message.call_id == _ASK_ID:
+                if isinstance(message, wire.Mark):  # else the core would take all later output for unread
+                    self._socket.send(wire.encode(wire.MarkSeen(self.incarnation, message.mark)))
+                elif isinstance(message, wire.PauseChanged):
+                    self.was_paused = message.is_paused
+                elif isinstance(message, wire.Reply) and message.call_id == _ASK_ID:
                     if message.error is not None:
                         raise EngineStartError(f"the core at {self.address} refused {name}: {message.error}")
                     return message.result
