@@ -110,6 +110,7 @@ class CoreLauncher:
 
         Raises OSError if no process can start, and ValueError if the cores' address was taken away.
         """
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         if self._public is not None and self._public.restore() and self._standby is not None:
             self._standby.stop()  # it has inherited the socket that was removed
         self._num_started += 1
@@ -253,12 +254,12 @@ class RemoteCore:
                 timeout = max(0.0, deadline - time.monotonic())
                 welcome, config = connection.greet(timeout, check, self.load_progress)
                 break
-            except EngineStartError as error:
+            except (EngineStartError, OSError, ValueError, zmq.ZMQError) as error:
                 if connection is not None:
                     connection.close()
                 if is_first:
                     raise
-                # This core could not load and is about to end, or has no room for another client now.
+                # Such as a core that could not load or has no room for another client, or no descriptor that is free.
                 self.trouble = str(error)
                 _wait(pause, check)
                 pause = min(_LONGEST_RETRY_S, 2 * pause)

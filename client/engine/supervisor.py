@@ -50,7 +50,7 @@ class Death(NamedTuple):
     is_from_outside: bool
     """Another process killed or stopped the core, which no request can have caused.
 
-    Also true for a shared core, whose cause of death is unknown.
+    Also true for a shared core, until its successor says more.
     """
     kind: str = "connection"
     """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
@@ -416,8 +416,9 @@ class CoreSupervisor:
             if progress not in (None, last):
                 next_report = time.monotonic() + source.reconnect_timeout
             if time.monotonic() >= next_report:
-                cause = f"{death.cause}, and {source.trouble} for {source.reconnect_timeout:g} s"
-                self._tell(Absence(cause, source.reconnect_timeout))
+                if not self._news:  # else no event loop takes news, and reports must not pile up
+                    cause = f"{death.cause}, and {source.trouble} for {source.reconnect_timeout:g} s"
+                    self._tell(Absence(cause, source.reconnect_timeout))
                 next_report = time.monotonic() + _ABSENCE_INTERVAL_S
 
         try:

@@ -436,6 +436,15 @@ def test_results_of_one_step_may_exceed_the_limit():
     assert exceeds
 
 
+def test_one_message_may_exceed_the_limit():
+    unread = UnreadOutput()
+    for num_bytes in (100, 2**25):
+        unread.add(num_bytes, False)
+        assert not unread.exceeds(2**20)
+    unread.add(2**21, False)
+    assert unread.exceeds(2**20)
+
+
 def test_owner_of_a_core_may_leave_any_output_unread(config, tmp_path, monkeypatch):
     monkeypatch.setattr(clients, "_MAX_UNREAD_BYTES", 2**20)
     with contextlib.closing(Core(f"ipc://{tmp_path}/private.sock", config, is_shared=False)) as core:
