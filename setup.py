@@ -1,4 +1,7 @@
-"""Builds the C++ kernels and the client's output path in C; everything else about the package is in pyproject.toml."""
+"""Builds the C++ kernels, and in C the client's output path and a signal handler of the core.
+
+Everything else about the package is in pyproject.toml.
+"""
 
 import glob
 import platform
@@ -30,6 +33,11 @@ setup(
             ["client/outputs/csrc/output_path.c"],
             depends=glob.glob("client/outputs/csrc/*.h"),
             optional=True,  # without a compiler, the same path runs in Python
-        )
+        ),
+        Extension(
+            "vllm_mp.core._signal_sender",
+            ["core/csrc/signal_sender.c"],
+            optional=True,  # without a compiler, signals from other processes are not told from crashes
+        ),
     ]
 )

@@ -152,6 +152,8 @@ class AsyncLLM(EngineControl):
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
+        Over a Unix socket, time in which the core gets on with its load does not count.
+
         `key_file`, made by `vllm-mp keys client`, is needed for TCP. A Unix socket must belong to this user, to root or
         to `core_owner`, and its folder must not be writable by others, unless it is sticky. `operator_key_file`, a copy
         of the core's, makes this client an operator, which may pause the core and make other calls that affect all its
@@ -167,18 +169,15 @@ class AsyncLLM(EngineControl):
         that cannot be used.
         """
         operator_key = read_operator_key(operator_key_file) if operator_key_file is not None else b""
-        source = RemoteCore(address, key_file, timeout, operator_key, core_owner)
+        source = RemoteCore(address, key_file, timeout, operator_key, core_owner, reconnect_timeout)
         core = source.finish(lambda: None)
-        source.timeout = reconnect_timeout
-        # The operator of the core limits how often it restarts.
-        restarts = RestartLimit(None, 1.0) if reconnect_timeout > 0 else None
         core.config.observability_config.disable_log_requests = disable_log_requests
         core.config.observability_config.max_log_len = max_log_len
         try:
             loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
             prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None
             tracer = _tracer(core.config, otlp_traces_endpoint)
-            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer, tracer)
+            return cls(CoreSupervisor(source, core, None), prompt_tokenizer, tracer)
         except BaseException:
             core.connection.close()
             raise

@@ -188,6 +188,12 @@ class InputProcessor:
         if self._prompt_tokenizer is None:
             raise ValueError("bad_words needs a tokenizer: leave skip_tokenizer_init off")
         spellings = [space + word.lstrip() for word in words for space in ("", " ")]
-        ids = await asyncio.gather(*[self._tokenize(text, {"add_special_tokens": False}) for text in spellings])
+        options = {"add_special_tokens": False}
+        try:
+            ids = await asyncio.gather(*[self._tokenize(text, options, wire.MAX_BAD_WORD_TOKENS) for text in spellings])
+        except TooManyTokensError as error:
+            raise ValueError(
+                f"bad_words must be of at most {wire.MAX_BAD_WORD_TOKENS} tokens each, got {error.size}; shorten them"
+            ) from None
         distinct = {tuple(spelling): None for spelling in ids if spelling}
         return [list(spelling) for spelling in distinct]

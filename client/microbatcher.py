@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,11 +49,14 @@ class Microbatcher:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="vllm-mp-tokenizer")
         self._queues: dict[asyncio.AbstractEventLoop, LoopQueues] = {}
         self._closed = False
+        self._owner = os.getpid()
 
     def queues(self) -> LoopQueues:
-        """Return the queues of the running event loop. Raises RuntimeError if `close` was called."""
+        """Return the queues of the running event loop. Raises RuntimeError after `close`, and in a forked child."""
         if self._closed:
             raise _closed_error()
+        if os.getpid() != self._owner:
+            raise RuntimeError("the tokenizer has no thread in a forked child: create it after the fork")
         loop = asyncio.get_running_loop()
         queues = self._queues.get(loop)
         if queues is None:

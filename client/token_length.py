@@ -7,6 +7,8 @@ import msgspec
 
 _KEPT_BY_PRE_TOKENIZERS = ("Digits", "Metaspace")
 """Pre-tokenizers that keep every character."""
+_PART_CHARS = 2**16
+"""Number of characters of a text that are looked at together."""
 _NFC_CHARS = 4
 """Number of characters of the longest canonical decomposition in Unicode. NFC makes one character of at most this many,
 and at most this many of one."""
@@ -42,11 +44,16 @@ class TokenLength(NamedTuple):
     lost: str
     """The characters that the tokenizer may leave out, because its vocabulary lacks them."""
 
-    def min_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least."""
-        kept = len(text)
-        for character in self.lost:
-            kept -= text.count(character)
+    def min_tokens(self, text: str, enough: int) -> int:
+        """Return a number of tokens that `text` has at least, without looking further once it is above `enough`."""
+        kept = 0
+        for start in range(0, len(text), _PART_CHARS):
+            part = text[start : start + _PART_CHARS]
+            kept += len(part)
+            for character in self.lost:
+                kept -= part.count(character)
+            if kept > enough * self.max_chars:
+                break
         return -(-kept // self.max_chars)
 
 

@@ -21,11 +21,12 @@ from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sleep import Sleep
-from vllm_mp.status_page import StatusPage, StepRequests
+from vllm_mp.status_page import NOT_SUSPENDED, StatusPage, StepRequests, Suspension
 from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -57,17 +58,24 @@ class EngineCore:
         socket: "zmq.Socket[bytes]",
         stop: StopSignal,
         page: StatusPage,
+        suspension: Suspension = NOT_SUSPENDED,
     ) -> None:
-        """`socket` is polled for messages, which `handler` reads. `page` gets every change of state."""
+        """`socket` is polled for messages, which `handler` reads. `page` gets every change of state.
+
+        The core enters `suspension`, the pause and the sleep of its predecessor.
+        """
         scheduler_config, cache = config.scheduler_config, config.cache_config
         model = config.model_config
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size)
         self._scheduler = Scheduler(scheduler_config, self._batch, self._cache)
         self._sampler = Sampler(self._batch, device)
-        self._pause = Pause(self._scheduler, handler.send_ends)
+        self._suspension = record = SuspensionRecord(page, suspension, handler.tell_pause)
+        self._pause = Pause(self._scheduler, handler.send_ends, record.note_pause)
         self._profiler = Profiler(device)
-        self._sleep = Sleep(self._scheduler, runner, handler.send_ends, page.note_sleep)
+        self._sleep = Sleep(self._scheduler, runner, handler.send_ends, record.note_sleep)
+        self._pause.enter(suspension.pause, suspension.num_draining)
+        self._sleep.enter(suspension.sleep)
         self._checks_invariants = scheduler_config.check_invariants
         self._num_ahead = int(bool(scheduler_config.async_scheduling))
         """Number of steps that stay pending while there is a next step to launch."""
@@ -89,12 +97,12 @@ class EngineCore:
                 LIST_CALL: tokenizer_files.sizes,
                 READ_CALL: tokenizer_files.read,
                 "reset_prefix_cache": OperatorCall(self._between_steps(self._cache.forget_prefixes)),
-                "pause": OperatorCall(self._between_steps(self._pause.pause)),
-                "resume": OperatorCall(self._pause.resume),
+                "pause": OperatorCall(self._between_steps(self._pause.pause), record),
+                "resume": OperatorCall(self._pause.resume, record),
                 "start_profile": OperatorCall(self._between_steps(self._profiler.start)),
                 "stop_profile": OperatorCall(self._between_steps(self._profiler.stop)),
-                "sleep": OperatorCall(self._sleep.sleep),
-                "wake_up": OperatorCall(self._sleep.wake_up),
+                "sleep": OperatorCall(self._sleep.sleep, record),
+                "wake_up": OperatorCall(self._sleep.wake_up, record),
             },
             page,
         )

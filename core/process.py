@@ -97,6 +97,8 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     core, page = None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
+        _note_signals(page)
+        page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
         core = _load(launch, page, handler, bound, stop)
         if core is not None:
             core.run()
@@ -124,6 +126,14 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         bound.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
 
 
+def _note_signals(page: StatusPage) -> None:
+    """Have fatal signals that another process sends noted on `page`, so that no request is blamed for them."""
+    with contextlib.suppress(ImportError):  # not compiled: such signals are not told from crashes
+        from vllm_mp.core import _signal_sender
+
+        _signal_sender.note_in(page.outside_signal)
+
+
 def _load(
     launch: CoreLaunch, page: StatusPage, handler: RequestHandler, bound: BoundSocket, stop: StopSignal
 ) -> "EngineCore | None":
@@ -133,6 +143,7 @@ def _load(
     """
     started = time.monotonic()
     from vllm_mp.core.engine_core import EngineCore
+    from vllm_mp.core.weights.digest import model_digest
     from vllm_mp.core.worker.device import (
         check_float8,
         choose_device,
@@ -175,6 +186,7 @@ def _load(
         return None
     if faults is not None:
         faults.install(runner, handler)
+    handler.model_digest = model_digest(config.model_config)
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
         config.model_config.model,
@@ -185,7 +197,7 @@ def _load(
         time.monotonic() - started,
         launch.address,
     )
-    return EngineCore(config, device, runner, handler, bound.socket, stop, page)
+    return EngineCore(config, device, runner, handler, bound.socket, stop, page, launch.suspension)
 
 
 def _read_launch() -> CoreLaunch:

@@ -25,7 +25,7 @@ _PROBE = """
 import importlib.util, vllm_mp
 from vllm_mp.replay_core.answers import Answers
 print(vllm_mp.__file__)
-for name in ("vllm_mp.kernels.cpu._portable", "vllm_mp.client.outputs._output_path"):
+for name in ("vllm_mp.kernels.cpu._portable", "vllm_mp.client.outputs._output_path", "vllm_mp.core._signal_sender"):
     spec = importlib.util.find_spec(name)
     print(spec and spec.origin)
 print(Answers().tokens.shape)

@@ -166,7 +166,7 @@ class LivenessConfig(msgspec.Struct, kw_only=True):
     engine_iteration_timeout_s: float
     """Longest time without progress of a core that has work; after it the supervisor kills the core."""
     start_timeout_s: float
-    """Longest time from the start of a core's process until it serves."""
+    """Longest time without progress of a core that starts or loads."""
     recovery: bool = True
     """Start the next core after a death, and continue every stream."""
     max_core_restarts: int = 16

@@ -7,6 +7,7 @@ import msgspec
 
 import vllm_mp
 from vllm_mp.config import VllmConfig
+from vllm_mp.status_page import NOT_SUSPENDED, Suspension
 from vllm_mp.wire import LastDeath
 
 _MAX_CAUSE_CHARACTERS = 500
@@ -88,6 +89,8 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """Process id of the parent of a supervised core."""
     key_file: str | None = None
     """Path of the key file, required for tcp."""
+    suspension: Suspension = NOT_SUSPENDED
+    """The pause and the sleep that the core must enter before it serves: those of its predecessor."""
     operator_key: bytes = b""
     """The key of the clients that may change the core for all clients; empty: there are none."""
     predecessor: Predecessor | None = None

@@ -170,7 +170,9 @@ class EngineArgs(Options):
     engine_iteration_timeout_s: float = option(
         60.0, "Seconds without progress after which a core with work counts as hung and is replaced", low=0.1
     )
-    start_timeout_s: float = option(600.0, "Seconds within which the core must start", low=1.0)
+    start_timeout_s: float = option(
+        600.0, "Seconds without progress after which a core that starts or loads is ended", low=1.0
+    )
     recovery: bool = option(True, "When the core dies, start another core and continue every stream")
     max_core_restarts: int = option(16, "Maximum number of restarts of the core within core_restart_window_s", low=0)
     core_restart_window_s: float = option(

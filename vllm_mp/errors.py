@@ -9,7 +9,7 @@ class EngineError(Exception):
 
 
 class EngineStartError(EngineError, RuntimeError):
-    """The core did not start, or did not start within `start_timeout_s`.
+    """The core did not start, or made no progress in its start for `start_timeout_s`.
 
     Raised by `AsyncLLM.from_engine_args` and `AsyncLLM.connect`. The message carries the cause and the last log lines:
     remove the cause and start the engine again.

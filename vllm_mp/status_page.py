@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.file_owner import trusted_owners
-from vllm_mp.wire import MAX_CLIENTS, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
+from vllm_mp.wire import MAX_CLIENTS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
 _MAGIC = 0x564D_5053_0003
 _HEADER_BYTES = 4096
@@ -29,6 +29,9 @@ _WRITE_TIMEOUT_S = 0.1
 """Longest wait of a reader for a writer. A write takes microseconds, but the writer may lose the processor in it."""
 _REQUEST_BYTES = 12
 """Three int32: client, slot, number of output tokens."""
+_CALLS_AT = 64
+"""Position of the noted calls among the 64-bit fields of the header."""
+MAX_NOTED_CALLS = 64
 _CLIENT = np.dtype([("next_number", "<u8"), ("token", "u1", (TOKEN_BYTES,))])
 """A place of the table of clients: the client's number plus 1, or 0 if the place is free; and the client's token."""
 _CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
@@ -70,6 +73,12 @@ class _Field(enum.IntEnum):
     SLEEP_LEVEL = 14
     MISSING = 15
     """One bit for each tag of `SLEEP_TAGS`, in that order."""
+    GENERATION = 16
+    PAUSE = 17
+    """1 + the index of the mode in `PAUSE_MODES`; 0: not paused."""
+    NUM_DRAINING = 18
+    NUM_CALLS = 19
+    OUTSIDE_SIGNAL = 20
 
 
 class SleepState(NamedTuple):
@@ -82,6 +91,23 @@ class SleepState(NamedTuple):
 
 
 AWAKE = SleepState(0, ())
+
+
+class Suspension(NamedTuple):
+    """The pause and the sleep in force. It belongs to the core, and its successor enters it before it serves."""
+
+    generation: int = 0
+    """Number of changes of the pause or the sleep, over all incarnations."""
+    pause: str = ""
+    """The mode of the pause, one of `PAUSE_MODES`; empty: not paused."""
+    num_draining: int = 0
+    """Requests that arrived before a pause with mode "wait" and have not ended."""
+    sleep: SleepState = AWAKE
+    calls: tuple[int, ...] = ()
+    """The ids of the latest calls that were carried out; of a call that failed, the complement of its id."""
+
+
+NOT_SUSPENDED = Suspension()
 
 
 class StepRequests(NamedTuple):
@@ -114,7 +140,9 @@ class CoreStatus(NamedTuple):
     step_requests: list[tuple[int, int, int]]
     """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps. The
     number is as in `StepRequests`."""
-    sleep: SleepState = AWAKE
+    suspension: Suspension = NOT_SUSPENDED
+    outside_signal: int = 0
+    """Number of the fatal signal that another process sent to the core; 0: none, or the core cannot tell."""
 
     def __str__(self) -> str:
         """Return a short line for logs and error messages."""
@@ -122,7 +150,8 @@ class CoreStatus(NamedTuple):
             f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, "
             f"last beat {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
             f"{self.free_blocks} of {self.total_blocks} KV blocks free"
-            f"{f', asleep at level {self.sleep.level}' if self.sleep.missing else ''}"
+            f"{', paused' if self.suspension.pause else ''}"
+            f"{f', asleep at level {self.suspension.sleep.level}' if self.suspension.sleep.missing else ''}"
         )
 
 
@@ -202,12 +231,17 @@ class StatusPage:
         """Publish that the core is alive."""
         self._header[_Field.HEARTBEAT_NS] = time.monotonic_ns()
 
-    def note_sleep(self, sleep: SleepState) -> None:
-        """Publish which memory the core has released; `AWAKE` after it has woken up."""
-        header = self._header
+    def note_suspension(self, suspension: Suspension) -> None:
+        """Publish the pause and the sleep in force, and the latest calls, at most `MAX_NOTED_CALLS`."""
+        header, sleep, calls = self._header, suspension.sleep, suspension.calls
         header[_Field.SEQUENCE] += 1
+        header[_Field.GENERATION] = suspension.generation
+        header[_Field.PAUSE] = PAUSE_MODES.index(suspension.pause) + 1 if suspension.pause else 0
+        header[_Field.NUM_DRAINING] = suspension.num_draining
         header[_Field.SLEEP_LEVEL] = sleep.level
         header[_Field.MISSING] = sum(1 << SLEEP_TAGS.index(tag) for tag in sleep.missing)
+        header[_Field.NUM_CALLS] = len(calls)
+        header[_CALLS_AT : _CALLS_AT + len(calls)] = calls
         header[_Field.SEQUENCE] += 1
 
     def note_client(self, client: int, token: bytes) -> None:
@@ -224,6 +258,11 @@ class StatusPage:
         """Return the token of each client by the client's number; call this only after the core's end."""
         taken = self._clients[self._clients["next_number"] != 0]
         return {int(place["next_number"]) - 1: place["token"].tobytes() for place in taken}
+
+    @property
+    def outside_signal(self) -> npt.NDArray[np.int64]:
+        """[1] The place of `CoreStatus.outside_signal`, for a signal handler to write."""
+        return self._header[_Field.OUTSIDE_SIGNAL : _Field.OUTSIDE_SIGNAL + 1]
 
     def begin_step(self, step: int, requests: StepRequests) -> None:
         """Publish `requests`: the requests of the step about to execute and of the steps that are still executing."""
@@ -277,6 +316,7 @@ class StatusPage:
             before = int(self._header[_Field.SEQUENCE])
             fields = self._header[: len(_Field)].tolist()
             requests = self._step_requests[: fields[_Field.NUM_STEP_REQUESTS]].tolist()
+            calls = self._header[_CALLS_AT : _CALLS_AT + MAX_NOTED_CALLS].tolist()
             if before % 2 == 0 and before == self._header[_Field.SEQUENCE]:
                 break
             if time.monotonic() > deadline:
@@ -296,7 +336,14 @@ class StatusPage:
             free_blocks=fields[_Field.FREE_BLOCKS],
             total_blocks=fields[_Field.TOTAL_BLOCKS],
             step_requests=[(client, slot, num_output_tokens) for client, slot, num_output_tokens in requests],
-            sleep=_sleep(fields[_Field.SLEEP_LEVEL], fields[_Field.MISSING]),
+            suspension=Suspension(
+                generation=fields[_Field.GENERATION],
+                pause=dict(enumerate(PAUSE_MODES, 1)).get(fields[_Field.PAUSE], ""),
+                num_draining=max(0, fields[_Field.NUM_DRAINING]),
+                sleep=_sleep(fields[_Field.SLEEP_LEVEL], fields[_Field.MISSING]),
+                calls=tuple(calls[: max(0, fields[_Field.NUM_CALLS])]),
+            ),
+            outside_signal=fields[_Field.OUTSIDE_SIGNAL],
         )
 
 

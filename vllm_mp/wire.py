@@ -96,7 +96,8 @@ class AddRequest(_Message, tag=2):
     prefix cache. `bad_words` are `params.bad_words` as token ids. `isolate_until_num_tokens` is 0 unless the request
     was in the step during which an earlier core died: then the request shares its steps only with requests of this
     client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
-    dies with it.
+    dies with it. `after_pause`: the client knew of a pause in force when it first sent the request, so that a core that
+    has inherited a pause with mode "wait" holds the request back.
     """
 
     incarnation: int
@@ -114,6 +115,7 @@ class AddRequest(_Message, tag=2):
     ] = []
     isolate_until_num_tokens: int = 0
     isolation_group: int = 0
+    after_pause: bool = False
 
 
 class AddPooling(_Message, tag=6):
@@ -128,6 +130,7 @@ class AddPooling(_Message, tag=6):
     cache_salt: str = ""
     isolate_until_num_tokens: int = 0
     isolation_group: int = 0
+    after_pause: bool = False
 
 
 class AbortRequests(_Message, tag=3):
@@ -144,7 +147,11 @@ CallArgument = str | int | float | bool | None
 
 
 class Call(_Message, tag=4):
-    """Client to core: run the named operation and answer with a `Reply`."""
+    """Client to core: run the named operation and answer with a `Reply`.
+
+    `call_id` names the call among those of all clients, so clients count from a random number. An operation that pauses
+    the core, puts it to sleep or ends that is carried out once under each id, also by successors.
+    """
 
     incarnation: int
     call_id: int
@@ -185,6 +192,18 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     tokens, or minus the number of prompt tokens that are left."""
 
 
+class ModelDigest(msgspec.Struct, array_like=True, frozen=True):
+    """Digests of what a core has loaded, by which a client tells whether its successor serves the same model."""
+
+    weights: str = ""
+    config: str = ""
+    """Of config.json, without what has no influence on results."""
+    tokenizer: str = ""
+
+
+NO_DIGEST = ModelDigest()
+
+
 class Welcome(_Message, tag=16):
     """Core to client: the answer to Hello, sent when the core can serve; `welcome` makes one.
 
@@ -202,6 +221,8 @@ class Welcome(_Message, tag=16):
     package: _Name = ""
     last_death: LastDeath | None = None
     why_dropped: str = ""
+    is_paused: bool = False
+    model: ModelDigest = NO_DIGEST
 
 
 class Refused(_Message, tag=17):
@@ -291,7 +312,14 @@ class Mark(_Message, tag=20):
     mark: int
 
 
-CoreMessage = Welcome | Refused | StepOutput | Reply | Mark
+class PauseChanged(_Message, tag=21):
+    """Core to client: a pause has begun or ended. `Welcome` says whether there is a pause at that time."""
+
+    incarnation: int
+    is_paused: bool
+
+
+CoreMessage = Welcome | Refused | StepOutput | Reply | Mark | PauseChanged
 
 
 class _BoundedParams(SamplingParams):
@@ -378,9 +406,13 @@ def welcome(
     config: bytes,
     last_death: LastDeath | None = None,
     why_dropped: str = "",
+    is_paused: bool = False,
+    model: ModelDigest = NO_DIGEST,
 ) -> Welcome:
     """Return the `Welcome` of this version of vllm-mp."""
-    return Welcome(PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped)
+    return Welcome(
+        PROTOCOL_VERSION, incarnation, client, pid, config, SCHEMA, _PACKAGE, last_death, why_dropped, is_paused, model
+    )
 
 
 def mismatch(peer: Hello | Welcome) -> str | None:

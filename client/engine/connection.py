@@ -79,6 +79,8 @@ class CoreConnection:
         """Messages from the core that were invalid or from another incarnation."""
         self.incarnation = 0
         """The incarnation of the greeted core; 0 before."""
+        self.was_paused = False
+        """The core was paused when it was greeted."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
@@ -110,13 +112,16 @@ class CoreConnection:
             self.close()
             raise ValueError(f"cannot connect to {address}: {error.strerror}; check the address") from error
 
-    def greet(self, timeout: float, check: Callable[[], None]) -> tuple[wire.Welcome, VllmConfig]:
+    def greet(
+        self, timeout: float, check: Callable[[], None], progress: Callable[[], object] = lambda: None
+    ) -> tuple[wire.Welcome, VllmConfig]:
         """Send `Hello`, wait until the core can serve, and return its `Welcome` and its configuration.
 
-        `check` is called 20 times a second and raises when waiting is pointless. Raises what `check` raises, and
-        EngineStartError if the peer is no core of this version, refuses, or has not answered within `timeout` seconds.
+        `check` is called 20 times a second and raises when waiting is pointless. The result of `progress` changes while
+        the core gets on with its load. Raises what `check` raises, and EngineStartError if the peer is no core of this
+        version, refuses, or has neither answered nor got on within `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
+        deadline, latest = time.monotonic() + timeout, progress()
         hello = wire.encode(wire.hello(self._operator_key, self._token))
         self._socket.send(hello)
         while True:
@@ -127,19 +132,22 @@ class CoreConnection:
                 self._socket.send(hello)
             if self._socket.poll(_POLL_MS):
                 frame = self._socket.recv(copy=False)
-                if self.address.startswith("ipc://"):
-                    check_peer(frame.get(zmq.SRCFD), self._owners)
                 try:
                     message = wire.decode_core_message(frame.bytes)
                 except (ValueError, RecursionError) as error:
                     raise EngineStartError(
                         f"the peer at {self.address} is not a core: {error}; check the address"
                     ) from error
-                if isinstance(message, wire.Welcome):
+                # A welcome over a connection that has ended is worth nothing: the next core is greeted.
+                if isinstance(message, wire.Welcome) and (
+                    not self.address.startswith("ipc://") or check_peer(frame.get(zmq.SRCFD), self._owners)
+                ):
                     return message, self._accept(message)
                 if isinstance(message, wire.Refused):
                     raise EngineStartError(message.reason)
             check()
+            if (seen := progress()) != latest:
+                deadline, latest = time.monotonic() + timeout, seen
             if time.monotonic() > deadline:
                 raise EngineStartError(
                     f"the core at {self.address} did not answer within {timeout:g} s; "
@@ -172,6 +180,7 @@ class CoreConnection:
         if reason := wire.mismatch(welcome):
             raise EngineStartError(f"{reason}; the address is {self.address}")
         self.incarnation = welcome.incarnation
+        self.was_paused = welcome.is_paused
         try:
             return msgspec.json.decode(welcome.config, type=VllmConfig)
         except (ValueError, RecursionError) as error:

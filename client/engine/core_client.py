@@ -8,23 +8,26 @@ import asyncio
 import itertools
 import logging
 import os
+import secrets
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.refused_requests import RefusedRequests
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, News
+from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End, News
 from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
-from vllm_mp.status_page import AWAKE, CoreState
+from vllm_mp.status_page import CoreState
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +37,23 @@ _HANDOVER_TIMEOUT_S = 5.0
 
 
 class _PendingCall(NamedTuple):
-    """A call that has not been answered, or the pause that is in force."""
+    """A call that has not been answered."""
 
     call_id: int
     name: str
     args: tuple[wire.CallArgument, ...]
     reply: asyncio.Future[Any]
+    made_at: float
+    """In seconds of `time.monotonic()`."""
 
 
 class EngineCoreClient:
     """Sends requests and calls to the core, and replays them to its successor after a death.
 
-    A successor is told everything that is pending: what live streams still await, with the tokens received so far,
-    the calls without a reply, and the pause in force. The status page of the dead core says whether to sleep.
-    Requests and calls that are made while there is no core are recorded, and sent to the next core.
+    A successor is told everything that is pending, in the order in which it was sent first: what live streams still
+    await, with the tokens received so far, and the calls without a reply. A pause or a sleep belongs to the core, whose
+    successor has entered it already. Requests and calls that are made while there is no core are recorded, and sent to
+    the next core.
 
     All methods but `fail_all` and the properties must be called in the event loop's thread.
     """
@@ -64,14 +70,15 @@ class EngineCoreClient:
         self._closed_with: EngineDeadError | None = None
         self._calls: dict[int, _PendingCall] = {}
         """By id: the calls that the core has not answered."""
-        self._call_ids = itertools.count()
-        self._pause: _PendingCall | None = None
-        """The pause in force."""
-        self._sleep = AWAKE
-        """The sleep state that the next core must enter, from the status page of the last."""
-        self._sleep_calls: set[int] = set()
-        """The ids of the calls that put the core into `_sleep` and have no reply yet."""
+        self._call_ids = itertools.count(secrets.randbits(62))
+        """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
+        self._is_paused = supervisor.core.connection.was_paused
+        """There is a pause, as far as the core has told."""
         self._suspects = Suspects()
+        self._unexplained: Death | None = None
+        """The death of a shared core, until its successor says what it was computing."""
+        self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
+        """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
         self._refused = RefusedRequests()
@@ -119,9 +126,12 @@ class EngineCoreClient:
         EngineGenerateError if an equal request was to blame for deaths of cores.
         """
         self._refused.check(stream)
-        stream.is_held = self._pause is not None
+        stream.after_pause = self._is_paused or any(call.name == "pause" for call in self._calls.values())
+        stream.number = next(self._call_ids)
         if not self.requests.enter(stream):
             return False
+        if not self._has_core:
+            self._waits_since[stream] = time.monotonic()
         num_sent = 0
         try:
             for awaited in stream.awaited:
@@ -153,14 +163,8 @@ class EngineCoreClient:
         NotOperatorError if only operators may make the call.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = _PendingCall(next(self._call_ids), name, args, reply)
+        call = _PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
         self._calls[call.call_id] = call
-        if name == "pause":
-            self._pause = call
-        elif name == "resume":
-            self._pause = None
-            for stream in self.requests.streams():
-                stream.is_held = False
         self._send_call(call)
         try:
             async with asyncio.timeout(timeout):
@@ -240,6 +244,12 @@ class EngineCoreClient:
     def _send_call(self, call: _PendingCall) -> None:
         self._send(wire.Call(self.incarnation, call.call_id, call.name, list(call.args)))
 
+    def _note_pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        if not is_paused:
+            for stream in self.requests.streams():
+                stream.after_pause = False
+
     def _abort_stream(self, stream: RequestStream) -> None:
         if not stream.is_over:  # else its id may belong to another request
             self.abort(stream.request_id)
@@ -259,7 +269,8 @@ class EngineCoreClient:
         if self._held_back:
             self._suspects.choose_sent_group(self.requests.live())
             held_back, self._held_back = self._held_back, []
-            self._replay(held_back)
+            for stream, awaited in held_back:
+                self._replay(stream, awaited)
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         if isinstance(message, wire.StepOutput):
@@ -268,19 +279,15 @@ class EngineCoreClient:
             self._send_held_back()
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
+        elif isinstance(message, wire.PauseChanged):
+            self._note_pause(message.is_paused)
         elif isinstance(message, wire.Mark):
             self._send(wire.MarkSeen(self.incarnation, message.mark))
 
     def _on_reply(self, reply: wire.Reply) -> None:
         call = self._calls.pop(reply.call_id, None)
-        if reply.call_id in self._sleep_calls:
-            self._sleep_calls.remove(reply.call_id)
-            if reply.error is not None:
-                logger.warning("the core does not enter the sleep state of its predecessor: %s", reply.error)
         if call is None:
             return
-        if reply.error is not None and call is self._pause:
-            self._pause = None  # another client ended it
         if reply.error is None:
             _settle(call, reply.result, None)
         else:
@@ -301,6 +308,8 @@ class EngineCoreClient:
                 self._on_death(news)
             elif isinstance(news, Core):
                 self._replay_to(news)
+            elif isinstance(news, Absence):
+                self._on_absence(news)
             else:
                 self._on_end(news)
 
@@ -312,12 +321,38 @@ class EngineCoreClient:
 
     def _on_death(self, death: Death) -> None:
         self._recovers_from = death.cause
-        if not self._sleep_calls:  # otherwise the dead core had not reached `_sleep` yet
-            self._sleep = death.sleep
         requests = self.requests
         self._stats.note_death(death.kind, death.time, death.cause)
         logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
-        for conviction in self._suspects.record(death, requests.live()):
+        if self._core.process is None:
+            self._unexplained = death
+        else:
+            self._blame(death)
+
+    def _explain_death(self, old: Core, core: Core) -> None:
+        """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
+        death, self._unexplained = self._unexplained, None
+        if death is None:
+            return
+        if core.welcome.why_dropped:
+            logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
+        if core.connection.incarnation == old.connection.incarnation:
+            return  # the connection broke, and the core lives
+        last = core.welcome.last_death
+        if last is not None and last.incarnation == old.connection.incarnation:
+            death = death._replace(
+                cause=last.cause,
+                in_step=dict(last.in_step),
+                num_in_step=last.num_in_step,
+                is_from_outside=last.is_from_outside,
+                kind=last.kind,
+                is_step_known=True,
+            )
+        self._blame(death)
+
+    def _blame(self, death: Death) -> None:
+        """Record a death for each live request in its step, and fail those that are to blame."""
+        for conviction in self._suspects.record(death, self.requests.live()):
             self._convict(conviction)
 
     def _convict(self, conviction: Conviction) -> None:
@@ -341,46 +376,42 @@ class EngineCoreClient:
         self._stats.note_restart()
         self._listen()
         self.supervisor.release(old)
-        self._restore_sleep()
+        self._note_pause(core.connection.was_paused)
+        self._explain_death(old, core)
         self.requests.forget_core()
         self._held_back.clear()
-        live = self.requests.live()
-        if self._pause is not None and self._pause.args[0] == "wait":
-            # Requests from before such a pause run to their ends.
-            self._replay([entry for entry in live if not entry[0].is_held])
-            live = [entry for entry in live if entry[0].is_held]
-        if self._pause is not None:
-            self._send_call(self._pause)
-        self._replay(live)
-        for call in list(self._calls.values()):
-            if call is not self._pause:
-                self._send_call(call)
+        self._waits_since.clear()
+        calls = deque(self._calls.values())
+        for stream, awaited in sorted(self.requests.live(), key=lambda entry: entry[0].number):
+            while calls and calls[0].call_id < stream.number:
+                self._send_call(calls.popleft())
+            self._replay(stream, awaited)
+        for call in calls:
+            self._send_call(call)
 
-    def _replay(self, live: list[tuple[RequestStream, Awaited]]) -> None:
-        for stream, awaited in live:
-            if stream.is_over:  # another of its completions could not be sent, which failed all of them
-                self.requests.free_unsent(awaited)
-                continue
-            try:
-                self._send_request(stream, awaited)
-            except ValueError as error:
-                self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {error}"))
-                self.requests.free_unsent(awaited)
-
-    def _restore_sleep(self) -> None:
-        """Put a new core to sleep before it is told anything else, if its predecessor slept."""
-        self._sleep_calls.clear()
-        level, missing = self._sleep
-        if not missing:
+    def _replay(self, stream: RequestStream, awaited: Awaited) -> None:
+        if stream.is_over:  # another of its completions could not be sent, which failed all of them
+            self.requests.free_unsent(awaited)
             return
-        self._call_for_sleep("sleep", level)
-        if back := [tag for tag in wire.SLEEP_TAGS if tag not in missing]:
-            self._call_for_sleep("wake_up", *back)
+        try:
+            self._send_request(stream, awaited)
+        except ValueError as error:
+            self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {error}"))
+            self.requests.free_unsent(awaited)
 
-    def _call_for_sleep(self, name: str, *args: wire.CallArgument) -> None:
-        call = wire.Call(self.incarnation, next(self._call_ids), name, list(args))
-        self._sleep_calls.add(call.call_id)
-        self._send(call)
+    def _on_absence(self, absence: Absence) -> None:
+        """Fail what has waited too long for a shared core; the supervisor goes on trying to reach one."""
+        waits_since = time.monotonic() - absence.limit_s
+        error = EngineDeadError(absence.cause)
+        late = [stream for stream in self.requests.streams() if self._waits_since.get(stream, 0.0) <= waits_since]
+        for stream in late:
+            self.requests.fail_with(stream, error)
+        for call in list(self._calls.values()):
+            if call.made_at <= waits_since:
+                del self._calls[call.call_id]
+                _settle(call, None, EngineDeadError(absence.cause))
+        if late:
+            logger.error("%s; %d requests failed", absence.cause.partition(";")[0], len(late))
 
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause

@@ -1,6 +1,7 @@
 """The sources of a client's cores: its own processes, or a shared core at an address."""
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -21,7 +22,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
 
 
 class Core(NamedTuple):
@@ -36,10 +37,12 @@ class Core(NamedTuple):
     """The core's status page; None if this process cannot see it, as over TCP."""
     process: CoreProcess | None
     """The core's process; None for a shared core."""
+    welcome: wire.Welcome
 
 
 _RETRY_S = 0.2
-"""Pause before the next attempt to reach a shared core."""
+"""Pause before the next attempt to reach a shared core; it doubles for each further attempt."""
+_LONGEST_RETRY_S = 3.0
 _LOOK_S = 0.05
 """Pause before the next look for the socket of a shared core."""
 
@@ -63,6 +66,8 @@ class CoreLauncher:
         self._num_started = 0
         self._operator_key = operator_key or new_operator_key()
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
+        self._suspension = NOT_SUSPENDED
+        """The pause and the sleep that the next core must enter."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -86,7 +91,7 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
-        self._process.launch(self._config, self._operator_key)
+        self._process.launch(self._config, self._operator_key, self._suspension)
         self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
@@ -110,14 +115,15 @@ class CoreLauncher:
                 )
 
         try:
-            welcome, config = connection.greet(self._limits.start_timeout_s, look)
+            timeout = self._limits.start_timeout_s
+            welcome, config = connection.greet(timeout, look, lambda: _load_progress(process.status_page()))
         except BaseException:
             connection.close()
             process.kill()
             self.discard(process)
             raise
         self._process = self._connection = None
-        return Core(connection, welcome.client, config, process.status_page(), process)
+        return Core(connection, welcome.client, config, process.status_page(), process, welcome)
 
     def prepare_standby(self) -> None:
         """Start a standby, if `warm_standby` is set and none is alive. Raises OSError if no process can start."""
@@ -127,8 +133,16 @@ class CoreLauncher:
             self._standby = CoreProcess(self.folder, self._num_started + 1, True, self._is_shared)
 
     def discard(self, process: CoreProcess) -> None:
-        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors."""
+        """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
+
+        The next core will enter the pause and the sleep that were in force.
+        """
         process.stop()
+        page = process.status_page()
+        if page is not None:
+            suspension = page.read().suspension
+            if suspension.generation >= self._suspension.generation:  # else the core died before it had entered any
+                self._suspension = suspension
         process.remove_files()
         for log in self.folder.glob("core-*.log"):
             number = int(log.stem.removeprefix("core-"))
@@ -152,15 +166,26 @@ class RemoteCore:
     """The shared core at an address, and after its death the next core there that serves the same model."""
 
     def __init__(
-        self, address: str, key_file: str | None, timeout: float, operator_key: bytes = b"", owner: str | None = None
+        self,
+        address: str,
+        key_file: str | None,
+        timeout: float,
+        operator_key: bytes = b"",
+        owner: str | None = None,
+        reconnect_timeout: float = math.inf,
     ) -> None:
-        """`timeout`: seconds that `finish` waits for the core to answer.
+        """`timeout`: seconds that `finish` waits for the first core to answer.
+
 
         With `operator_key`, the core's, this client is an operator. `owner`: a user beside this one and root whose core
-        is trusted, if it is behind a Unix socket. Raises ValueError if there is no such user.
+        is trusted, if it is behind a Unix socket. `reconnect_timeout`: seconds that requests wait while there is no
+        core. Raises ValueError if there is no such user.
         """
         self.address = address
-        self.timeout = timeout
+        self.reconnect_timeout = reconnect_timeout
+        self.trouble = "no core answers there"
+        """Why there is no core, as far as this client knows."""
+        self._timeout = timeout
         self.standby_pid: int | None = None
         self._key_file = key_file
         self._owners = trusted_owners() | ({user_id(owner)} if owner is not None else set())
@@ -168,45 +193,55 @@ class RemoteCore:
         """The socket file; None over TCP."""
         self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._model: object = None
-        """Configuration and dtype of the model that the first core served; None before."""
+        self._model: dict[str, object] | None = None
+        """What the first core served; None before."""
 
     def begin(self) -> None:
         """No-op: a shared core is started by its operator."""
 
     def finish(self, check: Check) -> Core:
-        """Wait until a core serves at the address.
+        """Wait until a core serves at the address; without a limit of time, unless it is the first core.
 
-        Raises what `check` raises, and EngineStartError after `timeout` seconds, or at once if the first core refuses
-        or a later core has another model.
+        Raises what `check` raises, and EngineStartError if the first core refuses, or if there is none for `timeout`
+        seconds in which no core got on with its load, or if a later core has another model.
         """
-        deadline = time.monotonic() + self.timeout
+        is_first, pause = self._model is None, _RETRY_S
+        deadline = time.monotonic() + self._timeout if is_first else math.inf
+        self.trouble = "no core answers there"
         while True:
             connection = None
             try:
                 self._wait_for_socket(check, deadline)
                 connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
-                welcome, config = connection.greet(max(0.0, deadline - time.monotonic()), check)
+                timeout = max(0.0, deadline - time.monotonic())
+                welcome, config = connection.greet(timeout, check, self.load_progress)
                 break
-            except EngineStartError:
+            except EngineStartError as error:
                 if connection is not None:
                     connection.close()
-                if self._model is None or time.monotonic() >= deadline:
+                if is_first:
                     raise
-                time.sleep(_RETRY_S)  # this core could not load and is about to end; its successor may load
+                # This core could not load and is about to end, or has no room for another client now.
+                self.trouble = str(error)
+                _wait(pause, check)
+                pause = min(_LONGEST_RETRY_S, 2 * pause)
             except BaseException:
                 if connection is not None:
                     connection.close()
                 raise
-        model = (config.model_config.hf_config, config.model_config.dtype)
-        if self._model not in (None, model):
+        model = _served_model(welcome, config)
+        if differing := _differences(self._model or model, model):
             connection.close()
             raise EngineStartError(
-                f"the core that now serves {self.address} has another model or dtype "
-                f"({config.model_config.model} in {config.model_config.dtype}); connect to it again"
+                f"the core that now serves {self.address} has another model ({config.model_config.model}): "
+                f"{', '.join(differing)}; connect to it again"
             )
         self._model = model
-        return Core(connection, welcome.client, config, self._open_page(), None)
+        return Core(connection, welcome.client, config, self._open_page(), None, welcome)
+
+    def load_progress(self) -> object:
+        """Return a value that changes while a core gets on with its load; None if this process sees no such core."""
+        return _load_progress(self._open_page())
 
     def _wait_for_socket(self, check: Check, deadline: float) -> None:
         """Return once there is a socket file whose owner is trusted; at once over TCP.
@@ -236,6 +271,36 @@ class RemoteCore:
 
 
 CoreSource = CoreLauncher | RemoteCore
+
+
+def _wait(seconds: float, check: Check) -> None:
+    """Wait while `check`, which is called repeatedly, does not raise."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        check()
+        time.sleep(_LOOK_S)
+
+
+def _load_progress(page: StatusPage | None) -> object:
+    """Return a value that changes while the core of `page` gets on with its load; None without such a core."""
+    return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
+
+
+def _served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
+    """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
+    digest, model = welcome.model, config.model_config
+    digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
+    limits = {name: getattr(model, name) for name in ("dtype", "quantization", "max_model_len")}
+    return digests | limits
+
+
+def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """Return the names of what differs, with values where they mean something."""
+    return [
+        f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"
+        for name, was in old.items()
+        if new[name] != was
+    ]
 
 
 def _socket_root() -> str | None:

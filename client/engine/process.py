@@ -17,7 +17,7 @@ from vllm_mp.core_launch import CoreLaunch, core_environment, package_path
 from vllm_mp.errors import EngineStartError
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import StatusPage, Suspension
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,11 @@ class CoreProcess:
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
 
-    def launch(self, config: VllmConfig, operator_key: bytes) -> None:
-        """Send the process its configuration, with which it becomes a core that knows its operators by their key."""
+    def launch(self, config: VllmConfig, operator_key: bytes, suspension: Suspension) -> None:
+        """Send the process its configuration, with which it becomes a core.
+
+        The core knows its operators by `operator_key`, and enters `suspension` before it serves.
+        """
         launch = CoreLaunch(
             config=config,
             address=self.address,
@@ -85,6 +88,7 @@ class CoreProcess:
             runtime_dir=str(self._folder),
             parent_pid=os.getpid(),
             operator_key=operator_key,
+            suspension=suspension,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it

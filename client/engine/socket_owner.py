@@ -34,13 +34,19 @@ def check_socket_file(path: Path, owners: Collection[int]) -> bool:
     return True
 
 
-def check_peer(descriptor: int, owners: Collection[int]) -> None:
-    """Raise EngineStartError if the process that listens at the other end of a Unix socket is not of `owners`.
+def check_peer(descriptor: int, owners: Collection[int]) -> bool:
+    """Return whether the connection of `descriptor`, to a Unix socket, lasts and its peer can be believed.
 
-    Raises OSError if the connection has ended.
+    Raises EngineStartError if the process that listens there is not of `owners`.
     """
-    with socket.socket(fileno=os.dup(descriptor)) as connected:
-        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connected:
+            if connected.family != socket.AF_UNIX:
+                return False  # the connection has ended, and its descriptor was used again
+            credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError:
+        return False
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid not in owners:
         raise EngineStartError(f"process {pid}, which serves the socket, is of user {user_name(uid)}; {_REMEDY}")
+    return True

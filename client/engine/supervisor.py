@@ -13,9 +13,9 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
-from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource
+from vllm_mp.client.engine.launcher import Core, CoreSource, RemoteCore
 from vllm_mp.errors import EngineStartError
-from vllm_mp.status_page import AWAKE, CoreStatus, SleepState
+from vllm_mp.status_page import CoreStatus
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ _STANDBY_RETRY_S = 30.0
 _FIRST_DELAY_S = 0.1
 """Delay of the restart after a core that died before it served; it doubles for each further such core in a row."""
 _LONGEST_DELAY_S = 5.0
+_ABSENCE_INTERVAL_S = 0.25
+"""Time between two looks at the requests that wait too long for a shared core."""
 
 
 class Death(NamedTuple):
@@ -46,8 +48,6 @@ class Death(NamedTuple):
 
     Also true for a shared core, whose cause of death is unknown.
     """
-    sleep: SleepState = AWAKE
-    """The sleep in force at the death; `AWAKE` if the status page is not visible."""
     kind: str = "connection"
     """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
     time: float = 0.0
@@ -62,7 +62,15 @@ class End(NamedTuple):
     cause: str
 
 
-News = Death | Core | End
+class Absence(NamedTuple):
+    """There is still no shared core; the supervisor goes on trying."""
+
+    cause: str
+    limit_s: float
+    """Seconds that a request waits for a core."""
+
+
+News = Death | Core | End | Absence
 
 
 class RestartLimit:
@@ -111,7 +119,7 @@ class CoreSupervisor:
     """
 
     def __init__(self, source: CoreSource, core: Core, restarts: RestartLimit | None) -> None:
-        """`core` is the first core of `source`; with `restarts` None there is no successor.
+        """`core` is the first core of `source`; with `restarts` None, `source` starts no successor.
 
         Watching begins with `watch`.
         """
@@ -277,14 +285,17 @@ class CoreSupervisor:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed, kind = False, "out_of_memory"
         own = {slot: progress for client, slot, progress in in_step if client == core.client}
-        sleep = status.sleep if status else AWAKE
-        is_from_outside = was_killed or core.process is None or core.process.was_told_to_stop
+        was_told_to_stop = core.process is not None and core.process.was_told_to_stop
+        was_sent = kind == "signal" and status is not None and status.outside_signal != 0
+        is_from_outside = was_killed or core.process is None or was_told_to_stop or was_sent
         return Death(
-            cause, own, len(in_step), is_from_outside, sleep, kind, time.monotonic(), is_step_known=status is not None
+            cause, own, len(in_step), is_from_outside, kind, time.monotonic(), is_step_known=status is not None
         )
 
     def _replace(self, core: Core, death: Death) -> Core | None:
         """Start the successor of `core`; return None if there is none."""
+        if isinstance(self._source, RemoteCore):
+            return self._rejoin(self._source, death)
         cause, has_served, died_at = death.cause, True, death.time
         if core.process is not None:
             self._source.discard(core.process)
@@ -314,15 +325,42 @@ class CoreSupervisor:
             except _Stopped:
                 return None
             except (EngineStartError, OSError, zmq.ZMQError) as error:
-                if not isinstance(self._source, CoreLauncher):
-                    self._tell(End(f"{cause}, and {error}"))
-                    return None
                 logger.warning("%s", str(error).partition(";")[0])
                 cause, has_served, died_at = str(error), False, time.monotonic()
                 continue
             self.num_restarts += 1
             self._tell(successor)
             return successor
+
+    def _rejoin(self, source: RemoteCore, death: Death) -> Core | None:
+        """Wait for the next core at the address of a shared core, for as long as it takes.
+
+        Return None when told to stop, or if the next core has another model.
+        """
+        self._tell(death)
+        next_report = death.time + source.reconnect_timeout
+        progress: object = None
+
+        def look() -> None:
+            nonlocal next_report, progress
+            self._raise_if_stopped()
+            last, progress = progress, source.load_progress()
+            if progress not in (None, last):
+                next_report = time.monotonic() + source.reconnect_timeout
+            if time.monotonic() >= next_report:
+                cause = f"{death.cause}, and {source.trouble} for {source.reconnect_timeout:g} s"
+                self._tell(Absence(cause, source.reconnect_timeout))
+                next_report = time.monotonic() + _ABSENCE_INTERVAL_S
+
+        try:
+            successor = source.finish(look)
+        except _Stopped:
+            return None
+        except EngineStartError as error:
+            self._tell(End(f"{death.cause}, and {error}"))
+            return None
+        self._tell(successor)
+        return successor
 
     def _raise_if_stopped(self) -> None:
         if self._stops.is_set():

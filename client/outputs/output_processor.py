@@ -10,7 +10,7 @@ from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_path import Entry
 from vllm_mp.client.outputs.stream import Awaited, GenerationStream, PoolingStream, RequestStream
 from vllm_mp.client.outputs.wake_ups import WakeUps
-from vllm_mp.errors import EngineGenerateError
+from vllm_mp.errors import EngineError, EngineGenerateError
 
 
 class OutputProcessor:
@@ -161,8 +161,12 @@ class OutputProcessor:
 
     def fail(self, stream: RequestStream, why: str) -> list[int]:
         """End a live stream with EngineGenerateError; return its slots, which stay in use until the core answers."""
+        return self.fail_with(stream, EngineGenerateError(why))
+
+    def fail_with(self, stream: RequestStream, error: EngineError) -> list[int]:
+        """End a live stream with `error`; return its slots, which stay in use until the core answers."""
         slots = self._slots_of(stream)
-        stream.fail(EngineGenerateError(why))
+        stream.fail(error)
         self._forget(stream)
         return slots
 

@@ -76,12 +76,13 @@ class RequestStream(ABC):
         "_metrics",
         "_request",
         "_waiter",
+        "after_pause",
         "error",
         "group",
         "has_logprobs",
-        "is_held",
         "is_ready",
         "num_cached_tokens",
+        "number",
         "params",
         "prompt",
         "prompt_token_ids",
@@ -94,8 +95,10 @@ class RequestStream(ABC):
         self.params: SamplingParams | PoolingParams = request.params
         self.prompt = request.prompt
         self.prompt_token_ids = request.prompt_token_ids
-        self.is_held = False
-        """The request arrived during a pause and waits for the pause to end."""
+        self.after_pause = False
+        """The client knew of a pause, which has not ended, when it sent the request."""
+        self.number = 0
+        """Place of the request among the requests and calls that this client sent."""
         self.num_cached_tokens = 0
         """Prompt tokens whose keys and values were already in the core's cache when the first completion began."""
         self.has_logprobs = False
@@ -319,6 +322,7 @@ class GenerationStream(RequestStream):
             bad_words=list(request.bad_words),
             isolate_until_num_tokens=isolation.until_num_tokens,
             isolation_group=isolation.group,
+            after_pause=self.after_pause,
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:
@@ -416,6 +420,7 @@ class PoolingStream(RequestStream):
             cache_salt=request.cache_salt,
             isolate_until_num_tokens=isolation.until_num_tokens,
             isolation_group=isolation.group,
+            after_pause=self.after_pause,
         )
 
     def has_news(self) -> bool:

@@ -75,6 +75,10 @@ class Clients:
         """Return the number of clients that have said hello and are not known to have left."""
         return len(self._clients)
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of all clients."""
+        return list(self._clients)
+
     def find(self, identity: bytes) -> int | None:
         """Return the number of a client; None if it has not said hello."""
         return self._number_of.get(identity)

@@ -24,6 +24,7 @@ from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
+from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.request_validation import validate_generation, validate_pooling
@@ -46,6 +47,8 @@ class OperatorCall(NamedTuple):
     """An operation that changes the core for all clients, so that only operators may call it."""
 
     run: Callable[..., Any]
+    record: SuspensionRecord | None = None
+    """Where the call is noted if it must not be carried out again when it is repeated."""
 
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
@@ -81,6 +84,8 @@ class RequestHandler:
         self._config = config
         self._incarnation = incarnation
         self._predecessor = predecessor
+        self.model_digest = wire.NO_DIGEST
+        """What clients are told of the model, once it is loaded."""
         self._is_shared = is_shared
         self._suspects = {} if predecessor is None else predecessor.suspects()
         """The progress of each request that clients may have isolated, by (token, slot)."""
@@ -91,6 +96,7 @@ class RequestHandler:
         self._scheduler: Scheduler | None = None
         self._page: StatusPage | None = None
         self._calls: dict[str, Operation] = {}
+        self._is_paused = False
         self._is_held_up = False
         """The latest call must be completed before later messages are read."""
 
@@ -156,6 +162,12 @@ class RequestHandler:
             self._forget(client)
         for client, num_bytes in self._clients.take_slow():
             self._drop(client, f"it had not read {num_bytes} bytes of output; read faster, or ask for less at a time")
+
+    def tell_pause(self, is_paused: bool) -> None:
+        """Tell every client, also those that say hello from now on, whether there is a pause."""
+        self._is_paused = is_paused
+        for client in self._clients.numbers():
+            self._send_to(client, wire.PauseChanged(self._incarnation, is_paused))
 
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
         """Send (client, end) of requests that have ended outside of a step to their clients."""
@@ -261,7 +273,16 @@ class RequestHandler:
         config = msgspec.json.encode(self._config)
         last_death = None if self._predecessor is None else self._predecessor.last_death(hello.token)
         why_dropped = self._clients.take_why_dropped(hello.token)
-        welcome = wire.welcome(self._incarnation, client, os.getpid(), config, last_death, why_dropped)
+        welcome = wire.welcome(
+            self._incarnation,
+            client,
+            os.getpid(),
+            config,
+            last_death,
+            why_dropped,
+            self._is_paused,
+            self.model_digest,
+        )
         self._send_to(client, welcome)
 
     def _why_refused(self, hello: wire.Hello) -> str | None:
@@ -304,6 +325,7 @@ class RequestHandler:
             order=scheduler.order_of(message.priority),
             isolate_until_num_tokens=self._isolate_until(client, message),
             isolation_group=message.isolation_group,
+            after_pause=message.after_pause,
             num_bytes=num_bytes + REQUEST_BYTES,
         )
         scheduler.add(request)
@@ -340,6 +362,7 @@ class RequestHandler:
             order=scheduler.order_of(message.priority),
             isolate_until_num_tokens=self._isolate_until(client, message),
             isolation_group=message.isolation_group,
+            after_pause=message.after_pause,
             num_bytes=num_bytes + REQUEST_BYTES,
         )
         scheduler.add(request)
@@ -381,16 +404,15 @@ class RequestHandler:
             if call is None:
                 known = ", ".join(sorted(self._calls))
                 raise ValueError(f"the core has no operation {message.name[:100]!r}; it has {known}")
-            if isinstance(call, OperatorCall):
-                if client not in self._operators:
-                    self._refuse_operation(client, message)
-                    return
-                call = call.run
+            if isinstance(call, OperatorCall) and client not in self._operators:
+                self._refuse_operation(client, message)
+                return
+            run, record = call if isinstance(call, OperatorCall) else OperatorCall(call)
             try:
-                inspect.signature(call).bind(*message.args)
+                inspect.signature(run).bind(*message.args)
             except TypeError as error:
                 raise ValueError(f"operation {message.name}: {error}") from error
-            result = call(*message.args)
+            result = record.carry_out(message.call_id, run, *message.args) if record else run(*message.args)
         except ValueError as error:
             self._reply(client, message.call_id, error=str(error))
             return

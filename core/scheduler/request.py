@@ -64,6 +64,8 @@ class Request:
     """Not 0: the request is a suspect, and runs isolated until its output has that many tokens."""
     isolation_group: int = 0
     """Names the suspects of the same client in whose steps this suspect may run."""
+    after_pause: bool = False
+    """The client knew of a pause when it first sent the request."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
     aborted: bool = False

@@ -63,6 +63,10 @@ class Scheduler:
         """The isolated group that runs: the only group whose suspects have rows."""
         self._latest_is_isolated = False
         """The latest scheduled step is a step of an isolated group."""
+        self.num_returning: int | None = None
+        """Requests from before an inherited pause that lets them run, which clients have not sent to this core yet.
+
+        None: no such pause is in force."""
         self._is_frozen = False
         """True: a pause has stopped all requests."""
         self._is_asleep = False
@@ -105,7 +109,10 @@ class Scheduler:
         self.memory.check(request.client, request.num_bytes)
         self._requests[request.key] = request
         self.memory.take(request.client, request.num_bytes)
-        self.waiting.add(request)
+        precedes_pause = self.num_returning is not None and not request.after_pause
+        if self.num_returning is not None and precedes_pause:
+            self.num_returning = max(0, self.num_returning - 1)
+        self.waiting.add(request, may_hold=not precedes_pause)
 
     def abort(self, client: int, slot: int) -> Finished | None:
         """End a running, waiting or held request and return its end; return None if it is not live."""
@@ -421,7 +428,7 @@ class Scheduler:
             raise RuntimeError("a request must not be preempted while a step is pending: its tokens would be lost")
         self._vacate(request)
         self.num_preemptions += 1
-        self.waiting.add(request, is_new=False)
+        self.waiting.add(request, may_hold=False)
 
     def _vacate(self, request: Request) -> None:
         """Take the row and the blocks of a running request."""

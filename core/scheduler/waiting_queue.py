@@ -29,11 +29,11 @@ class WaitingQueue:
     def num_held(self) -> int:
         return len(self._held)
 
-    def add(self, request: Request, is_new: bool = True) -> None:
-        """Queue a request, or hold it back if it is new and arrives during a pause."""
-        if is_new and not request.queued_at:
+    def add(self, request: Request, may_hold: bool = True) -> None:
+        """Queue a request, or hold it back if it arrives during a pause and `may_hold` is true."""
+        if not request.queued_at:
             request.queued_at = time.monotonic()
-        if is_new and self.is_holding:
+        if may_hold and self.is_holding:
             self._held[request.key] = request
             return
         if request.isolate_until_num_tokens:

@@ -1,5 +1,6 @@
 """Sleeping and waking up, for all clients of the core together: the core releases memory for other processes."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,6 +10,8 @@ from vllm_mp.call_validation import check_sleep, check_wake_up
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.status_page import AWAKE, SleepState
 from vllm_mp.wire import KV_CACHE, SLEEP_TAGS, WEIGHTS, Finished
+
+logger = logging.getLogger(__name__)
 
 _SETBACKS = (ValueError, OSError, MemoryError, RuntimeError)
 """The errors of missing memory and of missing weight files, after which the core stays asleep. A device that has failed
@@ -88,6 +91,23 @@ class Sleep:
         """
         wanted = check_wake_up(tags or None)
         return self._enqueue(lambda: self._wake(wanted))
+
+    def enter(self, state: SleepState) -> None:
+        """Enter the sleep of a predecessor, before any request arrives; drop weights that do not fit in host memory."""
+        level, missing = state
+        if not missing:
+            return
+        if WEIGHTS in missing:
+            try:
+                self._release(WEIGHTS, level)
+            except RuntimeError as error:
+                logger.warning("the core sleeps at level 2, because the host has no room for its weights: %s", error)
+                level = 2
+                self._release(WEIGHTS, level)
+        if KV_CACHE in missing:
+            self._release(KV_CACHE, level)
+        self._scheduler.fall_asleep()
+        self._enter(SleepState(level, missing))
 
     @property
     def is_due(self) -> bool:

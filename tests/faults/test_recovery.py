@@ -17,7 +17,7 @@ from vllm_mp import (
     RequestOutputKind,
     SamplingParams,
 )
-from vllm_mp.testing.engines import ENGINE, answer, eventually, greedy, is_empty, running_engine
+from vllm_mp.testing.engines import ENGINE, answer, eventually, greedy, is_empty, num_waiting_is, running_engine
 
 PROMPT = "The history of the city begins"
 LONG_PROMPT = list(range(1000, 1320))
@@ -334,8 +334,8 @@ def test_sleep_stays_in_force_after_core_is_killed(engine, level, tags):
         tasks.append(asyncio.create_task(consumers[2].run()))
         kill(engine)
         status = await engine.core_status()
-        assert (status["is_sleeping"], status["sleep_level"]) == (True, level)
-        assert (status["num_running"], status["num_waiting"]) == (0, 3)
+        assert (status["is_sleeping"], status["sleep_level"], status["num_running"]) == (True, level, 0)
+        await eventually(num_waiting_is(engine, 3))
         assert consumers[1].num_tokens() == num_tokens
         assert consumers[2].num_tokens() == 0
         if tags:
@@ -377,28 +377,27 @@ def test_unanswered_sleep_or_wake_up_is_carried_out_by_the_next_core(engine, cal
     asyncio.run(run())
 
 
-def test_sleep_is_restored_by_a_third_core_if_the_second_dies_first(engine):
+def test_sleep_and_pause_are_inherited_by_a_third_core_if_the_second_dies_first(engine):
     async def run():
         await engine.sleep(1)
         await engine.wake_up(["weights"])
-        link, sent = engine._core_client, []
-        take = link._call_for_sleep
-
-        def kill_first(name, *args):
-            if not sent:
-                kill(engine)
-            sent.append((name, args))
-            take(name, *args)
-
-        link._call_for_sleep = kill_first
+        await engine.pause_generation("keep")
+        source = engine._supervisor._source
         kill(engine)
-        restarts = (await engine.core_status())["restarts"]
-        del link._call_for_sleep
-        assert sent == [("sleep", (1,)), ("wake_up", ("weights",))] * 2
-        assert restarts == engine._supervisor.num_restarts
+
+        async def next_core_loads():
+            return source._process is not None
+
+        await eventually(next_core_loads)
+        os.kill(source._process.pid, signal.SIGKILL)
+        status = await engine.core_status()
+        assert (status["is_sleeping"], status["sleep_level"], status["is_paused"]) == (True, 1, True)
         await engine.wake_up(["kv_cache"])
-        assert not await engine.is_sleeping()
+        await engine.resume_generation()
         assert len((await answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
+        kill(engine)
+        status = await engine.core_status()
+        assert (status["is_sleeping"], status["is_paused"]) == (False, False)
 
     asyncio.run(run())
 

@@ -126,10 +126,11 @@ def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(defau
             client.shutdown()
 
 
-def test_client_refuses_a_successor_with_another_model(default_model, minilm, tmp_path):
+def test_client_refuses_a_successor_with_other_weights_of_the_same_configuration(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
+    dummy = ("--load-format", "dummy", "--seed")
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(standalone_core(default_model, address))
+        process = stack.enter_context(standalone_core(small_model, address, *dummy, "1"))
         client = AsyncLLM.connect(address)
 
         async def run():
@@ -137,8 +138,8 @@ def test_client_refuses_a_successor_with_another_model(default_model, minilm, tm
             await anext(stream)
             process.kill()
             process.wait()
-            stack.enter_context(standalone_core(minilm, address))
-            with pytest.raises(EngineDeadError, match="another model"):
+            stack.enter_context(standalone_core(small_model, address, *dummy, "2"))
+            with pytest.raises(EngineDeadError, match=r"another model.*other weights"):
                 async for _ in stream:
                     pass
 

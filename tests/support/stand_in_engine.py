@@ -93,7 +93,9 @@ class Engine:
         self.cache = KVCacheManager(self.batch, num_blocks + 1, BLOCK)
         self.pool = self.cache.pool
         self.scheduler = Scheduler(self.config, self.batch, self.cache)
-        self.pause = Pause(self.scheduler, self.end)
+        self.pauses = []
+        """(mode, number of requests that may still run) of each pause that was noted."""
+        self.pause = Pause(self.scheduler, self.end, lambda *state: self.pauses.append(state))
         self.states = []
         """Each `SleepState` that was noted."""
         self.memory = Memory(lambda: self.contents.clear())
@@ -124,6 +126,7 @@ class Engine:
         isolate_until_num_tokens=0,
         isolation_group=None,
         client=0,
+        after_pause=False,
         **params,
     ):
         """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
@@ -151,6 +154,7 @@ class Engine:
             hashes=[] if salt is None else [root_hash(salt)],
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
+            after_pause=after_pause,
             isolate_until_num_tokens=isolate_until_num_tokens,
             isolation_group=slot if isolation_group is None else isolation_group,
         )

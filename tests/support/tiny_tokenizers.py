@@ -65,6 +65,18 @@ def word_pieces() -> Tokenizer:
     return backend
 
 
+def unigram() -> Tokenizer:
+    """Return a tokenizer as SentencePiece makes it, which joins unknown characters to one token."""
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.train_from_iterator(
+        TEXTS * 3,
+        trainers.UnigramTrainer(vocab_size=120, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False),
+    )
+    return backend
+
+
 def with_begin(backend: Tokenizer) -> Tokenizer:
     """Return `backend`, which now begins each text with the special token <s>."""
     backend.add_special_tokens([AddedToken("<s>", normalized=False)])

@@ -29,3 +29,16 @@ def test_bench_frontend_measures_complete_streams(default_model, tmp_path, flags
         assert case["tokens_per_output"] == 1
     assert 0 < figures["first_output_us"]["p50"] <= figures["first_output_us"]["p99"]
     assert {"decoding the message", "taking tokens in", "making outputs", "text"} <= figures["breakdown"][0].keys()
+
+
+def test_bench_frontend_measures_lag_and_memory_of_streams_with_log_probabilities(default_model, tmp_path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "vllm_mp.cli", "bench", "frontend", "--streams", "8", "--rate", "800"]
+    command += ["--logprobs", "3", "--seconds", "1", "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(report.read_text())["lag with streams, ms"]
+    assert (row["streams"], row["rate"], row["logprobs"]) == (8, 800, 3)
+    assert 0 <= row["p50"] <= row["p99"] <= row["max"]
+    assert row["tokens_per_output"] >= 1
+    assert 0 < row["before_mb"] <= row["peak_mb"]

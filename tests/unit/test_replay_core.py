@@ -98,8 +98,8 @@ def test_leaving_a_stream_ends_its_request(llm):
 
 def test_requests_that_it_cannot_answer_fail_alone(llm):
     async def run():
-        with pytest.raises(EngineGenerateError, match="no log-probabilities"):
-            await answer(llm, [5], greedy(3, logprobs=1))
+        with pytest.raises(EngineGenerateError, match="no log-probabilities of prompts"):
+            await answer(llm, [5], greedy(3, prompt_logprobs=1))
         with pytest.raises(EngineGenerateError, match="no vectors"):
             async for _ in llm.encode([5], PoolingParams()):
                 pass
@@ -108,6 +108,20 @@ def test_requests_that_it_cannot_answer_fail_alone(llm):
         return await answer(llm, [5], greedy(3, ignore_eos=True))
 
     assert asyncio.run(run()).outputs[0].token_ids == expected([5], greedy(3, ignore_eos=True), 3)
+
+
+def test_log_probabilities_are_made_up_for_as_many_tokens_as_the_request_wants(llm):
+    async def run():
+        counts = (None, 0, 3)
+        return await asyncio.gather(*[answer(llm, [5], greedy(4, logprobs=n, ignore_eos=True)) for n in counts])
+
+    tokens = expected([5], greedy(4, ignore_eos=True), 4)
+    without, chosen, three = [output.outputs[0] for output in asyncio.run(run())]
+    assert without.logprobs is None
+    assert [list(entry) for entry in chosen.logprobs] == [[token] for token in tokens]
+    assert [next(iter(entry)) for entry in three.logprobs] == three.token_ids == tokens
+    assert [[value.rank for value in entry.values()] for entry in three.logprobs] == [[1, 2, 3]] * 4
+    assert three.cumulative_logprob == chosen.cumulative_logprob == -2.0
 
 
 def test_its_status_has_the_keys_of_a_core(llm):

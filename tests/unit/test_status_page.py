@@ -11,7 +11,17 @@ import threading
 import numpy as np
 import pytest
 
-from vllm_mp.status_page import AWAKE, MAX_STEP_REQUESTS, CoreState, SleepState, StatusPage, StepRequests
+from vllm_mp.status_page import (
+    AWAKE,
+    MAX_NOTED_CALLS,
+    MAX_STEP_REQUESTS,
+    NOT_SUSPENDED,
+    CoreState,
+    SleepState,
+    StatusPage,
+    StepRequests,
+    Suspension,
+)
 from vllm_mp.wire import MAX_CLIENTS
 
 
@@ -298,19 +308,31 @@ def test_corrupted_page_can_be_read():
     assert page.read().state == CoreState.STOPPED
 
 
-@pytest.mark.parametrize("sleep", [AWAKE, SleepState(1, ("weights", "kv_cache")), SleepState(2, ("kv_cache",))])
-def test_sleep_stays_on_the_page_in_every_state(sleep):
+@pytest.mark.parametrize(
+    "suspension",
+    [
+        NOT_SUSPENDED,
+        Suspension(1, "", 0, SleepState(1, ("weights", "kv_cache")), (5,)),
+        Suspension(2, "wait", 3, SleepState(2, ("kv_cache",)), (2**63 - 1, -(2**63))),
+        Suspension(2**40, "keep", calls=tuple(range(MAX_NOTED_CALLS))),
+    ],
+)
+def test_pause_and_sleep_stay_on_the_page_in_every_state(suspension):
     page = StatusPage.create(None, 1)
-    page.note_sleep(SleepState(2, ("weights",)))
-    page.note_sleep(sleep)
+    page.note_suspension(Suspension(1, "abort", 9, SleepState(2, ("weights",)), tuple(range(70, 130))))
+    page.note_suspension(suspension)
     page.enter(CoreState.LOADING, 0.5)
     page.end_step(0, 1, 2, 3)
-    assert page.read().sleep == sleep
-    assert ("asleep at level" in str(page.read())) == bool(sleep.missing)
+    assert page.read().suspension == suspension
+    assert ("asleep at level" in str(page.read())) == bool(suspension.sleep.missing)
+    assert ("paused" in str(page.read())) == bool(suspension.pause)
 
 
 def test_impossible_sleep_reads_as_awake():
     page = StatusPage.create(None, 1)
     for level, missing in ((9, 3), (1, 0), (0, 3), (-1, -1)):
         page._header[14:16] = level, missing
-        assert page.read().sleep == AWAKE
+        assert page.read().suspension.sleep == AWAKE
+    for mode in (-1, 4, 2**62):
+        page._header[17] = mode
+        assert page.read().suspension.pause == ""

@@ -23,6 +23,7 @@ from vllm_mp.testing.sampling_cases import every_field, invalid_values
 PARAMS = SamplingParams(**{**every_field(), "seed": -SEED_LIMIT, "stop_token_ids": [0, 2**31 - 1], "max_tokens": None})
 CLIENT_MESSAGES = [
     wire.hello(),
+    wire.hello(operator_key=b"k" * 64),
     wire.hello(b"a key", b"0123456789abcdef"),
     wire.AddRequest(1, 0, "id", wire.pack_ids([1, 2, 3]), SamplingParams(seed=1)),
     wire.AddRequest(2**63 - 1, 2**20 - 1, "id é 😀", b"", PARAMS, -(2**31), wire.pack_ids([5]), "salt é"),
@@ -46,6 +47,8 @@ CORE_MESSAGES = [
     wire.StepOutput(1, 9, b"", b"", b"", [wire.Finished(3, 0, "stop")], vectors=[(3, b"\x00\x00\x80\x3f")]),
     wire.Reply(1, 2, {"free_blocks": 3, "list": [1.5, None, "x"]}),
     wire.Reply(1, 2, error="no operation 'x'"),
+    wire.Reply(1, 2, error="no", needs_operator=True),
+    wire.PauseChanged(1, True),
     wire.Mark(3, 2**63 - 1),
 ]
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
 from vllm_mp.cli.load_generator import percentiles
+from vllm_mp.cli.stream_lag import StreamLoad, measure_stream_lag, print_lag_header
+from vllm_mp.engine_args import EngineArgs
 from vllm_mp.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -59,6 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--python", action="store_true", help="Use the path in Python, even if the compiled one was built"
     )
+    parser.add_argument(
+        "--rate",
+        type=positive_integer,
+        help="Measure only the lag of the event loop and the memory, while all streams together get this many tokens a "
+        "second, each stream in a task of its own",
+    )
+    parser.add_argument(
+        "--logprobs", type=positive_integer, help="With --rate: log-probabilities at each token (default: none)"
+    )
+    parser.add_argument(
+        "--seconds", type=positive_integer, default=10, help="With --rate: time of the streams (default: %(default)s)"
+    )
     add_json_flag(parser)
 
 
@@ -71,6 +85,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.python:
         output_path.current = output_path.PYTHON
+    if args.rate is not None:
+        print_lag_header()
+        loads = [StreamLoad(streams, args.rate, args.seconds, args.logprobs) for streams in args.streams]
+        rows = [{**load._asdict(), **measure_stream_lag(EngineArgs.model, load)} for load in loads]
+        write_json(args.json, {"lag with streams, ms": rows})
+        return 0
     is_compiled = output_path.current is output_path.COMPILED
     own, other = _processors()
     if own is not None:

@@ -5,16 +5,14 @@ import asyncio
 import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
-from vllm_mp.cli.heartbeat import Heartbeat, heartbeat
+from vllm_mp.cli.heartbeat import heartbeat
+from vllm_mp.cli.stream_lag import StreamLoad, measure_stream_lag, print_lag_header, report_lag
 from vllm_mp.engine_args import EngineArgs
 
 if TYPE_CHECKING:
@@ -58,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=size, default=10, help="Time of streams, and of an idle event loop (default: %(default)s)"
     )
+    parser.add_argument(
+        "--logprobs", type=size, help="Log-probabilities that the streams ask for at each token (default: none)"
+    )
     parser.add_argument("--rounds", type=size, default=7, help="Measurements of short prompts (default: %(default)s)")
     add_json_flag(parser)
 
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         report |= uvloop.run(_measure_lag(tokenizer, args))
     finally:
         tokenizer.close()
-    report |= _measure_streams(args)
+    load = StreamLoad(args.streams, args.rate, args.seconds, args.logprobs)
+    report["lag with streams, ms"] = measure_stream_lag(args.model, load)
     write_json(args.json, report)
     return 0
 
@@ -151,8 +153,7 @@ async def _measure_lag(tokenizer: "PromptTokenizer", args: argparse.Namespace) -
         f"{args.long_prompts} prompts of {args.long_prompt_len} tokens": long_prompts,
         f"a text of {args.longest_text} characters": [longest],
     }
-    print(f"{'lag of the event loop, ms':<44}{'p50':>8}{'p99':>8}{'max':>8}{'p99 busy':>10}{'seconds':>10}", end="")
-    print(f"{'short prompt, ms':>20}")
+    print_lag_header(f"{'short prompt, ms':>20}")
     for name, texts in cases.items():
         waits: list[float] = []
         start = time.perf_counter()
@@ -164,57 +165,10 @@ async def _measure_lag(tokenizer: "PromptTokenizer", args: argparse.Namespace) -
                 waits.append(1000 * (time.perf_counter() - begin))
                 await asyncio.sleep(0.1 if work else args.seconds)
         seconds = time.perf_counter() - start
-        rows[name] = _report_lag(name, beat, f"{seconds:>10.1f}{statistics.median(waits):>20.1f}")
+        rows[name] = report_lag(name, beat, f"{seconds:>10.1f}{statistics.median(waits):>20.1f}")
         for task in work:
             task.result()
     return {"lag while tokenizing, ms": rows}
-
-
-def _measure_streams(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the lag of the loop while streams of a replay core run, each taken by a task of its own."""
-    import uvloop
-
-    from vllm_mp.client.async_llm import AsyncLLM
-
-    rate = args.rate / args.streams
-    with tempfile.TemporaryDirectory(prefix="vllm_mp-") as folder:
-        address = f"ipc://{folder}/core.sock"
-        command = [sys.executable, "-m", "vllm_mp.replay_core", "--listen", address]
-        process = subprocess.Popen([*command, "--model", args.model, "--rate", f"{rate}"])
-        try:
-            llm = AsyncLLM.connect(address)
-            try:
-                row = uvloop.run(_read_streams(llm, args.streams, args.seconds * args.rate // args.streams))
-            finally:
-                llm.shutdown()
-        finally:
-            process.terminate()
-            process.wait()
-    return {"lag with streams, ms": row}
-
-
-async def _read_streams(llm: Any, num_streams: int, num_tokens: int) -> dict[str, float]:
-    """Return the lag of the loop while streams of `num_tokens` tokens run, each read by a task of its own."""
-    from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    prompts = [{"prompt_token_ids": [number % 1000 + 3, number // 1000 + 3]} for number in range(num_streams)]
-
-    async def read(stream: AsyncGenerator[Any, None]) -> int:
-        return sum([len(output.outputs[0].token_ids) async for output in stream])
-
-    start, cpu = time.perf_counter(), time.process_time()
-    streams = [await llm.add_request(None, prompt, params) for prompt in prompts]
-    seconds = time.perf_counter() - start
-    print(
-        f"{num_streams} requests sent in {seconds:.2f} s, with {1e6 * (time.process_time() - cpu) / num_streams:.0f} µs"
-    )
-    start, cpu = time.perf_counter(), time.process_time()
-    async with heartbeat() as beat:
-        totals = await asyncio.gather(*[read(stream) for stream in streams])
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    print(f"their streams: {sum(totals) / wall:,.0f} tokens/s in all, {100 * cpu / wall:.0f} % of a processor core")
-    return _report_lag("the streams", beat, f"{wall:>10.1f}")
 
 
 async def _in_turns(ways: Mapping[str, Callable[[], Awaitable[None]]], rounds: int) -> dict[str, Cost]:
@@ -227,13 +181,6 @@ async def _in_turns(ways: Mapping[str, Callable[[], Awaitable[None]]], rounds: i
             if turn:
                 costs[name].append(Cost(time.perf_counter() - start, time.process_time() - cpu))
     return {name: Cost(*map(statistics.median, zip(*rows, strict=True))) for name, rows in costs.items()}
-
-
-def _report_lag(name: str, beat: Heartbeat, more: str) -> dict[str, float]:
-    """Print a row with the lag, and return the lag."""
-    lag = beat.lag
-    print(f"{name:<44}{lag.p50:>8.2f}{lag.p99:>8.2f}{lag.max:>8.2f}{lag.p99_busy:>10.2f}{more}")
-    return lag._asdict()
 
 
 def _text(chance: random.Random, num_chars: int) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.core_launch import CoreLaunch, core_environment
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.model_store import cache_root
 
@@ -42,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replace this process with the core. The pid stays the same, so that signals to it reach the core."""
+    from vllm_mp.core_launch import CoreLaunch, core_environment
+
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     _prepare_tokenizer(config.model_config)
     if args.key_file:

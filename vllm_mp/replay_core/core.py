@@ -168,8 +168,10 @@ class ReplayCore:
         try:
             if isinstance(message, wire.AddPooling):
                 raise NotImplementedError("a replay core has no vectors; connect to a core with a model")
-            if message.params.logprobs is not None or message.params.prompt_logprobs is not None:
-                raise NotImplementedError("a replay core has no log-probabilities; connect to a core with a model")
+            if message.params.prompt_logprobs is not None:
+                raise NotImplementedError(
+                    "a replay core has no log-probabilities of prompts; connect to a core with a model"
+                )
             prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
             total = validate_generation(
                 message.request_id, prompt, output, message.params, message.bad_words, self._config
@@ -181,7 +183,7 @@ class ReplayCore:
         except Exception as error:  # no request may end the core
             self._send_ends(identity, [wire.Finished(slot, position, "error", error=str(error)[:2000])])
             return
-        streams.add(slot, answer, position)
+        streams.add(slot, answer, position, message.params.logprobs)
 
     def _call(self, identity: bytes, message: wire.Call) -> None:
         call = self._calls.get(message.name)

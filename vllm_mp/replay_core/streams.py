@@ -28,6 +28,9 @@ class Streams:
         """(slot, start, position) of requests that are not in the arrays yet."""
         self._new: list[int] = []
         """Slots whose first token is in the next step."""
+        self._num_logprobs: dict[int, int] = {}
+        """By slot of a request with log-probabilities: the number of tokens beside the chosen token that have any."""
+        self._vocab_size = int(answers.tokens.max()) + 1
 
     def __len__(self) -> int:
         return len(self._answer_of)
@@ -35,9 +38,14 @@ class Streams:
     def __contains__(self, slot: int) -> bool:
         return slot in self._answer_of
 
-    def add(self, slot: int, answer: Answer, position: int) -> None:
-        """Add a request whose next token is at `position`, which is below `answer.length`."""
+    def add(self, slot: int, answer: Answer, position: int, num_logprobs: int | None = None) -> None:
+        """Add a request whose next token is at `position`, which is below `answer.length`.
+
+        Unless `num_logprobs` is None, each token gets made-up log-probabilities, and so do that many other tokens.
+        """
         self._answer_of[slot] = answer
+        if num_logprobs is not None:
+            self._num_logprobs[slot] = num_logprobs
         self._added.append((slot, answer.number * self._answer_length, position))
         if position == 0:
             self._new.append(slot)
@@ -45,6 +53,8 @@ class Streams:
     def abort(self, slots: list[int]) -> list[wire.Finished]:
         """End the requests in `slots`, and return their ends; slots that are free are ignored."""
         self._merge()
+        for slot in slots:
+            self._num_logprobs.pop(slot, None)
         ends = [
             wire.Finished(slot, int(self._positions[self._slots == slot][0]), "abort")
             for slot in slots
@@ -63,13 +73,12 @@ class Streams:
             self._merge()
             self._keep(np.ones(len(self._slots), np.bool_))
         positions = self._positions
+        tokens = self._flat[self._starts + positions % self._answer_length]
         message = wire.StepOutput(
-            incarnation,
-            number,
-            self._packed_slots,
-            self._flat[self._starts + positions % self._answer_length].tobytes(),
-            (positions & 0xFFFF).astype("<u2").tobytes(),
+            incarnation, number, self._packed_slots, tokens.tobytes(), (positions & 0xFFFF).astype("<u2").tobytes()
         )
+        if self._num_logprobs:
+            message.logprobs = self._logprobs(tokens)
         if self._new:
             message.queued = [(slot, 0.0) for slot in self._new if slot in self._answer_of]
             self._new.clear()
@@ -81,7 +90,23 @@ class Streams:
             self._keep(~has_ended)
         return message
 
+    def _logprobs(self, tokens: npt.NDArray[np.uint32]) -> list[wire.TokenLogprobs]:
+        """Return log-probabilities for the requests that want any; the chosen token is the most likely."""
+        width = 1 + max(self._num_logprobs.values())
+        ranks = np.maximum(np.arange(width), 1)
+        token_ids = ((tokens.astype(np.int64)[:, None] + ranks - 1) % self._vocab_size).astype("<i4")
+        values = (-0.5 * ranks).astype("<f4")
+        rank = np.ones(1, "<u4").tobytes()
+        messages = []
+        for i, (slot, position) in enumerate(zip(self._slots.tolist(), self._positions.tolist(), strict=True)):
+            count = self._num_logprobs.get(slot)
+            if count is not None:
+                ids = token_ids[i, : count + 1].tobytes()
+                messages.append(wire.TokenLogprobs(slot, position, ids, values[: count + 1].tobytes(), rank))
+        return messages
+
     def _end(self, slot: int) -> wire.Finished:
+        self._num_logprobs.pop(slot, None)
         answer = self._answer_of.pop(slot)
         return wire.Finished(slot, answer.length, answer.reason, answer.stop_reason)
 

@@ -97,7 +97,7 @@ class SharedCore:
                 if isinstance(news, Death):
                     kind = news.kind
                     logger.warning("%s; its successor is being started", news.cause.partition(";")[0])
-                else:
+                elif isinstance(news, Core):
                     supervisor.release(core)
                     core = news
                     self._num_restarts.add(kind)

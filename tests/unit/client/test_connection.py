@@ -146,6 +146,7 @@ class DyingCore:
     """A supervisor whose core has died while messages of it wait, and that core's connection."""
 
     incarnation = num_dropped = 0
+    was_paused = False
     news_fd = -1
     end = None
 

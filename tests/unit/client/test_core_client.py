@@ -15,29 +15,45 @@ from vllm_mp.client.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
 
 
+class Connection:
+    """The connection to one core; `cores` keeps the messages that are sent and the callback for received ones."""
+
+    num_dropped, loop, was_paused = 0, None, False
+
+    def __init__(self, cores, incarnation):
+        self.cores, self.incarnation = cores, incarnation
+
+    def attach(self, on_message, news_fd, on_news):
+        self.cores.on_message = on_message
+
+    def send(self, message):
+        self.cores.sent.append(message)
+
+    def detach(self):
+        pass
+
+
 class Cores:
-    """The supervisor of a client, and the connection to each of its cores, which records the messages."""
+    """The supervisor of a client."""
 
-    incarnation = num_dropped = 0
-    news_fd, end, loop = -1, None, None
+    news_fd, end = -1, None
 
-    def __init__(self):
-        self.core = SimpleNamespace(connection=self, process=object(), welcome=None)
+    def __init__(self, is_shared=False):
+        self.is_shared = is_shared
         self.sent = []
         self.forgiven = []
         self.num_deaths = 0
+        self.core = self.start(None)
         self.client = EngineCoreClient(self, OutputProcessor(), EngineStats(64, False))
 
-    def attach(self, on_message, news_fd, on_news):
-        self.on_message = on_message
-
-    def send(self, message):
-        self.sent.append(message)
+    def start(self, last_death):
+        return SimpleNamespace(
+            connection=Connection(self, self.num_deaths),
+            process=None if self.is_shared else object(),
+            welcome=SimpleNamespace(why_dropped="", last_death=last_death),
+        )
 
     def watch(self, has_work):
-        pass
-
-    def detach(self):
         pass
 
     def release(self, core):
@@ -60,8 +76,14 @@ class Cores:
         """Let the core die with `slots` in its step, and replay to the next core; return the slots that it is sent."""
         self.num_deaths += 1
         death = Death("it died; log", dict.fromkeys(slots, 0), len(slots), False, time=float(self.num_deaths))
-        self.client._on_death(death._replace(is_step_known=is_step_known))
+        last = wire.LastDeath(
+            self.num_deaths - 1, "it died", "signal", False, len(slots), [(slot, 0) for slot in slots]
+        )
+        if self.is_shared:  # only the successor knows more
+            death = death._replace(in_step={}, num_in_step=0, is_from_outside=True)
+        self.client._on_death(death._replace(is_step_known=is_step_known and not self.is_shared))
         self.sent.clear()
+        self.core = self.start(last if is_step_known else None)
         self.client._replay_to(self.core)
         return self.sent_slots()
 
@@ -73,12 +95,12 @@ class Cores:
 
     def give_token(self, slot):
         columns = (bytes([slot, 0]), bytes([5, 0, 0, 0]), bytes(2))
-        self.on_message(wire.StepOutput(0, 1, *columns))
+        self.on_message(wire.StepOutput(self.num_deaths, 1, *columns))
 
 
-@pytest.fixture
-def cores():
-    return Cores()
+@pytest.fixture(params=[False, True], ids=["private", "shared"])
+def cores(request):
+    return Cores(is_shared=request.param)
 
 
 def test_suspects_are_sent_with_their_groups(cores):
@@ -165,3 +187,55 @@ def test_request_without_progress_fails_after_five_deaths_in_unknown_steps_and_a
     assert [slot for slot, _ in cores.die(is_step_known=False)] == [1]
     assert "it was live in each of 5 cores that died, alone in the last" in str(culprit.error)
     assert not innocent.is_over
+
+
+def shared_core(cores, incarnation, last_death=None, why_dropped=""):
+    """Return a core of another process that says welcome."""
+    connection = SimpleNamespace(
+        incarnation=incarnation, was_paused=False, attach=cores.attach, send=cores.send, detach=cores.detach
+    )
+    welcome = wire.welcome(incarnation, 0, 1, b"", last_death=last_death, why_dropped=why_dropped)
+    return SimpleNamespace(connection=connection, process=None, welcome=welcome, num_dropped=0)
+
+
+def lose_connection(cores):
+    cores.num_deaths += 1
+    cores.client._on_death(Death("it broke", {}, 0, True, time=float(cores.num_deaths), is_step_known=False))
+
+
+def join(cores, core):
+    """Let the client replay to `core`; return the slots that it is sent."""
+    cores.sent.clear()
+    core.connection.num_dropped = 0
+    cores.client._replay_to(core)
+    return cores.sent_slots()
+
+
+def test_poison_request_of_a_shared_core_is_convicted_by_what_the_successors_say(cores):
+    poison, other = cores.add("a", [1, 2]), cores.add("b", [1, 3])
+    join(cores, shared_core(cores, 10))
+    for incarnation in (10, 11):
+        lose_connection(cores)
+        death = wire.LastDeath(incarnation, "signal SIGSEGV", "signal", False, num_in_step=1, in_step=[(0, 0)])
+        join(cores, shared_core(cores, incarnation + 1, death))
+    assert "signal SIGSEGV" in str(poison.error)
+    assert not other.is_over
+
+
+def test_death_of_an_earlier_core_is_not_counted_again(cores):
+    stream = cores.add("a", [1, 2])
+    death = wire.LastDeath(10, "signal SIGSEGV", "signal", False, num_in_step=1, in_step=[(0, 0)])
+    join(cores, shared_core(cores, 10))
+    lose_connection(cores)
+    join(cores, shared_core(cores, 11, death))
+    for _ in range(40):  # the connection breaks, and core 11 lives
+        lose_connection(cores)
+        assert join(cores, shared_core(cores, 11, death)) == [(0, 0)]
+    assert not stream.is_over
+
+
+def test_reason_for_which_the_core_dropped_the_client_is_logged(cores, caplog):
+    join(cores, shared_core(cores, 10))
+    lose_connection(cores)
+    join(cores, shared_core(cores, 10, why_dropped="it had not read 5 bytes"))
+    assert "dropped this client: it had not read 5 bytes" in caplog.text

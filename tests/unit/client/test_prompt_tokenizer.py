@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny_tokenizers import TEXTS, byte_fallback, byte_level, transformers_tokenizer, with_begin, word_pieces
+from support.tiny_tokenizers import (
+    TEXTS,
+    byte_fallback,
+    byte_level,
+    transformers_tokenizer,
+    unigram,
+    with_begin,
+    word_pieces,
+)
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from vllm_mp.client.prompt import TooManyTokensError
 from vllm_mp.client.prompt_tokenizer import _SHORT_CHARS, PromptTokenizer
@@ -20,13 +29,20 @@ BACKENDS = {
     "byte-level": with_begin(byte_level()),
     "byte fallback": byte_fallback(),
     "word pieces": word_pieces(),
+    "unigram": unigram(),
 }
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"add_special_tokens": False},
     {"add_special_tokens": True},
     {"truncation": True, "max_length": 4},
+    {"truncation": True, "max_length": 1},
+    {"truncation": True, "max_length": 3},
+    {"truncation": True, "max_length": 4, "add_special_tokens": False},
+    {"truncation": True, "max_length": 100_000},
+    {"truncation": False},
     {"truncation": True},
+    {"max_length": 4},
 ]
 
 
@@ -43,10 +59,12 @@ def ids(tokenizer: Any, texts: list[str], options: dict[str, Any], max_tokens: i
         prompt_tokenizer.close()
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_token_ids_are_those_of_a_call_of_the_tokenizer(name: str, options: dict[str, Any]) -> None:
+def test_token_ids_are_those_of_a_call_of_the_tokenizer(name: str, options: dict[str, Any], side: str) -> None:
     tokenizer = transformers_tokenizer(BACKENDS[name])
+    tokenizer.truncation_side = side
     texts = ["", "a", *TEXTS, "<s> [CLS]", "long " * _SHORT_CHARS]
     assert ids(tokenizer, texts, options) == [tokenizer(text, **options).input_ids for text in texts]
 
@@ -102,6 +120,15 @@ def test_text_that_cannot_fit_is_refused_without_being_tokenized(monkeypatch: py
     assert str(error).startswith("1000000 characters, which are at least ")
 
 
+def test_text_that_fits_once_it_is_truncated_is_not_refused_for_its_size() -> None:
+    tokenizer = transformers_tokenizer(BACKENDS["byte-level"])
+    options = {"truncation": True, "max_length": 5}
+    text = "x" * 1_000_000
+    assert ids(tokenizer, [text], options, 100) == [tokenizer(text, **options).input_ids]
+    (error,) = ids(tokenizer, [text], options, 4)
+    assert isinstance(error, TooManyTokensError)
+
+
 def test_refused_text_affects_no_other_of_its_batch() -> None:
     tokenizer = transformers_tokenizer(BACKENDS["byte-level"])
     texts = ["a", TEXTS[0] * 10, "\ud800", "b"]
@@ -111,7 +138,8 @@ def test_refused_text_affects_no_other_of_its_batch() -> None:
     assert isinstance(invalid, Exception)
 
 
-def test_short_texts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"truncation": True, "max_length": 5}], ids=["whole", "truncated"])
+def test_short_texts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     from vllm_mp.client import prompt_tokenizer as module
 
     tokenizer = transformers_tokenizer(BACKENDS["byte-level"])
@@ -128,7 +156,7 @@ def test_short_texts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) 
     text = "long " * _SHORT_CHARS
 
     async def main() -> None:
-        long = [asyncio.ensure_future(prompt_tokenizer.ids(text, {})) for _ in range(3)]
+        long = [asyncio.ensure_future(prompt_tokenizer.ids(text, options)) for _ in range(3)]
         await asyncio.to_thread(entered.wait, 60)
         for short in ("a", "some words " * 200):
             assert await prompt_tokenizer.ids(short, {}) == tokenizer(short).input_ids
@@ -137,9 +165,63 @@ def test_short_texts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) 
         assert not any(task.done() for task in long)
         long[1].cancel()
         gate.set()
-        assert await long[0] == await long[2] == tokenizer(text).input_ids
+        assert await long[0] == await long[2] == tokenizer(text, **options).input_ids
 
     asyncio.run(main())
+    prompt_tokenizer.close()
+
+
+def test_short_texts_do_not_wait_for_long_ones_of_a_tokenizer_in_python() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    class Characters(PreTrainedTokenizer):
+        vocab_size = 256
+
+        def get_vocab(self) -> dict[str, int]:
+            return {chr(code): code for code in range(256)}
+
+        def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+            if len(text) > _SHORT_CHARS:
+                entered.set()
+                assert gate.wait(60)
+            return list(text)
+
+        def _convert_token_to_id(self, token: str) -> int:
+            return ord(token)
+
+        def _convert_id_to_token(self, index: int) -> str:
+            return chr(index)
+
+    prompt_tokenizer = PromptTokenizer(Characters())
+    text = "x" * (_SHORT_CHARS + 1)
+
+    async def main() -> None:
+        long = asyncio.ensure_future(prompt_tokenizer.ids(text, {}))
+        await asyncio.to_thread(entered.wait, 60)
+        for options in ({}, {"truncation": True, "max_length": 2}):
+            assert await prompt_tokenizer.ids("ab", options) == [97, 98]
+        assert await prompt_tokenizer.decode([97, 98], {}) == "a b"
+        assert not long.done()
+        gate.set()
+        assert await long == [120] * len(text)
+
+    asyncio.run(main())
+    prompt_tokenizer.close()
+
+
+def test_tokenizer_is_refused_in_a_forked_child() -> None:
+    prompt_tokenizer = PromptTokenizer(transformers_tokenizer(BACKENDS["byte-level"]))
+    assert asyncio.run(prompt_tokenizer.ids("a", {}))
+    child = os.fork()
+    if child == 0:
+        try:
+            asyncio.run(asyncio.wait_for(prompt_tokenizer.ids("long " * _SHORT_CHARS, {}), 30))
+        except RuntimeError as error:
+            os._exit(0 if "create it after the fork" in str(error) else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
     prompt_tokenizer.close()
 
 

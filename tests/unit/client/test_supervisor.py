@@ -23,3 +23,11 @@ def test_restarts_of_cores_that_never_serve_are_delayed_up_to_a_limit():
 
 def test_limit_of_zero_allows_no_restart():
     assert RestartLimit(0, 10.0).delay_after(0.0, True) is None
+
+
+def test_forgiven_deaths_do_not_count():
+    limit = RestartLimit(2, 100.0)
+    for now in (0.0, 1.0):
+        limit.delay_after(now, True)
+    limit.forgive([0.0, 1.0, 1.0, 50.0])
+    assert [limit.delay_after(now, True) for now in (2.0, 3.0, 4.0)] == [0.0, 0.0, None]

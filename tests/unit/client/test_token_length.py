@@ -43,22 +43,23 @@ def test_no_text_has_fewer_tokens(name: str, data: st.DataObject) -> None:
         [*sorted(backend.get_vocab(), key=len)[-20:], *TEXTS, "a\u0323\u0302", "\u1111\u1171\u11b6"]
     )
     text = "".join(data.draw(st.lists(st.one_of(st.text(), pieces, st.builds(str.__mul__, pieces, st.just(20))))))
-    assert length.min_tokens(text) <= len(backend.encode(text, add_special_tokens=False))
+    assert length.min_tokens(text, len(text)) <= len(backend.encode(text, add_special_tokens=False))
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_long_text_is_known_to_have_many_tokens(name: str) -> None:
     length = token_length(KNOWN[name].to_str())
     assert length is not None
-    assert length.min_tokens("x" * 1_000_000) > 1_000_000 / 300
+    assert length.min_tokens("x" * 1_000_000, 10**6) > 1_000_000 / 300
+    assert 10 < length.min_tokens("x" * 1_000_000, 10) <= 10 + 2**16, "more characters than necessary were counted"
 
 
 def test_characters_that_the_vocabulary_lacks_do_not_count() -> None:
     backend = lacking_bytes()
     length = token_length(backend.to_str())
     assert length is not None
-    assert length.min_tokens("A1" * 100) == 0 == len(backend.encode("A1" * 100))
-    assert length.min_tokens("ab" * 100) == 100 == len(backend.encode("ab" * 100))
+    assert length.min_tokens("A1" * 100, 200) == 0 == len(backend.encode("A1" * 100))
+    assert length.min_tokens("ab" * 100, 200) == 100 == len(backend.encode("ab" * 100))
 
 
 def test_tokenizers_that_remove_or_join_characters_have_no_known_length() -> None:

@@ -248,6 +248,9 @@ class StandInHandler:
     def serve(self, scheduler, calls, page):
         self.scheduler, self.calls = scheduler, calls
 
+    def tell_pause(self, is_paused):
+        self.is_paused = is_paused
+
     def send_ends(self, ends):
         self.published += [("ends", end.slot) for _, end in ends]
 
@@ -437,7 +440,7 @@ def test_core_stops_while_it_wakes_up(make_core):
     handler.actions = [lambda: handler.calls["sleep"](2), lambda: handler.calls["wake_up"]()]
     core.run()
     assert runner.log == ["drop_weights", "drop_cache"]
-    assert runner.page.read().sleep == SleepState(2, ("weights", "kv_cache"))
+    assert runner.page.read().suspension.sleep == SleepState(2, ("weights", "kv_cache"))
 
 
 @pytest.mark.parametrize("drains", [False, True])

@@ -187,3 +187,76 @@ def test_invalid_arguments_are_refused_by_name_and_change_nothing():
         with pytest.raises(error, match=words):
             engine.pause.pause(mode, clears)
     assert not engine.scheduler.is_paused
+
+
+@pytest.mark.parametrize(("mode", "num_draining"), [("keep", 0), ("abort", 0), ("wait", 0)])
+def test_inherited_pause_holds_every_request_until_resume(mode, num_draining):
+    engine = Engine()
+    engine.pause.enter(mode, num_draining)
+    assert engine.scheduler.is_paused
+    engine.add(0, output=[7, 7])
+    engine.add(1, after_pause=True)
+    assert engine.step() is None
+    engine.pause.resume()
+    engine.run()
+    assert engine.ends == {0: "length", 1: "length"}
+    assert engine.pauses == [("", 0)]
+
+
+def test_inherited_wait_lets_the_requests_from_before_it_run_to_their_ends():
+    engine = Engine()
+    engine.pause.enter("wait", 2)
+    engine.add(0, output=[7, 7])
+    engine.add(1, after_pause=True)
+    done = engine.pause.pause("wait", True)
+    engine.run()
+    assert engine.ends == {0: "length"}
+    assert not done.done(), "the second request from before the pause has not come back"
+    engine.add(2, client=1)
+    engine.run()
+    assert engine.ends == {0: "length", 2: "length"}
+    assert done.result(0) is None
+    engine.add(3)
+    assert engine.step() is None, "every request from before the pause has ended"
+    assert engine.pauses[-1] == ("wait", 0)
+    engine.pause.resume()
+    engine.run()
+    assert engine.ends[1] == engine.ends[3] == "length"
+
+
+def test_request_from_before_an_inherited_wait_counts_as_ended_if_it_does_not_come_back_in_time():
+    engine = Engine()
+    engine.pause.enter("wait", 2)
+    done = engine.pause.pause("wait", True)
+    engine.add(0)
+    engine.run()
+    assert not done.done()
+    engine.pause._returning_until = 0.0
+    engine.pause.settle()
+    assert done.result(0) is None
+    engine.add(1)
+    assert engine.step() is None
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_inherited_wait_ends_with_another_mode(mode):
+    engine = Engine()
+    engine.pause.enter("wait", 2)
+    engine.add(0)
+    engine.pause_for(mode, False)
+    engine.add(1)
+    assert engine.step() is None
+    assert engine.scheduler.num_waiting == (2 if mode == "keep" else 1)
+
+
+def test_every_pause_is_noted_with_the_number_of_requests_that_may_still_run():
+    engine = engine_with(2)
+    engine.pause.pause("wait", True)
+    engine.scheduler.abort(0, 0)
+    engine.pause.settle()
+    engine.pause.pause("keep", True)
+    engine.pause.pause("wait", True)
+    engine.run()
+    engine.pause.resume()
+    noted = [state for i, state in enumerate(engine.pauses) if state != engine.pauses[i - 1] or not i]
+    assert noted == [("wait", 2), ("wait", 1), ("keep", 0), ("wait", 1), ("wait", 0), ("", 0)]

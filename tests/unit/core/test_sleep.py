@@ -218,3 +218,33 @@ def test_invalid_modes_and_tags_are_refused_by_name_and_change_nothing():
         with pytest.raises(ValueError, match=f"tags must be a list of weights and kv_cache, .* got {tags[-1]!r}"):
             engine.sleep.wake_up(*tags)
     assert not engine.sleep.is_due
+
+
+@pytest.mark.parametrize(
+    ("state", "weights", "cache"),
+    [
+        (AWAKE, "device", True),
+        (SleepState(1, BOTH), "host", False),
+        (SleepState(2, BOTH), "disk", False),
+        (SleepState(1, ("kv_cache",)), "device", False),
+        (SleepState(2, ("weights",)), "disk", True),
+    ],
+)
+def test_core_enters_the_sleep_of_its_predecessor(state, weights, cache):
+    engine = Engine()
+    engine.sleep.enter(state)
+    assert (engine.memory.weights, engine.memory.cache, engine.sleep.state) == (weights, cache, state)
+    engine.add(0)
+    if state.missing:
+        assert engine.step() is None
+        wake_up(engine)
+    engine.run()
+    assert engine.ends == {0: "length"}
+
+
+def test_core_drops_the_weights_that_its_predecessor_could_keep_in_host_memory():
+    engine = Engine()
+    engine.memory.fails = {"offload_weights": RuntimeError("no memory")}
+    engine.sleep.enter(SleepState(1, BOTH))
+    assert engine.memory.weights == "disk"
+    assert engine.sleep.state == SleepState(2, BOTH)

@@ -201,9 +201,9 @@ class Attacker:
         self._send("hello", dealer, wire.hello(operator_key=self._operator_key))
         bad: tuple[list[Any], ...] = ([], ["x", True], [None, None], ["keep", 1], ["keep"] * 9, [2**64 - 1, 0.5])
         for i in range(100):
-            self._send("pause", dealer, wire.Call(incarnation, i, "pause", ["keep", False]))
-            self._send("pause", dealer, wire.Call(incarnation, i, "pause", bad[i % len(bad)]))
-            self._send("pause", dealer, wire.Call(incarnation, i, "resume"))
+            self._send("pause", dealer, wire.Call(incarnation, self._call_id(), "pause", ["keep", False]))
+            self._send("pause", dealer, wire.Call(incarnation, self._call_id(), "pause", bad[i % len(bad)]))
+            self._send("pause", dealer, wire.Call(incarnation, self._call_id(), "resume"))
         self._await_core(dealer)
 
     def _sleep_flood(self) -> None:
@@ -215,12 +215,16 @@ class Attacker:
         self._send("hello", dealer, wire.hello(operator_key=self._operator_key))
         bad: tuple[list[Any], ...] = ([], [0], [True], [1.0, "keep"], [1, "wait"], ["weights"], [2**64 - 1], [1] * 9)
         for i in range(40):
-            self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", [1 + i % 2, "keep"]))
-            self._send("sleep", dealer, wire.Call(incarnation, i, "sleep", bad[i % len(bad)]))
-            self._send("sleep", dealer, wire.Call(incarnation, i, "wake_up", bad[1 + i % (len(bad) - 1)]))
+            self._send("sleep", dealer, wire.Call(incarnation, self._call_id(), "sleep", [1 + i % 2, "keep"]))
+            self._send("sleep", dealer, wire.Call(incarnation, self._call_id(), "sleep", bad[i % len(bad)]))
+            self._send("sleep", dealer, wire.Call(incarnation, self._call_id(), "wake_up", bad[1 + i % (len(bad) - 1)]))
             for tag in wire.SLEEP_TAGS[:: (1, -1)[i % 3 > 0]]:
-                self._send("sleep", dealer, wire.Call(incarnation, i, "wake_up", [tag]))
+                self._send("sleep", dealer, wire.Call(incarnation, self._call_id(), "wake_up", [tag]))
         self._await_core(dealer)
+
+    def _call_id(self) -> int:
+        """Return an id of a call that a core carries out."""
+        return self._chance.getrandbits(62)
 
     def _too_large(self) -> None:
         """Send a message above the size limit, and messages below it that decode into as much memory as possible."""

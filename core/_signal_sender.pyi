@@ -1,0 +1,3 @@
+from typing import Any
+
+def note_in(note: Any) -> None: ...

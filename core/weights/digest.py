@@ -1,0 +1,58 @@
+"""The digest of what a core has loaded: weights, config.json and tokenizer."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from vllm_mp.config import ModelConfig
+from vllm_mp.core.weights.safetensors_files import checkpoint_files
+from vllm_mp.tokenizer_files import TokenizerFiles
+from vllm_mp.wire import ModelDigest
+
+_SAMPLE_BYTES = 128
+"""Bytes that are read at each of two places of every tensor."""
+_WITHOUT_INFLUENCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
+"""Fields of config.json that do not change what the model computes; the core's dtype is compared by itself."""
+
+
+def model_digest(config: ModelConfig) -> ModelDigest:
+    """Return the digest of the model that was just loaded, while its files are still in the system's memory.
+
+    The weights' digest covers names, types and shapes of all tensors, and of each tensor a sample at its start and its
+    middle: whole files would take seconds to minutes. Names and times of files have no influence.
+    """
+    influential = {name: value for name, value in config.hf_config.items() if name not in _WITHOUT_INFLUENCE}
+    return ModelDigest(
+        weights=_weights_digest(config),
+        config=_shortened(hashlib.sha256(msgspec.json.encode(influential, order="deterministic"))),
+        tokenizer=TokenizerFiles(config.tokenizer).digest(),
+    )
+
+
+def _weights_digest(config: ModelConfig) -> str:
+    if config.load_format == "dummy":
+        return f"dummy {config.seed}"
+    tensors = [tensor for path in checkpoint_files(config.folder) for tensor in _tensors(path)]
+    return _shortened(hashlib.sha256("\n".join(sorted(tensors)).encode()))
+
+
+def _tensors(path: Path) -> Iterator[str]:
+    """Yield a line for each tensor of a safetensors file, which has 8 bytes, the size of a header in JSON, and data."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        for name, tensor in json.loads(file.read(header_bytes)).items():
+            if name != "__metadata__":
+                begin, end = (8 + header_bytes + offset for offset in tensor["data_offsets"])
+                samples = [
+                    os.pread(file.fileno(), min(_SAMPLE_BYTES, end - offset), offset)
+                    for offset in (begin, (begin + end) // 2)
+                ]
+                yield f"{name} {tensor['dtype']} {tensor['shape']} {b''.join(samples).hex()}"
+
+
+def _shortened(digest: "hashlib._Hash") -> str:
+    return digest.hexdigest()[:32]
