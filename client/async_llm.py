@@ -19,7 +19,7 @@ from vllm_mp.client.engine_end import EngineEnd
 from vllm_mp.client.input_processor import InputProcessor, check_unserved
 from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
-from vllm_mp.client.prompt import PromptType, parse_prompt
+from vllm_mp.client.prompt import PromptType, TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
 from vllm_mp.client.stream_group import StreamGroup
@@ -350,6 +350,20 @@ class AsyncLLM(EngineControl):
         parsed = parse_prompt(text).text
         assert parsed is not None
         return await prompt_tokenizer.ids(parsed, options)
+
+    async def has_room(self, text: str, num_output_tokens: int, **options: Any) -> bool:
+        """Return whether the context has room for `text`, tokenized with `options`, and for that many output tokens.
+
+        A text that cannot fit, by its size, is not tokenized. Raises what `tokenize` raises.
+        """
+        prompt_tokenizer = self._tokenizes()
+        parsed = parse_prompt(text).text
+        assert parsed is not None
+        try:
+            await prompt_tokenizer.ids(parsed, options, self.model_config.max_model_len - num_output_tokens)
+        except TooManyTokensError:
+            return False
+        return True
 
     async def detokenize(self, token_ids: list[int], **options: Any) -> str:
         """Return the text of `token_ids`, as the tokenizer's `decode` with `options` gives it.

@@ -57,12 +57,14 @@ class EngineControl:
         await self._core_client.check_health(self.vllm_config.liveness_config.engine_iteration_timeout_s)
 
     async def core_status(self) -> dict[str, Any]:
-        """Return the core's incarnation, pid, restarts, requests, KV blocks, heartbeat age and standby."""
+        """Return the core's incarnation, pid, restarts, requests, KV blocks, heartbeat age and standby.
+
+        `restarts` counts those by the core's parent, for a shared core that of `vllm-mp engine`. `last_death` says why
+        the predecessor died; None if there was none.
+        """
         status: dict[str, Any] = await self._ask("status")
         page = self._supervisor.status()
-        status["incarnation"] = self._core_client.incarnation
-        status["restarts"] = self._supervisor.num_restarts
-        status["standby_pid"] = self._supervisor.standby_pid
+        status |= self._known_status()
         status["heartbeat_age"] = page.heartbeat_age if page else None
         return status
 
@@ -74,11 +76,7 @@ class EngineControl:
         TCP.
         """
         self._check_process()
-        status: dict[str, Any] = {
-            "incarnation": self._core_client.incarnation,
-            "restarts": self._supervisor.num_restarts,
-            "standby_pid": self._supervisor.standby_pid,
-        }
+        status = self._known_status()
         if page := self._supervisor.status():
             names = ("pid", "step", "num_running", "num_waiting", "free_blocks", "total_blocks", "heartbeat_age")
             status |= {name: getattr(page, name) for name in names}
@@ -88,6 +86,15 @@ class EngineControl:
         elif (cause := self._core_client.recovers_from) is not None:
             status |= {"state": "RECOVERING", "reason": cause}
         return status
+
+    def _known_status(self) -> dict[str, Any]:
+        """Return what this client knows of the core's parent and of earlier cores."""
+        return {
+            "incarnation": self._core_client.incarnation,
+            "restarts": self._supervisor.num_restarts,
+            "last_death": self._supervisor.core.last_cause,
+            "standby_pid": self._supervisor.standby_pid,
+        }
 
     async def ping(self, timeout: float) -> None:
         """Return once the core answers.

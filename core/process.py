@@ -46,8 +46,8 @@ def main() -> int:
     """Run the core that the launch line on standard input describes; return the exit code, 1 if the core failed.
 
     With `--standby` the process first imports everything, then waits for its launch line, and returns 0 if none comes.
-    A stand-alone core that is told to stop returns 0. A core that belongs to a parent, and is stopped by a signal from
-    elsewhere, dies by that signal, so that the parent learns the cause.
+    A core that a signal stops dies by that signal, so that the parent learns the cause. A core with a public address
+    finishes its requests first if the signal is SIGINT.
     """
     _make_output_lossy()
     gc.disable()  # until `_load` has imported everything
@@ -60,17 +60,16 @@ def main() -> int:
         stream=sys.stderr,
     )
     stop = StopSignal()
-    stop.listen(drains=not launch.supervised)
+    stop.listen(drains=launch.public is not None)
     stopped = threading.Event()
-    if launch.supervised:
-        _follow_parent(launch, stop, stopped)
+    _follow_parent(launch, stop, stopped)
     try:
         failed = _serve(launch, stop)
     finally:
         stopped.set()
-    if launch.supervised and os.getppid() != launch.parent_pid:
-        _remove_runtime_dir(launch)
-    if launch.supervised and stop.signal is not None:
+    if os.getppid() != launch.parent_pid:
+        _remove_files(launch)
+    if stop.signal is not None:
         signal.signal(stop.signal, signal.SIG_DFL)
         signal.raise_signal(stop.signal)
     return 1 if failed else 0
@@ -82,7 +81,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     The reason is then logged, and sent to the clients if the address was bound.
     """
     try:
-        bound = BoundSocket(launch.address, launch.key_file)
+        bound = BoundSocket(launch.address, launch.public)
     except ValueError as error:
         logger.error("%s", error)
         return True
@@ -92,7 +91,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         launch.incarnation,
         operator_key=launch.operator_key,
         predecessor=launch.predecessor,
-        is_shared=launch.is_shared,
+        is_shared=launch.public is not None,
     )
     core, page = None, None
     try:
@@ -120,9 +119,6 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
             page.enter(CoreState.STOPPED)
         return True
     finally:
-        if launch.status_path is not None and not launch.supervised:
-            with contextlib.suppress(OSError):
-                os.unlink(launch.status_path)
         bound.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
 
 
@@ -195,7 +191,7 @@ def _load(
         config.cache_config.num_blocks - 1,
         config.cache_config.block_size,
         time.monotonic() - started,
-        launch.address,
+        launch.address if launch.public is None else launch.public.address,
     )
     return EngineCore(config, device, runner, handler, bound.socket, stop, page, launch.suspension)
 
@@ -230,18 +226,22 @@ def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Even
         poll.register(0, select.POLLHUP)
         while not poll.poll(_PARENT_CHECK_MS) and os.getppid() == launch.parent_pid:
             pass
+        stop.drain = False
         stop.set()
         if not stopped.wait(_STOP_GRACE_S):
-            _remove_runtime_dir(launch)
+            if os.getppid() != launch.parent_pid:
+                _remove_files(launch)
             os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _remove_runtime_dir(launch: CoreLaunch) -> None:
-    """Remove the runtime folder in place of the parent, which has died."""
+def _remove_files(launch: CoreLaunch) -> None:
+    """Remove the runtime folder and the files of the public address in place of the parent, which has died."""
     if launch.runtime_dir is not None:
         shutil.rmtree(launch.runtime_dir, ignore_errors=True)
+    if launch.public is not None:
+        launch.public.remove_files()
 
 
 def _stand_by() -> bool:

@@ -1,5 +1,6 @@
 """How a core process is launched: the line on its standard input, and its environment."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -39,6 +40,35 @@ def package_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))}
 
 
+def lock_path(socket_path: Path) -> Path:
+    """Return the path of the lock file of a Unix socket that clients share."""
+    return socket_path.with_name(f"{socket_path.name}.lock")
+
+
+def status_path(socket_path: Path) -> Path:
+    """Return the path of the status page of the cores at a Unix socket that clients share."""
+    return socket_path.with_name(f"{socket_path.name}.status")
+
+
+class PublicAddress(msgspec.Struct, kw_only=True):
+    """The address at which clients find the cores of one parent, which holds it across incarnations."""
+
+    address: str
+    """ipc://PATH or tcp://HOST:PORT."""
+    listener: int
+    """Descriptor of the listening socket, which the core inherits."""
+    key_file: str | None
+    """Path of the key file, required for tcp."""
+
+    def remove_files(self) -> None:
+        """Remove the files of a Unix socket, the lock last, in place of the parent."""
+        if self.address.startswith("ipc://"):
+            path = Path(self.address.removeprefix("ipc://"))
+            for file in (status_path(path), path, lock_path(path)):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+
+
 class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     """The core that served before this one and died, and what it was computing."""
 
@@ -53,6 +83,8 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     empty for a client without one."""
     in_earlier_steps: list[tuple[bytes, int, int]] = []
     """The same for the cores before it, of requests that may still be suspects."""
+    num_restarts: int = 1
+    """Number of restarts by the parent, with the one that followed this death."""
 
     def suspects(self) -> dict[tuple[bytes, int], int]:
         """Return the furthest progress of each request that was in the step of a death, by (token, slot)."""
@@ -67,28 +99,31 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
         own = [(slot, progress) for other, slot, progress in self.in_step if token and other == token]
         # What follows the first clause may quote the core's log, which is not for every client.
         cause = self.cause.partition(";")[0][:_MAX_CAUSE_CHARACTERS]
-        return LastDeath(self.incarnation, cause, self.kind, self.is_from_outside, len(self.in_step), own)
+        return LastDeath(
+            self.incarnation, cause, self.kind, self.is_from_outside, len(self.in_step), own, self.num_restarts
+        )
 
 
 class CoreLaunch(msgspec.Struct, kw_only=True):
-    """The launch line that a core process reads from its standard input before it does anything else."""
+    """The launch line that a core process reads from its standard input before it does anything else.
+
+    A core belongs to the process that started it, and ends when that process ends.
+    """
 
     config: VllmConfig
     address: str
-    """The address to bind: ipc://PATH or tcp://HOST:PORT."""
+    """The address for the parent: ipc://PATH in the runtime folder."""
     incarnation: int
     status_path: str | None
     """Path of the status page; None: the page is private to the process."""
-    supervised: bool
-    """True: the core belongs to the process that started it, and stops when that process ends."""
-    is_shared: bool = False
-    """Clients other than the process that started the core connect to it."""
     runtime_dir: str | None = None
-    """Folder of the socket, status page and log, which a supervised core removes if its parent has died."""
+    """Folder of the socket, status page and log, which the core removes if its parent has died."""
     parent_pid: int = 0
-    """Process id of the parent of a supervised core."""
-    key_file: str | None = None
-    """Path of the key file, required for tcp."""
+    """Process id of the parent."""
+    public: PublicAddress | None = None
+    """The address for other clients; None: the core serves its parent alone."""
+    number: int = 1
+    """The number of this core among the cores that its parent has started."""
     suspension: Suspension = NOT_SUSPENDED
     """The pause and the sleep that the core must enter before it serves: those of its predecessor."""
     operator_key: bytes = b""

@@ -16,8 +16,8 @@ DATA_FILES = (
 template, which Jinja's sandbox runs."""
 MAX_TOKENIZER_BYTES = 2**26
 """Maximum size of all files together."""
-CHUNK_BYTES = 2**22
-"""Maximum size of the answer to one call, so that a core is never busy with it for long."""
+CHUNK_BYTES = 2**18
+"""Maximum size of the answer to one call: little work for the core, and less than any client may leave unread."""
 LIST_CALL, READ_CALL = "tokenizer_files", "tokenizer_file"
 """The operations of a core that `TokenizerFiles` answers."""
 

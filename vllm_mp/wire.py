@@ -190,6 +190,8 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     in_step: list[tuple[int, int]] = []
     """(slot, progress) of each request of this client in the pending steps. The progress is the number of output
     tokens, or minus the number of prompt tokens that are left."""
+    num_restarts: int = 1
+    """Number of restarts by the core's parent, with the one that followed this death."""
 
 
 class ModelDigest(msgspec.Struct, array_like=True, frozen=True):

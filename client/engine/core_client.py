@@ -14,12 +14,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import run_on
 from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.pending_call import PendingCall
+from vllm_mp.client.engine.pings import Pings
 from vllm_mp.client.engine.refused_requests import RefusedRequests
 from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End, News
 from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
@@ -34,17 +36,6 @@ logger = logging.getLogger(__name__)
 _PING_TIMEOUT_S = 5.0
 _HANDOVER_TIMEOUT_S = 5.0
 """Seconds that an event loop in another thread gets to end its streams."""
-
-
-class _PendingCall(NamedTuple):
-    """A call that has not been answered."""
-
-    call_id: int
-    name: str
-    args: tuple[wire.CallArgument, ...]
-    reply: asyncio.Future[Any]
-    made_at: float
-    """In seconds of `time.monotonic()`."""
 
 
 class EngineCoreClient:
@@ -68,7 +59,7 @@ class EngineCoreClient:
         self._recovers_from: str | None = None
         """The cause of the death, while there is no core."""
         self._closed_with: EngineDeadError | None = None
-        self._calls: dict[int, _PendingCall] = {}
+        self._calls: dict[int, PendingCall] = {}
         """By id: the calls that the core has not answered."""
         self._call_ids = itertools.count(secrets.randbits(62))
         """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
@@ -88,7 +79,8 @@ class EngineCoreClient:
         """The event loop that is about to call `_take_news_on`."""
         self._owner = os.getpid()
         calls = self._calls
-        supervisor.watch(lambda: bool(requests.num_slots_in_use or calls))
+        self._pings = Pings(weakref.WeakMethod(self._send_ping))
+        supervisor.watch(lambda: bool(requests.num_slots_in_use or calls), self._pings)
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -163,7 +155,7 @@ class EngineCoreClient:
         NotOperatorError if only operators may make the call.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = _PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
+        call = PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
         self._calls[call.call_id] = call
         self._send_call(call)
         try:
@@ -241,7 +233,7 @@ class EngineCoreClient:
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
 
-    def _send_call(self, call: _PendingCall) -> None:
+    def _send_call(self, call: PendingCall) -> None:
         self._send(wire.Call(self.incarnation, call.call_id, call.name, list(call.args)))
 
     def _note_pause(self, is_paused: bool) -> None:
@@ -249,6 +241,9 @@ class EngineCoreClient:
         if not is_paused:
             for stream in self.requests.streams():
                 stream.after_pause = False
+
+    def _send_ping(self) -> None:
+        self._send(wire.Call(self.incarnation, next(self._call_ids), "ping"))
 
     def _abort_stream(self, stream: RequestStream) -> None:
         if not stream.is_over:  # else its id may belong to another request
@@ -266,13 +261,13 @@ class EngineCoreClient:
 
     def _send_held_back(self) -> None:
         """Ask the core for the next group of suspects, or for all that was held back, once the last is cleared."""
-        if self._held_back:
-            self._suspects.choose_sent_group(self.requests.live())
+        if self._held_back and self._suspects.choose_sent_group(self.requests.live()):
             held_back, self._held_back = self._held_back, []
             for stream, awaited in held_back:
                 self._replay(stream, awaited)
 
     def _on_message(self, message: wire.CoreMessage) -> None:
+        self._pings.reset()
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message)
             self._abort_slots(self.requests.process(message))
@@ -289,9 +284,9 @@ class EngineCoreClient:
         if call is None:
             return
         if reply.error is None:
-            _settle(call, reply.result, None)
+            call.settle(reply.result, None)
         else:
-            _settle(call, None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
+            call.settle(None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
 
     def _take_news(self) -> None:
         """Handle the news of the supervisor, in later turns of the loop while messages of the core wait."""
@@ -382,7 +377,9 @@ class EngineCoreClient:
         self._held_back.clear()
         self._waits_since.clear()
         calls = deque(self._calls.values())
-        for stream, awaited in sorted(self.requests.live(), key=lambda entry: entry[0].number):
+        live = self.requests.live()
+        self._suspects.choose_sent_group(live)  # now: requests may have ended since the death
+        for stream, awaited in sorted(live, key=lambda entry: entry[0].number):
             while calls and calls[0].call_id < stream.number:
                 self._send_call(calls.popleft())
             self._replay(stream, awaited)
@@ -409,7 +406,7 @@ class EngineCoreClient:
         for call in list(self._calls.values()):
             if call.made_at <= waits_since:
                 del self._calls[call.call_id]
-                _settle(call, None, EngineDeadError(absence.cause))
+                call.settle(None, EngineDeadError(absence.cause))
         if late:
             logger.error("%s; %d requests failed", absence.cause.partition(";")[0], len(late))
 
@@ -425,7 +422,7 @@ class EngineCoreClient:
             self._core.connection.detach()
             self.requests.fail_all(error)
             for call in self._calls.values():
-                _settle(call, None, EngineDeadError(str(error)))
+                call.settle(None, EngineDeadError(str(error)))
             self._calls.clear()
             done.set()
 
@@ -435,13 +432,3 @@ class EngineCoreClient:
         else:
             run_on(loop, fail)
             done.wait(_HANDOVER_TIMEOUT_S)
-
-
-def _settle(call: _PendingCall, result: Any, error: EngineError | None) -> None:
-    """Answer a call, unless its caller or the caller's event loop is gone."""
-    if call.reply.done() or call.reply.get_loop().is_closed():
-        return
-    if error is None:
-        call.reply.set_result(result)
-    else:
-        call.reply.set_exception(error)

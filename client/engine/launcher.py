@@ -16,9 +16,11 @@ import zmq
 from vllm_mp import wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.health import HangWatch
+from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.client.engine.socket_owner import check_socket_file
 from vllm_mp.config import VllmConfig
+from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.operator_key import new_operator_key
@@ -36,8 +38,20 @@ class Core(NamedTuple):
     page: StatusPage | None
     """The core's status page; None if this process cannot see it, as over TCP."""
     process: CoreProcess | None
-    """The core's process; None for a shared core."""
+    """The core's process; None for the core of another process."""
     welcome: wire.Welcome
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of restarts by the core's parent before this core served."""
+        death = self.welcome.last_death
+        return 0 if death is None else death.num_restarts
+
+    @property
+    def last_cause(self) -> str | None:
+        """Why the predecessor died; None for the first core of the parent."""
+        death = self.welcome.last_death
+        return None if death is None else death.cause
 
 
 _RETRY_S = 0.2
@@ -53,18 +67,22 @@ Check = Callable[[], None]
 class CoreLauncher:
     """Starts cores as processes of this client, with their files in one private folder, which `close` removes."""
 
-    def __init__(self, config: VllmConfig, is_shared: bool = False, operator_key: bytes = b"") -> None:
-        """`is_shared`: other clients connect to the cores too, at `shared_address`.
+    def __init__(self, config: VllmConfig, operator_key: bytes | None = None, has_log_files: bool = True) -> None:
+        """Clients with `operator_key` are operators of the cores; None: only this process is, empty: there are none.
 
-        Clients with `operator_key` are operators of the cores; without a key only this process is.
+        Without `has_log_files` the cores write their logs to the standard error of this process.
         """
         self._config = config
-        self._is_shared = is_shared
+        self._has_log_files = has_log_files
         self._limits = config.liveness_config
         self._owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
+        self._public: HeldAddress | None = None
+        self._first_incarnation = 1
         self._num_started = 0
-        self._operator_key = operator_key or new_operator_key()
+        self.predecessor: Predecessor | None = None
+        """The latest core that has served, if it died; the next core is told of it."""
+        self._operator_key = new_operator_key() if operator_key is None else operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._suspension = NOT_SUSPENDED
         """The pause and the sleep that the next core must enter."""
@@ -77,21 +95,31 @@ class CoreLauncher:
         """The process id of the standby; None if there is none."""
         return self._standby.pid if self._standby is not None else None
 
-    @property
-    def shared_address(self) -> str:
-        """The address of every core, if the cores are shared."""
-        return f"ipc://{self.folder}/core.sock"
+    def share(self, address: str | None, key_file: str | None) -> str:
+        """Let other clients connect to all cores at `address`, by default in the private folder; return the address.
+
+        Call this before the first core starts. Raises ValueError as `HeldAddress` does.
+        """
+        self._public = HeldAddress(address or f"ipc://{self.folder}/core.sock", key_file)
+        # Clients may know a core of another parent at the address.
+        self._first_incarnation = int(1000 * time.time())
+        return self._public.address
 
     def begin(self) -> None:
-        """Start a core, or make the standby the core; `finish` waits for it. Raises OSError if no process can start."""
+        """Start a core, or make the standby the core; `finish` waits for it.
+
+        Raises OSError if no process can start, and ValueError if the cores' address was taken away.
+        """
+        if self._public is not None and self._public.restore() and self._standby is not None:
+            self._standby.stop()  # it has inherited the socket that was removed
         self._num_started += 1
         self._process, self._standby = self._standby, None
         if self._process is not None and not self._process.is_alive():
             self._process.stop()
             self._process = None
         if self._process is None:
-            self._process = CoreProcess(self.folder, self._num_started, is_shared=self._is_shared)
-        self._process.launch(self._config, self._operator_key, self._suspension)
+            self._process = self._start(standby=False)
+        self._process.launch(self._config, self._operator_key, self._num_started, self._suspension, self.predecessor)
         self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
@@ -123,6 +151,8 @@ class CoreLauncher:
             self.discard(process)
             raise
         self._process = self._connection = None
+        if self._public is not None:
+            connection.send(wire.Bye(welcome.incarnation))  # the parent of a shared core is no client
         return Core(connection, welcome.client, config, process.status_page(), process, welcome)
 
     def prepare_standby(self) -> None:
@@ -130,7 +160,12 @@ class CoreLauncher:
         if self._limits.warm_standby and (self._standby is None or not self._standby.is_alive()):
             if self._standby is not None:
                 self._standby.stop()
-            self._standby = CoreProcess(self.folder, self._num_started + 1, True, self._is_shared)
+            self._standby = self._start(standby=True)
+
+    def _start(self, standby: bool) -> CoreProcess:
+        """Start the process of the next core. Raises OSError if the system cannot."""
+        incarnation = self._first_incarnation + self._num_started - (not standby)
+        return CoreProcess(self.folder, incarnation, standby, self._public, self._has_log_files)
 
     def discard(self, process: CoreProcess) -> None:
         """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
@@ -159,6 +194,9 @@ class CoreLauncher:
         for process in (self._process, self._standby, core and core.process):
             if process is not None:
                 process.stop(timeout)
+                process.remove_files()
+        if self._public is not None:
+            self._public.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -175,7 +213,6 @@ class RemoteCore:
         reconnect_timeout: float = math.inf,
     ) -> None:
         """`timeout`: seconds that `finish` waits for the first core to answer.
-
 
         With `operator_key`, the core's, this client is an operator. `owner`: a user beside this one and root whose core
         is trusted, if it is behind a Unix socket. `reconnect_timeout`: seconds that requests wait while there is no
@@ -305,5 +342,5 @@ def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
 
 def _socket_root() -> str | None:
     """Return None for the usual folder of temporary files, or /tmp if the path of a socket there would be too long."""
-    longest = len(os.fsencode(tempfile.gettempdir())) + len("/vllm_mp-xxxxxxxx/core-99999.sock.lock")
+    longest = len(os.fsencode(tempfile.gettempdir())) + len("/vllm_mp-xxxxxxxx/core-9999999999999.sock")
     return None if longest <= zmq.IPC_PATH_MAX_LEN else "/tmp"

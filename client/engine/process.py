@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
+from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_launch import CoreLaunch, core_environment, package_path
-from vllm_mp.errors import EngineStartError
+from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
 from vllm_mp.status_page import StatusPage, Suspension
@@ -38,20 +39,30 @@ class CoreProcess:
     killed, the core exits.
     """
 
-    def __init__(self, folder: Path, incarnation: int, standby: bool = False, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: int,
+        standby: bool = False,
+        public: HeldAddress | None = None,
+        has_log_file: bool = True,
+    ) -> None:
         """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
 
-        `is_shared`: the address is the same for every incarnation, so that other clients find the successor there.
-        Raises OSError if the system cannot start a process, and EngineStartError if the folder is not private.
+        `public`: other clients connect to the core there. Without `has_log_file` the core writes its log to the
+        standard error of this process. Raises OSError if the system cannot start a process, or if another user can read
+        or write the folder.
         """
         self._owner = os.getpid()
         self.incarnation = incarnation
         self._folder = folder
-        self._is_shared = is_shared
-        self._socket_path = folder / ("core.sock" if is_shared else f"core-{incarnation}.sock")
-        self._status_path = folder / ("core.sock.status" if is_shared else f"core-{incarnation}.status")
+        self._public = public
+        self._socket_path = folder / f"core-{incarnation}.sock"
+        self._status_path = folder / f"core-{incarnation}.status"
+        if public is not None and public.path is not None:
+            self._status_path = status_path(public.path)
         self.address = f"ipc://{self._socket_path}"
-        self.log_path = folder / f"core-{incarnation}.log"
+        self.log_path = folder / f"core-{incarnation}.log" if has_log_file else None
         self._page: StatusPage | None = None
         folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         _check_folder(folder)
@@ -65,6 +76,7 @@ class CoreProcess:
                 stdout=log,
                 stderr=log,
                 env=core_environment() | package_path(),
+                pass_fds=() if public is None else public.descriptors,
                 process_group=0,
             )
         self.pid = self._popen.pid
@@ -73,20 +85,25 @@ class CoreProcess:
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
 
-    def launch(self, config: VllmConfig, operator_key: bytes, suspension: Suspension) -> None:
-        """Send the process its configuration, with which it becomes a core.
-
-        The core knows its operators by `operator_key`, and enters `suspension` before it serves.
-        """
+    def launch(
+        self,
+        config: VllmConfig,
+        operator_key: bytes,
+        number: int,
+        suspension: Suspension,
+        predecessor: Predecessor | None,
+    ) -> None:
+        """Send the process its configuration, with which it becomes a core; `CoreLaunch` describes the rest."""
         launch = CoreLaunch(
             config=config,
             address=self.address,
             incarnation=self.incarnation,
             status_path=str(self._status_path),
-            supervised=True,
-            is_shared=self._is_shared,
             runtime_dir=str(self._folder),
             parent_pid=os.getpid(),
+            public=None if self._public is None else self._public.public_address(),
+            number=number,
+            predecessor=predecessor,
             operator_key=operator_key,
             suspension=suspension,
         )
@@ -115,6 +132,15 @@ class CoreProcess:
         code = self._popen.poll()
         return code is not None and code < 0
 
+    @property
+    def was_drained(self) -> bool:
+        """Whether the core ended by SIGINT, after which a core with a public address finishes its requests."""
+        return self._popen.poll() == -signal.SIGINT
+
+    def send_signal(self, number: int) -> None:
+        """Send the core a signal; no-op after its end."""
+        self._popen.send_signal(number)
+
     def status_page(self) -> StatusPage | None:
         """The core's status page; None until the core has created it."""
         if self._page is None:
@@ -129,13 +155,17 @@ class CoreProcess:
         """
         code = self._popen.poll()
         cause = "SIGKILL, but the system still holds it" if code is None else describe_exit(code)
+        end = f"the core process {self.pid} ended with {cause}"
+        if self.log_path is None:
+            return f"{end}; its log says more"
         lines = self.last_log_lines()
         where = f" ({self.log_path})" if log_stays else ""
-        log = f"; its last log lines{where}:\n" + "\n".join(lines) if lines else "; its log is empty"
-        return f"the core process {self.pid} ended with {cause}{log}"
+        return end + (f"; its last log lines{where}:\n" + "\n".join(lines) if lines else "; its log is empty")
 
     def last_log_lines(self) -> list[str]:
-        """Return the last 8 lines of the core's log; none if it cannot be read."""
+        """Return the last 8 lines of the core's log file; none if it cannot be read."""
+        if self.log_path is None:
+            return []
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
@@ -180,13 +210,14 @@ class CoreProcess:
 
     def remove_files(self) -> None:
         """Remove the files of a core that has ended, except its log."""
-        lock = self._socket_path.with_name(self._socket_path.name + ".lock")
-        for path in (self._socket_path, self._status_path, lock):
+        for path in (self._socket_path, self._status_path):
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def _open_log(self) -> IO[bytes]:
-        """Return the log file, or the null device if the log cannot be made."""
+    def _open_log(self) -> AbstractContextManager[IO[bytes] | None]:
+        """Return the log file, or the null device if it cannot be made; None: the core inherits its outputs."""
+        if self.log_path is None:
+            return contextlib.nullcontext()
         try:
             return self.log_path.open("wb")
         except OSError:  # a full disk must cost the log only, not the core
@@ -210,8 +241,8 @@ def _exit_descriptor(pid: int) -> int:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise EngineStartError, with the remedy, if another user can read or write the runtime folder."""
+    """Raise PermissionError, with the remedy, if another user can read or write the runtime folder."""
     try:
         check_private(folder, folder.lstat())
     except ValueError as error:
-        raise EngineStartError(f"the runtime folder is not private: {error}") from error
+        raise PermissionError(f"the runtime folder is not private: {error}") from error

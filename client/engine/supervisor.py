@@ -13,7 +13,9 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
-from vllm_mp.client.engine.launcher import Core, CoreSource, RemoteCore
+from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource, RemoteCore
+from vllm_mp.client.engine.pings import Pings
+from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
 from vllm_mp.status_page import CoreStatus
 
@@ -30,6 +32,8 @@ _STANDBY_RETRY_S = 30.0
 _FIRST_DELAY_S = 0.1
 """Delay of the restart after a core that died before it served; it doubles for each further such core in a row."""
 _LONGEST_DELAY_S = 5.0
+_PARENT_MARGIN_S = 2.0
+"""Time that the parent of a shared core gets to end a core that hangs, before a client gives the core up by itself."""
 _ABSENCE_INTERVAL_S = 0.25
 """Time between two looks at the requests that wait too long for a shared core."""
 
@@ -125,7 +129,6 @@ class CoreSupervisor:
         """
         self.core = core
         """The latest core."""
-        self.num_restarts = 0
         self.end: str | None = None
         """Why the core is gone for good; None while it is not."""
         self._source = source
@@ -144,11 +147,23 @@ class CoreSupervisor:
         """The open connections: to the latest core, and to its predecessors until `release`."""
         self._oom_kills = count_oom_kills()
         self._has_work: Callable[[], bool] = lambda: False
+        self._pings: Pings | None = None
+        self._previous_death = 0.0
+        self._is_last = False
+        """The core gets no successor, because this process ends it."""
         self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
 
-    def watch(self, has_work: Callable[[], bool]) -> None:
-        """Start the thread. `has_work` is called in it, and returns whether this client waits for the core."""
-        self._has_work = has_work
+    @property
+    def num_restarts(self) -> int:
+        """Number of restarts of the core by its parent, which for a core of this process is this process."""
+        return self.core.num_restarts
+
+    def watch(self, has_work: Callable[[], bool], pings: Pings | None = None) -> None:
+        """Start the thread. `has_work` is called in it, and returns whether this client waits for the core.
+
+        `pings` tell whether a shared core hangs whose status page is not visible.
+        """
+        self._has_work, self._pings = has_work, pings
         self._thread.start()
 
     def take_news(self) -> list[News]:
@@ -178,6 +193,12 @@ class CoreSupervisor:
     def standby_pid(self) -> int | None:
         """The process id of the standby; None if there is none."""
         return self._source.standby_pid
+
+    def end_core(self, number: int) -> None:
+        """Send the core of this process a signal that ends it; it gets no successor, and `End` follows."""
+        self._is_last = True
+        if self.core.process is not None:
+            self.core.process.send_signal(number)
 
     def stop(self, timeout: float | None = None) -> None:
         """End the thread, every connection and every process of the source, by force after `timeout` seconds.
@@ -229,25 +250,20 @@ class CoreSupervisor:
     def _watch(self, core: Core) -> Death | None:
         """Wait for the death of `core`, ending it if it hangs; return None when told to stop."""
         process = core.process
+        if process is None:
+            return self._watch_shared(core)
         limits = self._limits
-        pid = process.pid if process else None
-        hang = HangWatch(limits.engine_iteration_timeout_s, pid, limits.start_timeout_s)
+        hang = HangWatch(limits.engine_iteration_timeout_s, process.pid, limits.start_timeout_s)
         poller = zmq.Poller()
         poller.register(self._wake_reader, zmq.POLLIN)
         poller.register(core.connection.monitor, zmq.POLLIN)
-        if process is not None:
-            poller.register(process.pid_fd, zmq.POLLIN)
+        poller.register(process.pid_fd, zmq.POLLIN)
         broken_since: float | None = None
         standby_at = time.monotonic() + (_STANDBY_DELAY_S if self.num_restarts else 0.0)
         while True:
             poller.poll(int(1000 * hang.interval_s))
             if self._stops.is_set():
                 return None
-            if process is None:
-                if core.connection.is_broken():
-                    cause = f"the connection to the core at {core.connection.address} broke"
-                    return self._death(core, cause, "connection")
-                continue
             if not process.is_alive():
                 return self._death(core, process.describe_end(), "signal" if process.ended_by_signal else "exit")
             if core.connection.is_broken():
@@ -264,6 +280,32 @@ class CoreSupervisor:
                 except OSError as error:  # such as no memory for another process; the core does not need a standby
                     logger.warning("cannot start a standby: %s", error)
                     standby_at = time.monotonic() + _STANDBY_RETRY_S
+
+    def _watch_shared(self, core: Core) -> Death | None:
+        """Wait until the connection to a shared core breaks or the core hangs; return None when told to stop."""
+        limits, address = self._limits, core.connection.address
+        limit_s = limits.engine_iteration_timeout_s + _PARENT_MARGIN_S
+        hang = HangWatch(limit_s, None, limits.start_timeout_s + _PARENT_MARGIN_S)
+        poller = zmq.Poller()
+        poller.register(self._wake_reader, zmq.POLLIN)
+        poller.register(core.connection.monitor, zmq.POLLIN)
+        if self._pings is not None:
+            self._pings.reset()
+        while True:
+            poller.poll(int(1000 * hang.interval_s))
+            if self._stops.is_set():
+                return None
+            if core.connection.is_broken():
+                return self._death(core, f"the connection to the core at {address} broke", "connection")
+            has_work = self._has_work()
+            if core.page is not None:
+                if hang.is_hung(core.page, has_work):
+                    cause = f"the core at {address} made no progress for {limit_s:g} s: {core.page.read()}"
+                    return self._death(core, cause, "hang")
+            elif self._pings is not None:
+                silent_s = self._pings.look(core.connection.loop, has_work) * hang.interval_s
+                if silent_s > limit_s:
+                    return self._death(core, f"the core at {address} has not answered for {limit_s:g} s", "hang")
 
     def _end_hung(self, core: Core) -> Death:
         """Kill a core that hangs, and return its death."""
@@ -297,13 +339,14 @@ class CoreSupervisor:
         if isinstance(self._source, RemoteCore):
             return self._rejoin(self._source, death)
         cause, has_served, died_at = death.cause, True, death.time
+        self._source.predecessor = self._predecessor(self._source, core, death)
         if core.process is not None:
             self._source.discard(core.process)
-        if self._restarts is None:
-            self._tell(End(cause))
-            return None
         is_told = False
         while True:
+            if self._restarts is None or self._is_last:
+                self._tell(End(cause))
+                return None
             delay = self._restarts.delay_after(died_at, has_served)
             if delay is None:
                 limits = self._limits
@@ -323,14 +366,33 @@ class CoreSupervisor:
                 self._source.begin()
                 successor = self._source.finish(self._raise_if_stopped)
             except _Stopped:
-                return None
-            except (EngineStartError, OSError, zmq.ZMQError) as error:
+                if self._stops.is_set():
+                    return None
+                continue
+            except (EngineStartError, OSError, ValueError, zmq.ZMQError) as error:
                 logger.warning("%s", str(error).partition(";")[0])
                 cause, has_served, died_at = str(error), False, time.monotonic()
                 continue
-            self.num_restarts += 1
             self._tell(successor)
             return successor
+
+    def _predecessor(self, source: CoreLauncher, core: Core, death: Death) -> Predecessor:
+        """Return what the successor of `core` must be told of its death."""
+        in_step = core.page.read().step_requests if core.page else []
+        tokens = core.page.tokens() if core.page else {}
+        former = source.predecessor
+        is_recent = death.time < self._previous_death + self._limits.core_restart_window_s
+        self._previous_death = death.time
+        earlier = former.suspects() if former is not None and is_recent else {}
+        return Predecessor(
+            incarnation=core.connection.incarnation,
+            cause=death.cause,
+            kind=death.kind,
+            is_from_outside=death.is_from_outside,
+            in_step=[(tokens.get(client, b""), slot, progress) for client, slot, progress in in_step],
+            in_earlier_steps=[(token, slot, progress) for (token, slot), progress in earlier.items()],
+            num_restarts=core.num_restarts + 1,
+        )
 
     def _rejoin(self, source: RemoteCore, death: Death) -> Core | None:
         """Wait for the next core at the address of a shared core, for as long as it takes.
@@ -363,9 +425,9 @@ class CoreSupervisor:
         return successor
 
     def _raise_if_stopped(self) -> None:
-        if self._stops.is_set():
+        if self._stops.is_set() or self._is_last:
             raise _Stopped
 
 
 class _Stopped(Exception):
-    """The supervisor was told to stop while a core started."""
+    """The supervisor was told to stop, or to start no successor, while a core started."""

@@ -101,12 +101,20 @@ class Suspects:
         """Return whether `awaited` must not be sent yet, because a group of suspects is tested."""
         return self._holds_back and self._sent_group not in (0, self._group(awaited))
 
-    def choose_sent_group(self, live: Iterable[Entry]) -> None:
-        """Choose the group to send if requests are held back: the first with a `live` request that is not cleared."""
+    def choose_sent_group(self, live: Iterable[Entry]) -> bool:
+        """Choose the group to send if requests are held back: the first with a `live` request that is not cleared.
+
+        Return whether it is another group than before.
+        """
+        before = self._sent_group
         self._sent_group = min(filter(None, (self._group(awaited) for _, awaited in live)), default=0)
+        return self._sent_group != before
 
     def record(self, death: Death, live: list[Entry]) -> list[Conviction]:
-        """Record a death for each `live` request in its step; return the requests to blame, usually none or one."""
+        """Record a death for each `live` request in its step; return the requests to blame, usually none or one.
+
+        Call `choose_sent_group` before requests are sent to the next core.
+        """
         in_step = self._in_step(death, live)
         is_inside = death.is_step_known and not death.is_from_outside
         for _, awaited, progress in in_step:
@@ -123,8 +131,6 @@ class Suspects:
         }
         streams = [stream for stream in streams if id(stream) not in culprits]
         self._divide(streams, [(stream, awaited) for stream, awaited, _ in suspects])
-        gone = {id(conviction.stream) for conviction in culprits.values()}
-        self.choose_sent_group(entry for entry in live if id(entry[0]) not in gone)
         return list(culprits.values())
 
     def _in_step(self, death: Death, live: list[Entry]) -> list[tuple[RequestStream, Awaited, int]]:

@@ -1,10 +1,8 @@
-"""The core's socket, bound to an address that no other process serves."""
+"""The core's socket: at a private address for its parent, and at an address for other clients that the parent holds."""
 
 import contextlib
-import fcntl
 import logging
 import os
-import stat
 from pathlib import Path
 
 import zmq
@@ -12,35 +10,32 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from vllm_mp.authorized_clients import AuthorizedClients
+from vllm_mp.core_launch import PublicAddress
 from vllm_mp.curve_keys import encode_key, read_server_key
 from vllm_mp.descriptor_limit import raise_descriptor_limit
-from vllm_mp.file_owner import check_writers, trusted_owners
 from vllm_mp.wire import MAX_MESSAGE_BYTES, TCP_HEARTBEAT_MS
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNREAD = 32
 """Number of unread messages of each client that the core holds."""
-_MAX_LOCK_TRIES = 100
 _MAX_KEYS_LOGGED = 64
 """Number of unknown keys that the log names, so that no flood of clients fills it."""
 
 
 class BoundSocket:
-    """A bound ROUTER socket; `close` removes the socket file and its lock.
+    """A bound ROUTER socket; `close` removes the socket file of the private address.
 
-    A Unix socket has a lock file, because binding its path would silently take it from a process that already serves
-    it. A TCP socket speaks CURVE and admits only the authorized clients of the server's key file.
+    A TCP address speaks CURVE and admits only the authorized clients of the server's key file.
     """
 
-    def __init__(self, address: str, key_file: str | None = None) -> None:
-        """Bind `address`, ipc://PATH or tcp://HOST:PORT.
+    def __init__(self, address: str, public: PublicAddress | None = None) -> None:
+        """Bind `address`, ipc://PATH in a private folder, and listen at `public`.
 
-        Raises ValueError, naming the address and the remedy, if it is malformed, in use or not permitted.
+        Raises ValueError, naming the address and the remedy, if it is malformed or not permitted, or if the key file
+        cannot be read.
         """
-        self._address = address
-        self._lock: int | None = None
-        self._path: Path | None = None
+        self._path = Path(address.removeprefix("ipc://"))
         self._authenticator: ThreadAuthenticator | None = None
         raise_descriptor_limit()  # libzmq ends the process if a connection finds no descriptor left
         self._context = zmq.Context()
@@ -54,15 +49,14 @@ class BoundSocket:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
-            if address.startswith(("ipc://@", "ipc://*")):
-                raise ValueError(f"address {address!r} must name a path: ipc:///PATH/TO/SOCKET")
-            if address.startswith("ipc://"):
-                self._lock_path(Path(address.removeprefix("ipc://")))
-            elif address.startswith("tcp://"):
-                self._require_keys(key_file)
-            else:
-                raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
-            self._bind()
+            # The socket has its mode from the beginning: between bind and chmod, others could connect.
+            mask = os.umask(0o177)
+            try:
+                self._bind(address)
+            finally:
+                os.umask(mask)
+            if public is not None:
+                self._listen(public)
         except BaseException:
             self.close()
             raise
@@ -75,89 +69,30 @@ class BoundSocket:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
-        if self._lock is not None and self._path is not None:
-            for path in (self._path, _lock_file(self._path)):
-                with contextlib.suppress(OSError):  # if the folder was removed or moved
-                    path.unlink()
-            os.close(self._lock)
-            self._lock = None
+        with contextlib.suppress(OSError):  # if the folder was removed or moved
+            self._path.unlink()
 
-    def _bind(self) -> None:
-        # The socket has its mode from the beginning: between bind and chmod, others could connect.
-        mask = os.umask(0o177)
+    def _bind(self, address: str) -> None:
         try:
-            self.socket.bind(self._address)
+            self.socket.bind(address)
         except zmq.ZMQError as error:
-            remedy = "choose another address, or stop the process that uses this one"
-            if error.errno != zmq.EADDRINUSE:
-                remedy = "give ipc:///PATH/TO/SOCKET in a writable folder, or tcp://HOST:PORT"
-            raise ValueError(f"cannot listen on {self._address}: {error.strerror}; {remedy}") from error
-        finally:
-            os.umask(mask)
-
-    def _lock_path(self, path: Path) -> None:
-        """Lock `path`, and write this process's pid to the lock file.
-
-        Raises ValueError if another process holds the lock, if `path` cannot be a socket, or if other users can write
-        its folder.
-        """
-        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
             raise ValueError(
-                f"the path of {self._address} is longer than {zmq.IPC_PATH_MAX_LEN} bytes, the limit of Unix sockets; "
-                "choose a shorter path"
-            )
-        try:
-            check_writers(path.parent, trusted_owners())
-            if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-                raise ValueError(
-                    f"cannot listen on {self._address}: the path is a file, not a socket; choose another path"
-                )
-            lock = None
-            for _ in range(_MAX_LOCK_TRIES):
-                if (lock := self._try_lock(_lock_file(path))) is not None:
-                    break  # else the previous owner removed the file at that moment
-            if lock is None:
-                raise ValueError(f"cannot lock {_lock_file(path)}: it keeps changing; choose another folder")
-        except OSError as error:
-            raise ValueError(
-                f"cannot listen on {self._address}: {error.strerror}; give a path in a folder that exists and "
-                "is writable"
+                f"cannot listen on {address}: {error.strerror}; set TMPDIR to a writable folder with a short path"
             ) from error
-        os.ftruncate(lock, 0)
-        os.write(lock, str(os.getpid()).encode())
-        self._lock, self._path = lock, path
 
-    def _try_lock(self, file: Path) -> int | None:
-        """Return a descriptor of the locked `file`, or None if the file was removed before it was locked.
+    def _listen(self, public: PublicAddress) -> None:
+        """Accept connections of the listening socket that the parent holds."""
+        if public.address.startswith("tcp://"):
+            self._require_keys(public)
+        # These options apply to the addresses that are bound from now on.
+        self.socket.setsockopt(zmq.USE_FD, public.listener)
+        self._bind(public.address)
 
-        A lock on a removed file would exclude no other process. Raises ValueError if another process holds the lock,
-        and OSError if the file cannot be opened.
-        """
-        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.read(lock, 32).decode("ascii", "replace").strip()
-            os.close(lock)
-            raise ValueError(
-                f"{self._address} is already served by process {owner or 'unknown'}; choose another address, or stop "
-                "that process"
-            ) from error
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(lock), file.stat()):
-                return lock
-        os.close(lock)
-        return None
-
-    def _require_keys(self, key_file: str | None) -> None:
-        """Admit only the clients that `key_file` authorizes; raise ValueError without a file or with a bad file."""
-        if key_file is None:
-            raise ValueError(
-                f"{self._address} is a TCP address, which needs keys: give --key-file FILE, made with "
-                "`vllm-mp keys server FILE`"
-            )
-        key = read_server_key(key_file)
-        clients = AuthorizedClients(key_file)
+    def _require_keys(self, public: PublicAddress) -> None:
+        """Admit only the clients that the key file authorizes; raise ValueError if it is a bad file."""
+        assert public.key_file is not None
+        key = read_server_key(public.key_file)
+        clients = AuthorizedClients(public.key_file)
         if not clients.read():
             logger.warning("no client may connect yet: %s lists none; add some with `vllm-mp keys allow`", clients.path)
         self._authenticator = ThreadAuthenticator(self._context)
@@ -192,7 +127,3 @@ class _KeyCheck:
             self._logged.add(public)
             logger.warning("a client with the unknown key %s is refused; see `vllm-mp keys allow`", encode_key(public))
         return False
-
-
-def _lock_file(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")

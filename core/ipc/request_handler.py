@@ -79,7 +79,6 @@ class RequestHandler:
         `is_shared`: the clients are not this core's owner, so that none may make it keep much output.
         """
         self._dropped = wire.DropCounter(logger, "a client")
-        self._admits = True
         self._socket = socket
         self._config = config
         self._incarnation = incarnation
@@ -130,8 +129,10 @@ class RequestHandler:
                     self._clients.refuse(identity, None, reason)
 
     def receive(self, admit: bool = True) -> None:
-        """Handle the messages that have arrived, without waiting; refuse new requests unless `admit`."""
-        self._admits = admit
+        """Handle the messages that have arrived, without waiting; ignore new clients and requests unless `admit`.
+
+        These wait for the next core: their clients send them to it when they see the end of this core.
+        """
         deadline = time.monotonic() + _RECEIVE_S
         self._is_held_up = False
         while time.monotonic() < deadline and not self._is_held_up:
@@ -152,6 +153,8 @@ class RequestHandler:
                 message = wire.decode_client_message(frame)
             except _DECODE_ERRORS as error:
                 self._dropped.warn(str(error))
+                continue
+            if not admit and isinstance(message, wire.Hello | wire.AddRequest | wire.AddPooling):
                 continue
             if client is None:
                 self._handle_stranger(identity, connection, message)
@@ -468,12 +471,10 @@ class RequestHandler:
         self._running_scheduler().drop_client(client)
 
     def _scheduler_for_new(self, client: int, slot: int) -> Scheduler:
-        """Return the scheduler, for a request that gets `slot`; raises ValueError while the core shuts down."""
+        """Return the scheduler, for a request that gets `slot`; raises _SlotInUse if it is not free."""
         scheduler = self._running_scheduler()
         if not 0 <= slot < wire.MAX_LIVE_REQUESTS or scheduler.is_live(client, slot):
             raise _SlotInUse(f"slot {slot} of client {client} is not free")
-        if not self._admits:
-            raise ValueError("the core is shutting down; send the request to another core")
         return scheduler
 
     def _running_scheduler(self) -> Scheduler:

@@ -11,9 +11,17 @@ import time
 import msgspec
 import pytest
 
-from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
+from vllm_mp import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineDeadError,
+    EngineGenerateError,
+    RequestOutputKind,
+    SamplingParams,
+)
+from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.core_launch import CoreLaunch
-from vllm_mp.testing.engines import answer, eventually, greedy, replay_core, rest
+from vllm_mp.testing.engines import answer, eventually, greedy, make_keys, replay_core, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
 LONG = SamplingParams(max_tokens=10_000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -62,8 +70,8 @@ async def _is_answered(engine):
 class Client:
     """A connected engine that `close` shuts down."""
 
-    def __init__(self, address, reconnect_timeout=60.0):
-        self.engine = AsyncLLM.connect(address, reconnect_timeout=reconnect_timeout)
+    def __init__(self, address, reconnect_timeout=60.0, key_file=None):
+        self.engine = AsyncLLM.connect(address, reconnect_timeout=reconnect_timeout, key_file=key_file)
 
     def close(self):
         self.engine.shutdown()
@@ -77,40 +85,40 @@ def folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def shared_core(folder, address, before):
-    """Run a shared core in a process that first executes `before`. Kill it at the end of the block."""
+def shared_core(folder, tmp_path, before):
+    """Run a shared core in a process that first executes `before`; yield its address. Kill it at the end."""
     options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "check_invariants": True}
     args = AsyncEngineArgs(str(folder), dtype="float32", kv_cache_memory_bytes=2**22, **options)
-    launch = CoreLaunch(
-        config=args.create_engine_config(),
-        address=address,
-        incarnation=1,
-        status_path=None,
-        supervised=True,
-        is_shared=True,
-        parent_pid=os.getpid(),
-    )
-    code = before + "\nimport runpy\nrunpy.run_module('vllm_mp.core', run_name='__main__')\n"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    try:
-        process.stdin.write(msgspec.json.encode(launch) + b"\n")
-        process.stdin.flush()
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    with contextlib.closing(HeldAddress(f"ipc://{tmp_path}/core.sock")) as held:
+        launch = CoreLaunch(
+            config=args.create_engine_config(),
+            address=f"ipc://{tmp_path}/parent.sock",
+            incarnation=1,
+            status_path=None,
+            parent_pid=os.getpid(),
+            public=held.public_address(),
+        )
+        code = before + "\nimport runpy\nrunpy.run_module('vllm_mp.core', run_name='__main__')\n"
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=held.descriptors)
+        try:
+            process.stdin.write(msgspec.json.encode(launch) + b"\n")
+            process.stdin.flush()
+            yield held.address
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def test_streams_of_a_client_that_was_dropped_for_not_reading_go_on_when_it_reads_again(folder, tmp_path, caplog):
-    address = f"ipc://{tmp_path}/core.sock"
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=20)
     prompts = [[number, 7, 9] for number in range(3, 19)]
 
     def tokens_of(outputs):
         return [output.outputs[0].token_ids for output in outputs]
 
-    with shared_core(folder, address, LIMIT_UNREAD), contextlib.closing(Client(address)) as client:
-        engine = client.engine
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(shared_core(folder, tmp_path, LIMIT_UNREAD))
+        engine = stack.enter_context(contextlib.closing(Client(address))).engine
 
         async def run():
             expected = await asyncio.gather(*(answer(engine, prompt, params) for prompt in prompts))
@@ -138,3 +146,41 @@ def _block_until(condition):
 
 async def _all_are_sent(engine, count):
     return len(engine._requests.live()) == count
+
+
+FLAGS = (
+    *("--skip-tokenizer-init", "--max-model-len", "128", "--kv-cache-memory-bytes", str(2**22), "--num-threads", "1"),
+    *("--fault-injection", "slow@step=*,seconds=0.02; segv@request=poison"),
+)
+"""Flags of a core that a request whose id contains "poison" kills, and whose streams last for some deaths."""
+
+
+@contextlib.contextmanager
+def engine_over_tcp(model, tmp_path):
+    """Run `vllm-mp engine` over TCP; yield the arguments with which clients connect."""
+    server_key, client_key = make_keys(tmp_path)
+    log_path = tmp_path / "log"
+    with (
+        log_path.open("wb") as log,
+        standalone_core(model, "tcp://127.0.0.1:0", *FLAGS, "--key-file", server_key, stderr=log) as process,
+    ):
+        while "listening on" not in (text := log_path.read_text()):
+            assert process.poll() is None, text
+            time.sleep(0.05)
+        yield {"address": text.split("listening on ")[1].split()[0], "key_file": client_key}
+
+
+def test_poison_request_over_tcp_fails_alone_and_the_streams_of_other_clients_complete(folder, tmp_path):
+    prompt = {"prompt_token_ids": list(range(20, 40))}
+    with engine_over_tcp(folder, tmp_path) as arguments, contextlib.ExitStack() as stack:
+        hostile, innocent = [stack.enter_context(contextlib.closing(Client(**arguments))).engine for _ in range(2)]
+
+        async def run():
+            expected = await answer(innocent, prompt, greedy(80, ignore_eos=True))
+            stream = asyncio.create_task(answer(innocent, prompt, greedy(80, ignore_eos=True)))
+            with pytest.raises(EngineGenerateError, match="SIGSEGV"):
+                await answer(hostile, prompt, greedy(80), "poison")
+            assert (await stream).outputs[0].token_ids == expected.outputs[0].token_ids
+            assert (await innocent.core_status())["restarts"] <= 4
+
+        asyncio.run(asyncio.wait_for(run(), 120))

@@ -240,8 +240,8 @@ def test_prompts_stay_out_of_the_log(server):
 
 
 def test_failure_before_the_first_token_of_a_stream_has_its_own_status(in_process):
-    # A replay core fails requests for log-probabilities.
-    response = _send(in_process, "/v1/completions", b'{"prompt": "x", "logprobs": 1, "stream": true}', JSON)
+    # A replay core fails requests for log-probabilities of prompts.
+    response = _send(in_process, "/v1/completions", b'{"prompt": "x", "prompt_logprobs": 1, "stream": true}', JSON)
     assert (response.status_code, response.headers["content-type"]) == (500, "application/json")
     assert response.json()["error"]["code"] == "generation_failed"
 

@@ -81,7 +81,7 @@ class Core:
         liveness = SimpleNamespace(fault_injection=text)
         launch = SimpleNamespace(
             config=SimpleNamespace(liveness_config=liveness, device_config=SimpleNamespace(device=device)),
-            incarnation=incarnation,
+            number=incarnation,
             runtime_dir=None if folder is None else str(folder),
         )
         self.hooks = FaultHooks(launch)

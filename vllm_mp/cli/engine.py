@@ -2,20 +2,22 @@
 
 import argparse
 import contextlib
-import os
-import sys
-import tempfile
-import time
+import signal
 from pathlib import Path
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.errors import EngineDeadError, EngineStartError
 from vllm_mp.model_store import cache_root
 
+if TYPE_CHECKING:
+    from vllm_mp.client.engine.shared_core import SharedCore
+
 USAGE = "--listen ADDRESS [OPTIONS]"
-HELP = "Run a core that clients reach at an address (AsyncLLM.connect)."
+HELP = "Run a core that clients reach at an address (AsyncLLM.connect), and keep it alive."
+
+_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,36 +42,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process with the core. The pid stays the same, so that signals to it reach the core."""
-    from vllm_mp.core_launch import CoreLaunch, core_environment
+    """Keep the core alive until a signal, and return the exit code.
 
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    _prepare_tokenizer(config.model_config)
+    0 after a signal, 130 after a second signal. Raises EngineStartError or EngineDeadError if there is no core.
+    """
+    import asyncio
+
+    from vllm_mp.client.engine.shared_core import SharedCore
+
     if args.key_file:
         from vllm_mp.curve_keys import read_server_key
 
         read_server_key(args.key_file)  # refuses a bad file before anything is loaded
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    _prepare_tokenizer(config.model_config)
     operator_key = b""
     if args.operator_key_file:
         from vllm_mp.operator_key import ensure_operator_key
 
         operator_key = ensure_operator_key(args.operator_key_file)
-    launch = CoreLaunch(
-        config=config,
-        address=args.listen,
-        incarnation=time.time_ns(),
-        status_path=f"{args.listen.removeprefix('ipc://')}.status" if args.listen.startswith("ipc://") else None,
-        supervised=False,
-        is_shared=True,
-        key_file=args.key_file,
-        operator_key=operator_key,
-    )
-    # The core reads the configuration from a file without a name: a pipe may be too small for it.
-    with tempfile.TemporaryFile() as file:
-        file.write(msgspec.json.encode(launch) + b"\n")
-        file.seek(0)
-        os.dup2(file.fileno(), 0)
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "vllm_mp.core"], core_environment())
+    try:
+        core = SharedCore(config, args.listen, args.key_file, operator_key, has_log_files=False)
+    except ValueError as error:
+        raise EngineStartError(str(error)) from error
+    return asyncio.run(_keep(core))
+
+
+async def _keep(core: "SharedCore") -> int:
+    """Keep `core` alive until a signal; SIGINT lets it finish its requests, a second signal ends it at once."""
+    import asyncio
+
+    keeping = asyncio.ensure_future(core.keep())
+    num_signals = 0
+
+    def on_signal(number: int) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:
+            core.kill()
+        elif number == signal.SIGINT:
+            core.drain()
+        else:
+            keeping.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    try:
+        await keeping
+    except asyncio.CancelledError:
+        pass
+    except EngineDeadError:
+        if num_signals < 2:
+            raise
+    finally:
+        await core.close()
+    return _INTERRUPTED if num_signals > 1 else 0
 
 
 def _prepare_tokenizer(model: ModelConfig) -> None:

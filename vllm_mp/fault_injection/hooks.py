@@ -43,8 +43,8 @@ class FaultHooks:
     def __init__(self, launch: CoreLaunch) -> None:
         config = launch.config
         self._all = parse_faults(config.liveness_config.fault_injection, config.device_config.device)
-        self._incarnation = launch.incarnation
-        self._chances = {fault: random.Random(f"{fault.seed} {launch.incarnation}") for fault in self._all}
+        self._number = launch.number
+        self._chances = {fault: random.Random(f"{fault.seed} {launch.number}") for fault in self._all}
         self._folder = None if launch.runtime_dir is None else Path(launch.runtime_dir)
         self._struck: set[Fault] = set()
         self._latest_token: Callable[[int], int] | None = None
@@ -103,8 +103,8 @@ class FaultHooks:
 
     def _at(self, place: str) -> list[Fault]:
         """Return the faults that strike at `place` in this incarnation."""
-        incarnations = (None, self._incarnation)
-        return [fault for fault in self._all if fault.place == place and fault.incarnation in incarnations]
+        numbers = (None, self._number)
+        return [fault for fault in self._all if fault.place == place and fault.incarnation in numbers]
 
     def _is_due(self, fault: Fault) -> bool:
         """Return whether `fault` strikes now, given that its other conditions hold. Call this once per visit."""

@@ -242,7 +242,7 @@ def serve(address: str, config: VllmConfig, pace: Pace) -> None:
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-    incarnation = time.time_ns()
+    incarnation = int(1000 * time.time())
     page = StatusPage.create(f"{path}.status", incarnation)
     try:
         try:

@@ -1,5 +1,6 @@
 """The endpoint /v1/chat/completions: answers to a conversation."""
 
+import functools
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from vllm_mp.client.prompt import TextPrompt
-from vllm_mp.outputs import CompletionOutput
+from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, Refused, RequestBody, refused
 from vllm_mp.server.chat_messages import ChatMessage
@@ -18,7 +19,7 @@ from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
 from vllm_mp.server.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
-from vllm_mp.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from vllm_mp.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, convert, prompt_logprobs
 from vllm_mp.server.models import check_model
 from vllm_mp.server.sampling_fields import sampling_params
 
@@ -158,7 +159,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
             ChatChoice(
                 index=output.index,
                 message=AnswerMessage(content=output.text),
-                logprobs=_logprobs(output, body),
+                logprobs=await _logprobs(output, body),
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if body.return_token_ids else UNSET,
@@ -166,7 +167,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
             for output in result.outputs
         ],
         usage=generation.usage(),
-        prompt_logprobs=UNSET if result.prompt_logprobs is None else prompt_logprobs(result.prompt_logprobs),
+        prompt_logprobs=await _prompt_logprobs(result),
         prompt_token_ids=result.prompt_token_ids if body.return_token_ids else UNSET,
     )
     return Response(msgspec.json.encode(response), media_type="application/json")
@@ -180,8 +181,18 @@ def _params(body: ChatBody, defaults: dict[str, Any]) -> SamplingParams:
     return sampling_params(body, {"max_tokens": None, **defaults}, logprobs=num_logprobs)
 
 
-def _logprobs(output: CompletionOutput, body: ChatBody) -> ChatLogprobs | None:
-    return None if output.logprobs is None else chat_logprobs(output.logprobs, body.top_logprobs or 0)
+async def _logprobs(output: CompletionOutput, body: ChatBody) -> ChatLogprobs | None:
+    positions = output.logprobs
+    if positions is None:
+        return None
+    return await convert(functools.partial(chat_logprobs, positions, body.top_logprobs or 0), positions)
+
+
+async def _prompt_logprobs(output: RequestOutput) -> PromptLogprobs | UnsetType:
+    positions = output.prompt_logprobs
+    if positions is None:
+        return UNSET
+    return await convert(functools.partial(prompt_logprobs, positions), positions)
 
 
 async def _events(generation: Generation, chunk: ChatChunk, body: ChatBody) -> AsyncGenerator[bytes, None]:
@@ -204,14 +215,14 @@ async def _events(generation: Generation, chunk: ChatChunk, body: ChatBody) -> A
                 if body.return_token_ids:
                     chunk.prompt_token_ids = output.prompt_token_ids
                 if output.prompt_logprobs is not None:
-                    chunk.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+                    chunk.prompt_logprobs = await _prompt_logprobs(output)
                 events.append(encode_event(chunk))
                 chunk.prompt_token_ids = chunk.prompt_logprobs = UNSET
             if not only_text:
                 choice = ChunkChoice(
                     index=index,
                     delta=Delta(content=completion.text),
-                    logprobs=_logprobs(completion, body),
+                    logprobs=await _logprobs(completion, body),
                     token_ids=completion.token_ids if body.return_token_ids else UNSET,
                 )
                 chunk.choices = [choice]

@@ -1,5 +1,6 @@
 """The endpoint /v1/completions: the completions of one or several prompts."""
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
@@ -19,7 +20,7 @@ from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
 from vllm_mp.server.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
-from vllm_mp.server.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
+from vllm_mp.server.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, convert, prompt_logprobs
 from vllm_mp.server.models import check_model
 from vllm_mp.server.sampling_fields import sampling_params
 
@@ -200,7 +201,7 @@ class _Choices:
             if self._body.return_token_ids:
                 choice.prompt_token_ids = output.prompt_token_ids
             if known is not None and getattr(self._body, "prompt_logprobs", None) is not None:
-                choice.prompt_logprobs = prompt_logprobs(known)
+                choice.prompt_logprobs = await convert(functools.partial(prompt_logprobs, known), known)
             if self._body.echo:
                 choice.text = await self._prompt_text(output)
                 if self._params.logprobs is not None:
@@ -215,7 +216,8 @@ class _Choices:
             choice.text += completion.text
             positions += completion.logprobs or []
         if self._params.logprobs is not None:
-            choice.logprobs = completion_logprobs(positions, self._lengths[index], first_text)
+            make = functools.partial(completion_logprobs, positions, self._lengths[index], first_text)
+            choice.logprobs = await convert(make, positions)
             self._lengths[index] += sum(map(len, choice.logprobs.tokens))
         return choice
 

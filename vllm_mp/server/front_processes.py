@@ -14,21 +14,19 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from vllm_mp.client.background_call import call_in_thread
-from vllm_mp.client.engine.launcher import Core, CoreLauncher
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, RestartLimit
+from vllm_mp.client.engine.shared_core import SharedCore
+from vllm_mp.client.engine.supervisor import RestartLimit
 from vllm_mp.client.stats import RestartCounter
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path
 from vllm_mp.engine_args import AsyncEngineArgs
-from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.errors import EngineError
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
@@ -49,74 +47,6 @@ _CONNECT_TIMEOUT_S = 30.0
 _INTERRUPTED = 130
 
 
-class SharedCore:
-    """The core of the front processes: started, watched, and started again at the same address."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        self._limits = config.liveness_config
-        self._launcher = CoreLauncher(config, is_shared=True)
-        self._supervisor: CoreSupervisor | None = None
-        self._starting: asyncio.Future[Core] | None = None
-        self._is_closed = threading.Event()
-        self.address = self._launcher.shared_address
-        self.metrics_folder = self._launcher.folder / "metrics"
-        self.metrics_folder.mkdir(mode=0o700)
-        self._num_restarts = RestartCounter()
-        self._num_restarts.share_as_parent(self.metrics_folder)
-
-    async def keep(self) -> None:
-        """Start the core and keep it alive.
-
-        Raises EngineStartError if the first core does not start, and EngineDeadError once it is gone for good.
-        """
-
-        def check() -> None:
-            if self._is_closed.is_set():
-                raise _Closed
-
-        def start() -> Core:
-            self._launcher.begin()
-            return self._launcher.finish(check)
-
-        self._starting = call_in_thread(start)
-        core = await asyncio.shield(self._starting)
-        limits = self._limits
-        restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
-        supervisor = self._supervisor = CoreSupervisor(self._launcher, core, restarts)
-        # A core beats also while it has no work, so it is watched always.
-        supervisor.watch(lambda: True)
-        kind = ""
-        has_news = asyncio.Event()
-        asyncio.get_running_loop().add_reader(supervisor.news_fd, has_news.set)
-        while True:
-            await has_news.wait()
-            has_news.clear()
-            for news in supervisor.take_news():
-                if isinstance(news, End):
-                    raise EngineDeadError(news.cause)
-                if isinstance(news, Death):
-                    kind = news.kind
-                    logger.warning("%s; its successor is being started", news.cause.partition(";")[0])
-                elif isinstance(news, Core):
-                    supervisor.release(core)
-                    core = news
-                    self._num_restarts.add(kind)
-
-    async def close(self) -> None:
-        """End the core and remove its files."""
-        self._is_closed.set()
-        supervisor = self._supervisor
-        if supervisor is None and self._starting is not None:
-            with contextlib.suppress(Exception):
-                core = await self._starting
-                supervisor = CoreSupervisor(self._launcher, core, None)
-        if supervisor is None:
-            self._launcher.close(None, None)
-        else:
-            asyncio.get_running_loop().remove_reader(supervisor.news_fd)
-            await call_in_thread(supervisor.stop)
-
-
 class FrontProcesses:
     """The parent of the front processes."""
 
@@ -134,7 +64,8 @@ class FrontProcesses:
         self._options = options
         self._engine_args = engine_args
         self._listeners = listeners
-        self._core = None if config is None else SharedCore(config)
+        num_restarts = RestartCounter()
+        self._core = None if config is None else SharedCore(config, on_restart=num_restarts.add)
         self._client_options = engine_args.client_options()
         if config is not None and not config.model_config.skip_tokenizer_init:
             self._client_options["tokenizer"] = config.model_config.tokenizer
@@ -153,7 +84,12 @@ class FrontProcesses:
         """A folder that this process removes; None if the core's folder holds the metrics."""
         if self._core is None:
             self._own_folder = Path(tempfile.mkdtemp(prefix="vllm_mp-"))
-        self._metrics_folder = str(self._own_folder if self._core is None else self._core.metrics_folder)
+            self._metrics_folder = str(self._own_folder)
+        else:
+            folder = self._core.folder / "metrics"
+            folder.mkdir(mode=0o700)
+            num_restarts.share_as_parent(folder)
+            self._metrics_folder = str(folder)
         self._memory = make_shared_memory(count)
         self._shared = SharedState(self._memory, count, 0, self._metrics_folder)
 
@@ -318,10 +254,6 @@ class FrontProcesses:
         self._num_signals += 1
         self._stopping.set()
         self._signalled.set()
-
-
-class _Closed(Exception):
-    """The core was told to end while it started."""
 
 
 def _send(process: asyncio.subprocess.Process, message: FrontLaunch | CoreGone) -> None:

@@ -1,13 +1,19 @@
 """Log-probabilities in the shapes of OpenAI's endpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.outputs import Logprob, LogprobsOnePosition
 
+_MAX_INLINE: Final = 256
+"""Number of positions up to which log-probabilities are converted on the event loop, in about a millisecond."""
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
+
+Converted = TypeVar("Converted")
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -52,6 +58,11 @@ class PromptLogprob(msgspec.Struct):
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 """For each prompt token the log-probabilities by token id; None for the first token."""
+
+
+async def convert(call: Callable[[], Converted], positions: Sequence[Any] | None) -> Converted:
+    """Return `call()`, which converts `positions`; many of them in a thread, because the event loop must go on."""
+    return await call_in_thread(call) if positions is not None and len(positions) > _MAX_INLINE else call()
 
 
 def completion_logprobs(

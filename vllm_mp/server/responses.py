@@ -1,5 +1,6 @@
 """The endpoint /v1/responses: the answer to a conversation, in OpenAI's newer form. Responses are not stored."""
 
+import functools
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -19,7 +20,7 @@ from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import EventStream
 from vllm_mp.server.generation import Generation, GenerationBody, start_generation
-from vllm_mp.server.logprobs import TokenLogprob, chat_logprobs
+from vllm_mp.server.logprobs import TokenLogprob, chat_logprobs, convert
 from vllm_mp.server.models import check_model
 from vllm_mp.server.response_events import ResponseEvents
 from vllm_mp.server.response_input import InputItem, chat_messages, turn_starts, without_older_turns
@@ -175,7 +176,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
         return _ResponseStream(_events(generation, events, response.top_logprobs), events)
     [result] = await generation.results()
     [output] = result.outputs
-    text = OutputText(output.text, logprobs=_logprobs(output, response.top_logprobs))
+    text = OutputText(output.text, logprobs=await _logprobs(output, response.top_logprobs))
     response.end(OutputMessage(message_id, "completed", [text]), output.finish_reason, _usage(generation))
     return Response(msgspec.json.encode(response), media_type="application/json")
 
@@ -233,9 +234,7 @@ async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage])
 
 async def _fits(call: Call, body: ResponseBody, text: str) -> bool:
     """Return whether the context has room for the prompt `text` and for the answer."""
-    engine = call.server.engine
-    num_tokens = len(await engine.tokenize(text, add_special_tokens=False))
-    return num_tokens + (body.max_output_tokens or 1) <= engine.model_config.max_model_len
+    return await call.server.engine.has_room(text, body.max_output_tokens or 1, add_special_tokens=False)
 
 
 async def _events(generation: Generation, events: ResponseEvents, num_top: int) -> AsyncGenerator[bytes, None]:
@@ -243,14 +242,17 @@ async def _events(generation: Generation, events: ResponseEvents, num_top: int) 
     yield events.begin()
     async for _, output in generation.outputs():
         [completion] = output.outputs
-        if new := events.delta(completion.text, _logprobs(completion, num_top)):
+        if new := events.delta(completion.text, await _logprobs(completion, num_top)):
             yield new
         if output.finished:
             yield events.end(completion.finish_reason, _usage(generation))
 
 
-def _logprobs(output: CompletionOutput, num_top: int) -> list[TokenLogprob]:
-    return [] if output.logprobs is None else chat_logprobs(output.logprobs, num_top).content
+async def _logprobs(output: CompletionOutput, num_top: int) -> list[TokenLogprob]:
+    positions = output.logprobs
+    if positions is None:
+        return []
+    return (await convert(functools.partial(chat_logprobs, positions, num_top), positions)).content
 
 
 def _usage(generation: Generation) -> Usage:

@@ -168,7 +168,7 @@ class DyingCore:
         news, self.news = self.news, []
         return news
 
-    def watch(self, has_work):
+    def watch(self, has_work, pings):
         pass
 
 

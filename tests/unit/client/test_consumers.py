@@ -98,7 +98,7 @@ def test_iterator_that_is_closed_before_it_begins_sends_nothing(llm, params):
 
 def test_error_of_a_request_is_raised_once_and_ends_the_iterator(llm, path):
     async def run():
-        stream = llm.generate([5], greedy(3, logprobs=1))
+        stream = llm.generate([5], greedy(3, prompt_logprobs=1))
         with pytest.raises(EngineGenerateError, match="no log-probabilities"):
             await anext(stream)
         with pytest.raises(StopAsyncIteration):
@@ -232,7 +232,7 @@ def test_group_that_is_closed_or_dropped_aborts_its_requests(llm):
 def test_group_reports_requests_that_fail_or_are_aborted_and_refuses_those_that_cannot_run(llm):
     async def run():
         async with llm.stream_group() as group:
-            failing = await group.add([5], greedy(3, logprobs=1))
+            failing = await group.add([5], greedy(3, prompt_logprobs=1))
             aborted = await group.add([5], ENDLESS)
             await llm.abort(aborted)
             with pytest.raises(ValueError, match="is in use"):
@@ -283,3 +283,16 @@ def test_idle_live_stream_takes_less_than_10_kb(llm):
         return size / count
 
     assert asyncio.run(run()) < 8000
+
+
+def test_text_that_has_no_room_by_its_size_is_not_tokenized(llm, monkeypatch):
+    max_model_len = llm.model_config.max_model_len
+
+    async def run():
+        assert await llm.has_room("one two three", max_model_len - 10)
+        assert not await llm.has_room("one two three", max_model_len - 1)
+        assert not await llm.has_room("", max_model_len + 1)
+        monkeypatch.setattr(llm._prompt_tokenizer, "_lanes", ())
+        assert not await llm.has_room("x" * 10_000_000, 1)
+
+    asyncio.run(run())

@@ -72,8 +72,11 @@ class Cores:
         self.client.add(stream)
         return stream
 
-    def die(self, *slots, is_step_known=True):
-        """Let the core die with `slots` in its step, and replay to the next core; return the slots that it is sent."""
+    def die(self, *slots, is_step_known=True, aborted=()):
+        """Let the core die with `slots` in its step, and replay to the next core; return the slots that it is sent.
+
+        The ids `aborted` are aborted in between.
+        """
         self.num_deaths += 1
         death = Death("it died; log", dict.fromkeys(slots, 0), len(slots), False, time=float(self.num_deaths))
         last = wire.LastDeath(
@@ -82,6 +85,8 @@ class Cores:
         if self.is_shared:  # only the successor knows more
             death = death._replace(in_step={}, num_in_step=0, is_from_outside=True)
         self.client._on_death(death._replace(is_step_known=is_step_known and not self.is_shared))
+        for name in aborted:
+            self.client.abort(name)
         self.sent.clear()
         self.core = self.start(last if is_step_known else None)
         self.client._replay_to(self.core)
@@ -189,13 +194,39 @@ def test_request_without_progress_fails_after_five_deaths_in_unknown_steps_and_a
     assert not innocent.is_over
 
 
+def test_no_request_is_held_back_for_a_group_that_was_aborted_while_there_was_no_core(cores):
+    for name in "ab":
+        cores.add(name)
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    assert cores.die(is_step_known=False, aborted="b") == [(0, 3)], "it is the turn of b, which has ended"
+
+
+def test_no_request_is_held_back_for_a_group_that_failed_as_equal_to_the_culprit(cores):
+    culprit, copy, innocent = cores.add("a", [1, 2]), cores.add("b", [1, 2]), cores.add("c")
+    for _ in range(4):
+        cores.die(is_step_known=False)
+    cores.give_token(2)
+    assert [slot for slot, _ in cores.sent_slots()] == [0]
+    assert cores.die(is_step_known=False) == [(2, 0)]
+    assert culprit.is_over
+    assert copy.is_over
+    assert not innocent.is_over
+
+
+def test_messages_of_requests_that_stay_held_back_are_not_built_at_each_step(cores, monkeypatch):
+    for name in "abc":
+        cores.add(name)
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    monkeypatch.setattr(GenerationStream, "add_message", lambda *_: pytest.fail("a message is built"))
+    cores.give_token(0)
+
+
 def shared_core(cores, incarnation, last_death=None, why_dropped=""):
-    """Return a core of another process that says welcome."""
-    connection = SimpleNamespace(
-        incarnation=incarnation, was_paused=False, attach=cores.attach, send=cores.send, detach=cores.detach
-    )
+    """Return a core of another process."""
     welcome = wire.welcome(incarnation, 0, 1, b"", last_death=last_death, why_dropped=why_dropped)
-    return SimpleNamespace(connection=connection, process=None, welcome=welcome, num_dropped=0)
+    return SimpleNamespace(connection=Connection(cores, incarnation), process=None, welcome=welcome)
 
 
 def lose_connection(cores):
@@ -206,23 +237,12 @@ def lose_connection(cores):
 def join(cores, core):
     """Let the client replay to `core`; return the slots that it is sent."""
     cores.sent.clear()
-    core.connection.num_dropped = 0
     cores.client._replay_to(core)
     return cores.sent_slots()
 
 
-def test_poison_request_of_a_shared_core_is_convicted_by_what_the_successors_say(cores):
-    poison, other = cores.add("a", [1, 2]), cores.add("b", [1, 3])
-    join(cores, shared_core(cores, 10))
-    for incarnation in (10, 11):
-        lose_connection(cores)
-        death = wire.LastDeath(incarnation, "signal SIGSEGV", "signal", False, num_in_step=1, in_step=[(0, 0)])
-        join(cores, shared_core(cores, incarnation + 1, death))
-    assert "signal SIGSEGV" in str(poison.error)
-    assert not other.is_over
-
-
-def test_death_of_an_earlier_core_is_not_counted_again(cores):
+def test_death_of_an_earlier_core_is_not_counted_again():
+    cores = Cores(is_shared=True)
     stream = cores.add("a", [1, 2])
     death = wire.LastDeath(10, "signal SIGSEGV", "signal", False, num_in_step=1, in_step=[(0, 0)])
     join(cores, shared_core(cores, 10))
@@ -234,7 +254,8 @@ def test_death_of_an_earlier_core_is_not_counted_again(cores):
     assert not stream.is_over
 
 
-def test_reason_for_which_the_core_dropped_the_client_is_logged(cores, caplog):
+def test_reason_for_which_the_core_dropped_the_client_is_logged(caplog):
+    cores = Cores(is_shared=True)
     join(cores, shared_core(cores, 10))
     lose_connection(cores)
     join(cores, shared_core(cores, 10, why_dropped="it had not read 5 bytes"))

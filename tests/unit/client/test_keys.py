@@ -1,7 +1,6 @@
 """Keys over real CURVE sockets: who may connect over TCP, and what a client hears that may not."""
 
 import os
-import socket
 
 import pytest
 from support.fake_core import FakeCore
@@ -9,6 +8,7 @@ from support.fake_core import FakeCore
 from vllm_mp import EngineArgs, EngineStartError, cli
 from vllm_mp.authorized_clients import AuthorizedClients
 from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.curve_keys import encode_key, make_client_key, make_server_key, read_client_key, read_server_key
 
@@ -24,16 +24,15 @@ def keys(tmp_path):
 
 
 @pytest.fixture
-def address(default_model, keys):
+def address(default_model, keys, tmp_path):
     """The address of a core with the server key."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    bound = BoundSocket(address, str(keys[0]))
-    core = FakeCore(address, EngineArgs(model=str(default_model)).create_engine_config(), socket=bound.socket)
-    yield address
+    held = HeldAddress("tcp://127.0.0.1:0", str(keys[0]))
+    bound = BoundSocket(f"ipc://{tmp_path}/core.sock", held.public_address())
+    core = FakeCore("", EngineArgs(model=str(default_model)).create_engine_config(), socket=bound.socket)
+    yield held.address
     core.close()
     bound.close()
+    held.close()
 
 
 def greet(address, key, timeout=20):

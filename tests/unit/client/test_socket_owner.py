@@ -10,6 +10,7 @@ from support.fake_core import FakeCore
 
 from vllm_mp import AsyncLLM, EngineArgs, EngineStartError
 from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.client.engine.socket_owner import check_socket_file
 from vllm_mp.core.ipc.bound_socket import BoundSocket
@@ -88,7 +89,8 @@ def test_process_of_another_user_behind_the_socket_is_refused(default_model, tmp
         core.close()
 
 
-def test_socket_has_its_mode_from_the_moment_it_is_bound(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [BoundSocket, HeldAddress])
+def test_socket_has_its_mode_from_the_moment_it_is_bound(tmp_path, monkeypatch, kind):
     """Other processes could connect between bind and a change of the mode."""
     path, modes = tmp_path / "core.sock", []
     seen, appeared = threading.Event(), path.exists
@@ -104,7 +106,7 @@ def test_socket_has_its_mode_from_the_moment_it_is_bound(tmp_path, monkeypatch):
         monkeypatch.setattr(type(path), "chmod", lambda *_: seen.wait(20))
         watcher = threading.Thread(target=look)
         watcher.start()
-        bound = BoundSocket(f"ipc://{path}")
+        bound = kind(f"ipc://{path}")
         watcher.join()
         bound.close()
         assert modes == [0o600]
@@ -118,14 +120,14 @@ def test_core_refuses_to_listen_in_a_folder_that_others_can_write(tmp_path):
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(ValueError, match=rf"chmod go-w {re.escape(str(folder))}"):
-        BoundSocket(f"ipc://{folder}/core.sock")
+        HeldAddress(f"ipc://{folder}/core.sock")
 
 
 def test_core_is_not_started_in_a_runtime_folder_that_others_can_read(tmp_path):
     folder = tmp_path / "runtime"
     folder.mkdir()
     folder.chmod(0o755)
-    with pytest.raises(EngineStartError, match=rf"chmod 700 {re.escape(str(folder))}"):
+    with pytest.raises(PermissionError, match=rf"chmod 700 {re.escape(str(folder))}"):
         CoreProcess(folder, 1)
     assert not list(folder.iterdir())
 

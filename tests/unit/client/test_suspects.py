@@ -41,6 +41,7 @@ class Client:
         convictions = self.suspected.record(death, self.live)
         culprits = [conviction.stream.request_id for conviction in convictions]
         self.live = [entry for entry in self.live if entry[0].request_id not in culprits]
+        self.suspected.choose_sent_group(self.live)
         return culprits
 
     def give_token(self, *slots):

@@ -1,6 +1,10 @@
 """Bounds on what one client can cost the core and its other clients."""
 
 import contextlib
+import signal
+import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import Future
 
@@ -10,7 +14,7 @@ import zmq
 from support.stand_in_engine import Engine
 
 from vllm_mp import AsyncEngineArgs, __version__, wire
-from vllm_mp.core.ipc import clients
+from vllm_mp.core.ipc import bound_socket, clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
 from vllm_mp.core.ipc.unread_output import UnreadOutput
@@ -18,6 +22,7 @@ from vllm_mp.core.scheduler import memory_quota
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.status_page import StatusPage
+from vllm_mp.testing import make_keys
 
 HELLO = wire.encode(wire.hello())
 TOKENS = [bytes([number]) * wire.TOKEN_BYTES for number in (1, 2)]
@@ -34,9 +39,9 @@ KEY = b"k" * 32
 class Core:
     """A request handler at a real socket, with a scheduler that runs no step."""
 
-    def __init__(self, address, config, is_shared=True):
+    def __init__(self, address, config, is_shared=True, key_file=None):
         self.address = address
-        self.bound = BoundSocket(address)
+        self.bound = BoundSocket(address, key_file)
         self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY, PREDECESSOR, is_shared)
         self.engine = Engine()
         self.page = StatusPage.create(None, 1)
@@ -62,8 +67,8 @@ class Core:
             assert isinstance(self.answer(dealer), wire.Welcome)
         return dealer
 
-    def receive_until(self, condition):
-        deadline = time.monotonic() + 10
+    def receive_until(self, condition, timeout=10):
+        deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline
             self.request_handler.receive()
@@ -166,6 +171,37 @@ def test_client_that_left_without_bye_is_forgotten_although_no_other_client_says
     core.receive_until(lambda: core.request_handler.num_clients == 1)
     assert not core.engine.scheduler.num_waiting
     assert core.ask(staying, wire.Call(1, 1, "echo", ["here"])).result == "here"
+
+
+FREEZE = """
+import sys
+from vllm_mp import SamplingParams, wire
+from vllm_mp.client.engine.connection import CoreConnection
+
+address, key_file = sys.argv[1:]
+connection = CoreConnection(address, key_file)
+connection.greet(60, lambda: None)
+connection.send(wire.AddRequest(1, 3, "id", wire.pack_ids([5]), SamplingParams(seed=1)))
+sys.stdin.read()
+"""
+
+
+def test_client_that_vanishes_over_tcp_without_closing_its_connection_is_forgotten(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(bound_socket, "TCP_HEARTBEAT_MS", 200)
+    server, own = make_keys(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with contextlib.closing(Core(address, config, key_file=server)) as core:
+        process = subprocess.Popen([sys.executable, "-c", FREEZE, address, own], stdin=subprocess.PIPE)
+        try:
+            core.receive_until(lambda: core.engine.scheduler.num_waiting == 1, timeout=30)
+            process.send_signal(signal.SIGSTOP)
+            core.receive_until(lambda: core.request_handler.num_clients == 0, timeout=30)
+            assert not core.engine.scheduler.num_waiting
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, monkeypatch):

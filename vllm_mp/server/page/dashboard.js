@@ -109,9 +109,10 @@ function showState(state) {
   setText(byId("state").firstElementChild, STATES[state] ?? state);
 }
 
-/** Return the name of a core. The incarnation of a stand-alone core is the moment of its start, in nanoseconds. */
+/** Return the name of a core. The incarnation of a stand-alone core is the moment of its parent's start, in milliseconds, plus
+ * the number of cores since. */
 function coreName(incarnation) {
-  return incarnation < 1e12 ? `Core ${incarnation}` : `Core of ${clock(incarnation / 1e9)}`;
+  return incarnation < 1e12 ? `Core ${incarnation}` : `Core of ${clock(incarnation / 1e3)}`;
 }
 
 function showBannerOf({ state, cause, num_live }) {

@@ -343,7 +343,7 @@ async def client_killed(run: ScenarioRun) -> None:
     run.check(seconds < 2, f"the killed client's requests were dropped only after {seconds:.1f} s")
 
 
-@_scenario("connected clients find the new core and go on", stands_alone=True)
+@_scenario("connected clients find the new core and go on", restarts=0, stands_alone=True)
 async def core_restarted_by_hand(run: ScenarioRun) -> None:
     assert run.core is not None
     run.core.kill()

@@ -1,0 +1,191 @@
+"""The parent of a shared core: it replaces the core at the same address, and ends with all that it has made."""
+
+import asyncio
+import contextlib
+import signal
+import time
+
+import psutil
+import pytest
+
+from vllm_mp import AsyncLLM, EngineError
+from vllm_mp.client.engine import supervisor
+from vllm_mp.testing import answer, eventually, greedy, make_keys, standalone_core
+from vllm_mp.testing.random_models import CONFIGS, save_random_model
+
+PROMPTS = [{"prompt_token_ids": list(range(first, first + 20))} for first in (20, 40)]
+FLAGS = (
+    *("--skip-tokenizer-init", "--max-model-len", "128", "--kv-cache-memory-bytes", str(2**22), "--num-threads", "1"),
+    *("--engine-iteration-timeout-s", "1", "--fault-injection", "slow@step=*,seconds=0.02"),
+)
+"""Flags of a core whose streams last long enough for a fault."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_random_model(CONFIGS["llama"], path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["ipc", "tcp"])
+def parent(request, model, tmp_path_factory):
+    """A parent, the arguments with which clients connect to its core, and the folder of all its files."""
+    folder = tmp_path_factory.mktemp(request.param)
+    arguments = {"address": f"ipc://{folder}/core.sock"}
+    flags = FLAGS
+    if request.param == "tcp":
+        server_key, client_key = make_keys(tmp_path_factory.mktemp("keys"))
+        arguments = {"address": "tcp://127.0.0.1:0", "key_file": client_key}
+        flags = (*FLAGS, "--key-file", server_key)
+    with (
+        (folder / "log").open("w+b") as log,
+        standalone_core(model, arguments["address"], *flags, before=f"export TMPDIR={folder}", stderr=log) as process,
+    ):
+        while "listening on" not in (line := (folder / "log").read_text()):
+            assert process.poll() is None, line
+            time.sleep(0.05)
+        arguments["address"] = line.split("listening on ")[1].strip()
+        yield process, arguments, folder
+
+
+@contextlib.contextmanager
+def connected(arguments, count=2):
+    clients = [AsyncLLM.connect(**arguments) for _ in range(count)]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.shutdown()
+
+
+async def answers_of(clients):
+    outputs = [answer(client, prompt, greedy(80, ignore_eos=True)) for client in clients for prompt in PROMPTS]
+    return [output.outputs[0].token_ids for output in await asyncio.gather(*outputs)]
+
+
+def are_under_way(clients):
+    async def condition():
+        live = [completion for client in clients for _, completion in client._requests.live()]
+        return len(live) == 2 * len(clients) and all(completion.num_tokens > 3 for completion in live)
+
+    return condition
+
+
+def core_of(process):
+    """Return the core process of a parent."""
+    [core] = psutil.Process(process.pid).children()
+    return core
+
+
+def test_streams_of_two_clients_continue_when_their_core_is_killed(parent):
+    process, arguments, _ = parent
+    with connected(arguments) as clients:
+
+        async def run():
+            expected = await answers_of(clients)
+            before = await clients[0].core_status()
+            streams = asyncio.create_task(answers_of(clients))
+            await eventually(are_under_way(clients))
+            killed = core_of(process)
+            killed.kill()
+            assert await streams == expected
+            for client in clients:
+                for status in (await client.core_status(), client.last_core_status()):
+                    assert status["restarts"] > before["restarts"]
+                    assert status["incarnation"] > before["incarnation"]
+                    assert f"{killed.pid} ended with signal SIGKILL" in status["last_death"]
+
+        asyncio.run(asyncio.wait_for(run(), 60))
+    assert process.poll() is None
+
+
+def test_clients_find_out_that_their_core_hangs_and_continue_on_the_next(parent, monkeypatch):
+    monkeypatch.setattr(supervisor, "_PARENT_MARGIN_S", 0.1)
+    process, arguments, _ = parent
+    with connected(arguments) as clients:
+
+        async def run():
+            expected = await answers_of(clients)
+            streams = asyncio.create_task(answers_of(clients))
+            await eventually(are_under_way(clients))
+            core = core_of(process)
+            process.send_signal(signal.SIGSTOP)  # the clients are on their own
+            core.send_signal(signal.SIGSTOP)
+
+            async def all_know():
+                return all("RECOVERING" in client.last_core_status().values() for client in clients)
+
+            await eventually(all_know)
+            for client in clients:
+                assert "for 1.1 s" in client.last_core_status()["reason"]
+                with pytest.raises(EngineError):
+                    await client.ping(0.1)
+            process.send_signal(signal.SIGCONT)
+            assert await streams == expected
+            assert "made no progress for 1 s" in (await clients[0].core_status())["last_death"]
+            assert not core.is_running()
+
+        try:
+            asyncio.run(asyncio.wait_for(run(), 60))
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+
+def test_parent_is_small(parent):
+    process = psutil.Process(parent[0].pid)
+    assert process.memory_info().rss < 60e6
+    assert not any("torch" in library.path for library in process.memory_maps())
+
+
+def test_nothing_is_left_of_a_parent_that_is_killed(parent):
+    process, _, folder = parent
+    core = core_of(process)
+    process.kill()
+    core.wait(10)
+
+    async def is_clean():
+        return [path.name for path in folder.iterdir()] == ["log"]
+
+    asyncio.run(eventually(is_clean, 5))
+
+
+def test_request_during_a_drain_completes_on_the_next_core_and_restarts_are_bounded(model, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(standalone_core(model, address, *FLAGS))
+        [first, second] = stack.enter_context(connected({"address": address}))
+
+        async def run():
+            expected = (await answer(first, PROMPTS[1], greedy(20))).outputs[0].token_ids
+            running = asyncio.create_task(answer(first, PROMPTS[0], greedy(100, ignore_eos=True)))
+            await eventually(lambda: _has_tokens(first))
+            process.send_signal(signal.SIGINT)
+            while True:
+                late = asyncio.create_task(answer(second, PROMPTS[1], greedy(20)))
+                await eventually(lambda: _is_sent(second))
+                status = await second.core_status()
+                if status["num_running"] + status["num_waiting"] == 1 and not late.done():
+                    break  # the core, which drains, has not admitted the request
+                await late
+            assert len((await running).outputs[0].token_ids) == 100
+            assert await asyncio.to_thread(process.wait, 30) == 0
+            assert not list(tmp_path.iterdir())
+            successor = stack.enter_context(standalone_core(model, address, *FLAGS, "--max-core-restarts", "0"))
+            assert (await late).outputs[0].token_ids == expected
+            core_of(successor).kill()
+            _, stderr = await asyncio.to_thread(successor.communicate, None, 30)
+            assert successor.returncode == 1
+            assert "more than max_core_restarts=0 times" in stderr
+            assert "ended with signal SIGKILL" in stderr
+
+        asyncio.run(asyncio.wait_for(run(), 90))
+        assert not list(tmp_path.iterdir())
+
+
+async def _is_sent(client):
+    return bool(client._requests.live())
+
+
+async def _has_tokens(client):
+    return any(completion.num_tokens for _, completion in client._requests.live())
