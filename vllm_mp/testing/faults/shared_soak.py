@@ -183,16 +183,16 @@ def run_shared_soak(
     """Kill and stop a shared core `kills` times, or for `seconds`, and return how its well-behaved clients fared."""
     began = time.monotonic()
     problems: list[str] = []
-    with nothing_left_behind(problems), tempfile.TemporaryDirectory() as folder:
-        place = _Place.on_tcp(Path(folder)) if over_tcp else _Place(f"ipc://{folder}/core.sock")
+
+    def run(folder: Path) -> tuple[SoakResult, Comparison]:
+        place = _Place.on_tcp(folder) if over_tcp else _Place(f"ipc://{folder}/core.sock")
         with _shared(baseline, place, seed) as (clients, hostile):
-            soak = SharedSoak(baseline, clients, hostile, Path(folder), seed)
+            soak = SharedSoak(baseline, clients, hostile, folder, seed)
             asyncio.run(soak.run(kills, seconds, show))
-        result = soak.result
+        return soak.result, soak.comparison
+
+    with nothing_left_behind(problems), tempfile.TemporaryDirectory() as folder:
+        result, comparison = run(Path(folder))  # nothing here holds the clients
     result.restarts = result.kills
-    result.broken += soak.comparison.settle(baseline.folder, baseline.eos_token_ids) + problems
-    result.answers, result.tokens = soak.comparison.num_answers, soak.comparison.num_tokens
-    result.excused = soak.comparison.num_excused
-    result.note_growth()
-    result.seconds = time.monotonic() - began
+    result.settle(comparison, baseline, problems, began)
     return result
