@@ -29,7 +29,11 @@ _engines: "weakref.WeakSet[EngineControl]" = weakref.WeakSet()
 
 
 class EngineControl:
-    """The part of `AsyncLLM` that concerns no single request."""
+    """The part of `AsyncLLM` that concerns no single request.
+
+    Pauses, sleeps, profiles and `reset_prefix_cache` affect all clients of a shared core. They raise NotOperatorError,
+    and change nothing, unless this client is an operator of the core (`operator_key_file` of `AsyncLLM.connect`).
+    """
 
     def __init__(self, supervisor: CoreSupervisor, end: EngineEnd) -> None:
         self.vllm_config = supervisor.core.config

@@ -29,6 +29,8 @@ class TokensPrompt(TypedDict, total=False):
     """Not served yet."""
 
 
+LONG_TEXT_CHARS = 2**18
+"""Number of characters above which `parse_prompt` does not check a text to tokenize, because it takes milliseconds."""
 _MAX_SALT = 1024
 """Maximum number of characters of a `cache_salt`."""
 
@@ -58,8 +60,8 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
     """Parse any form of prompt; `prompt_token_ids` are its token ids unless `prompt` has its own.
 
     Raises TypeError or ValueError, naming the fault, for other types, missing or unknown parts and text that is not
-    valid Unicode; NotImplementedError for parts that are not served; TooManyTokensError for a list of more than
-    `max_tokens` token ids.
+    valid Unicode, unless it is long and must be tokenized; NotImplementedError for parts that are not served;
+    TooManyTokensError for a list of more than `max_tokens` token ids.
     """
     text: Any = None
     ids: Any = prompt_token_ids
@@ -83,26 +85,31 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
         raise ValueError("the prompt has neither text nor token ids; give one of them")
     if not isinstance(salt, str) or len(salt) > _MAX_SALT:
         raise ValueError(f"cache_salt must be a str of at most {_MAX_SALT} characters, got {salt!r:.100}")
+    if text is not None and not (ids is None and isinstance(text, str) and len(text) > LONG_TEXT_CHARS):
+        check_text("the prompt", text)
     return ParsedPrompt(
-        None if text is None else _check_text("the prompt", text),
+        text,
         None if ids is None else check_token_ids(ids, max_tokens),
-        _check_text("cache_salt", salt),
+        check_text("cache_salt", salt),
     )
 
 
-def _check_text(name: str, text: Any) -> str:
+def check_text(name: str, text: Any) -> str:
     """Return `text` if it is valid Unicode. Raises TypeError or ValueError with `name`."""
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a str, got {type(text).__name__}")
     if text.isascii():
         return text
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is not valid Unicode: {text[error.start]!r} at character {error.start} is half of a "
-            "surrogate pair; decode the bytes that it came from as UTF-8"
-        ) from error
+    # In parts, between which the GIL is free for other threads.
+    for start in range(0, len(text), LONG_TEXT_CHARS):
+        try:
+            text[start : start + LONG_TEXT_CHARS].encode("utf-8")
+        except UnicodeEncodeError as error:
+            position = start + error.start
+            raise ValueError(
+                f"{name} is not valid Unicode: {text[position]!r} at character {position} is half of a surrogate pair; "
+                "decode the bytes that it came from as UTF-8"
+            ) from error
     return text
 
 

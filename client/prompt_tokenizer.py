@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer, is_plain
 from vllm_mp.client.microbatcher import Microbatcher
-from vllm_mp.client.prompt import TooManyTokensError, check_token_ids
+from vllm_mp.client.prompt import LONG_TEXT_CHARS, TooManyTokensError, check_text, check_token_ids
 from vllm_mp.client.token_length import TokenLength, token_length
 
 if TYPE_CHECKING:
@@ -53,15 +54,26 @@ class PromptTokenizer:
     async def ids(self, text: str, options: dict[str, Any], max_tokens: int | None = None) -> list[int]:
         """Return `tokenizer(text, **options).input_ids`.
 
-        Raises TooManyTokensError for more than `max_tokens`, RuntimeError if the tokenizer was closed, and what the
-        tokenizer itself raises.
+        Raises TooManyTokensError for more than `max_tokens`, RuntimeError if the tokenizer was closed, ValueError for a
+        long text that is not valid Unicode, and what the tokenizer itself raises.
         """
         is_short = len(text) <= _SHORT_CHARS
         job = self._job(text, options, max_tokens)
+        if job is not None:
+            self._refuse_by_size(job)
+        if len(text) > LONG_TEXT_CHARS:
+            await call_in_thread(functools.partial(check_text, "the prompt", text))
         if self._lanes is None or job is None:
             calls = self._calls if is_short else self._long_calls
             return check_token_ids((await calls(text, **options)).input_ids, max_tokens)
-        length = self._token_length
+        short, long = self._lanes
+        lane = short if is_short else long
+        token_ids: list[int] = await lane.queues().add(job[1:], job, len(text))
+        return token_ids
+
+    def _refuse_by_size(self, job: _Text) -> None:
+        """Raise TooManyTokensError if a text has more than `max_tokens` because of its size."""
+        text, max_tokens, length = job.text, job.max_tokens, self._token_length
         if (
             max_tokens is not None
             and job.max_length is None
@@ -70,10 +82,6 @@ class PromptTokenizer:
             and (min_tokens := length.min_tokens(text, max_tokens)) > max_tokens
         ):
             raise TooManyTokensError(f"{len(text)} characters, which are at least {min_tokens} tokens")
-        short, long = self._lanes
-        lane = short if is_short else long
-        token_ids: list[int] = await lane.queues().add(job[1:], job, len(text))
-        return token_ids
 
     def _job(self, text: str, options: dict[str, Any], max_tokens: int | None) -> _Text | None:
         """Return what the threads do for a text with `options`; None if only a call of the tokenizer knows."""
@@ -140,7 +148,7 @@ def _encode(backend: Tokenizer, jobs: list[_Text]) -> list[list[int]]:
 class _LongTexts:
     """Makes token ids of long texts, as `_encode` does, on one thread.
 
-    The library truncates them, which takes it long, without the GIL, unlike a method of an encoding.
+    The library truncates a text without the GIL while it tokenizes it. `Encoding.truncate` would hold the GIL.
     """
 
     def __init__(self, backend: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""The suspension of this core: who may run belongs to the core, and its successor learns of it from the status page."""
+"""The pause and the sleep in force, on the status page, from which the successor of the core learns of them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -25,6 +25,8 @@ from vllm_mp.file_owner import trusted_owners
 
 logger = logging.getLogger(__name__)
 
+_MAX_RECONNECT_MS = 3000
+"""Longest pause between two attempts to connect over TCP; the first is 0.1 s."""
 _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
@@ -80,7 +82,7 @@ class CoreConnection:
         self.incarnation = 0
         """The incarnation of the greeted core; 0 before."""
         self.was_paused = False
-        """The core was paused when it was greeted."""
+        """The core was paused when it was greeted, or last asked."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
@@ -102,6 +104,7 @@ class CoreConnection:
             # Only heartbeats show that a peer vanished without closing the connection.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.TCP_HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * wire.TCP_HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         self.monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
@@ -164,7 +167,11 @@ class CoreConnection:
         while time.monotonic() < deadline and not self.is_broken():
             if self._socket.poll(_POLL_MS):
                 message = self._decode(self._socket.recv())
-                if isinstance(message, wire.Reply) and message.call_id == _ASK_ID:
+                if isinstance(message, wire.Mark):  # else the core would take all later output for unread
+                    self._socket.send(wire.encode(wire.MarkSeen(self.incarnation, message.mark)))
+                elif isinstance(message, wire.PauseChanged):
+                    self.was_paused = message.is_paused
+                elif isinstance(message, wire.Reply) and message.call_id == _ASK_ID:
                     if message.error is not None:
                         raise EngineStartError(f"the core at {self.address} refused {name}: {message.error}")
                     return message.result

@@ -73,6 +73,8 @@ class EngineCoreClient:
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
         self._refused = RefusedRequests()
+        self._cores_work = True
+        """A core has computed something since the latest conviction, so not every request ends every core."""
         self._news: deque[News] = deque()
         """News that wait until all messages that arrived before them have been handled."""
         self._news_loop: asyncio.AbstractEventLoop | None = None
@@ -270,6 +272,7 @@ class EngineCoreClient:
         self._pings.reset()
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message)
+            self._cores_work = self._cores_work or bool(message.tokens or message.vectors)
             self._abort_slots(self.requests.process(message))
             self._send_held_back()
         elif isinstance(message, wire.Reply):
@@ -353,7 +356,9 @@ class EngineCoreClient:
     def _convict(self, conviction: Conviction) -> None:
         """Fail a request that is to blame for deaths, and all equal requests, live or to come."""
         culprit, why = conviction.stream, conviction.why()
-        self.supervisor.forgive(death.time for death in conviction.deaths)
+        if self._cores_work:  # else the limit of restarts ends an engine in which no request can run
+            self.supervisor.forgive(death.time for death in conviction.deaths)
+        self._cores_work = False
         self._refused.add(culprit, why)
         self.requests.fail(culprit, f"request {culprit.request_id} failed: {why}")
         digest = culprit.digest()

@@ -110,6 +110,7 @@ class CoreLauncher:
 
         Raises OSError if no process can start, and ValueError if the cores' address was taken away.
         """
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         if self._public is not None and self._public.restore() and self._standby is not None:
             self._standby.stop()  # it has inherited the socket that was removed
         self._num_started += 1

@@ -149,8 +149,10 @@ class CoreSupervisor:
         self._has_work: Callable[[], bool] = lambda: False
         self._pings: Pings | None = None
         self._previous_death = 0.0
-        self._is_last = False
-        """The core gets no successor, because this process ends it."""
+        self._end_signal: int | None = None
+        """The signal with which this process ends the core, which gets no successor then."""
+        self._end_lock = threading.Lock()
+        """Held while `core` or `_end_signal` is set, so that a core that has just started gets the signal too."""
         self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
 
     @property
@@ -196,9 +198,10 @@ class CoreSupervisor:
 
     def end_core(self, number: int) -> None:
         """Send the core of this process a signal that ends it; it gets no successor, and `End` follows."""
-        self._is_last = True
-        if self.core.process is not None:
-            self.core.process.send_signal(number)
+        with self._end_lock:
+            self._end_signal, process = number, self.core.process
+        if process is not None:
+            process.send_signal(number)
 
     def stop(self, timeout: float | None = None) -> None:
         """End the thread, every connection and every process of the source, by force after `timeout` seconds.
@@ -242,7 +245,10 @@ class CoreSupervisor:
             self.end = news.cause
         elif isinstance(news, Core):
             self._connections.append(news.connection)
-            self.core = news
+            with self._end_lock:
+                self.core, number = news, self._end_signal
+            if number is not None and news.process is not None:
+                news.process.send_signal(number)
         self._news.append(news)
         with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop has unread news anyway
             os.write(self._writer, b"\0")
@@ -344,7 +350,7 @@ class CoreSupervisor:
             self._source.discard(core.process)
         is_told = False
         while True:
-            if self._restarts is None or self._is_last:
+            if self._restarts is None or self._end_signal is not None:
                 self._tell(End(cause))
                 return None
             delay = self._restarts.delay_after(died_at, has_served)
@@ -410,8 +416,9 @@ class CoreSupervisor:
             if progress not in (None, last):
                 next_report = time.monotonic() + source.reconnect_timeout
             if time.monotonic() >= next_report:
-                cause = f"{death.cause}, and {source.trouble} for {source.reconnect_timeout:g} s"
-                self._tell(Absence(cause, source.reconnect_timeout))
+                if not self._news:  # else no event loop takes news, and reports must not pile up
+                    cause = f"{death.cause}, and {source.trouble} for {source.reconnect_timeout:g} s"
+                    self._tell(Absence(cause, source.reconnect_timeout))
                 next_report = time.monotonic() + _ABSENCE_INTERVAL_S
 
         try:
@@ -425,7 +432,7 @@ class CoreSupervisor:
         return successor
 
     def _raise_if_stopped(self) -> None:
-        if self._stops.is_set() or self._is_last:
+        if self._stops.is_set() or self._end_signal is not None:
             raise _Stopped
 
 

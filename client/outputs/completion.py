@@ -151,7 +151,7 @@ class Completion:
         """Return what the next output shows, or with DELTA only what the consumer has not seen; mark it as seen.
 
         That is all that has arrived, except tokens whose log-probabilities are not objects yet although earlier ones
-        are, which belong to a later output.
+        are, which belong to a later output. Text that is searched for stop strings does not wait for them.
         """
         finish = self.finish
         if self._is_delta and self.is_plain and finish is None:

@@ -11,23 +11,18 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import zmq
 
 from vllm_mp import wire
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.ipc.clients import Clients
+from vllm_mp.core.ipc.new_request import new_request
 from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.step_messages import by_client, step_outputs
-from vllm_mp.core.scheduler.block_pool import root_hash
-from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
-from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.suspension_record import SuspensionRecord
-from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.core_launch import Predecessor
-from vllm_mp.request_validation import validate_generation, validate_pooling
 from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
@@ -215,10 +210,8 @@ class RequestHandler:
                 self._welcome(client, message)
             elif message.incarnation != self._incarnation:
                 self._dropped.warn(f"a message for incarnation {message.incarnation}, this is {self._incarnation}")
-            elif isinstance(message, wire.AddRequest):
-                self._add_generation(client, message, num_bytes)
-            elif isinstance(message, wire.AddPooling):
-                self._add_pooling(client, message, num_bytes)
+            elif isinstance(message, wire.AddRequest | wire.AddPooling):
+                self._add_request(client, message, num_bytes)
             elif isinstance(message, wire.AbortRequests):
                 self._abort(client, message.slots)
             elif isinstance(message, wire.Call):
@@ -304,70 +297,14 @@ class RequestHandler:
         num_output_tokens = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
         self._send_ends(client, [wire.Finished(message.slot, num_output_tokens, "error", error=_shortened(error))])
 
-    def _add_pooling(self, client: int, message: wire.AddPooling, num_bytes: int) -> None:
-        """Validate a request for a vector and give it to the scheduler; raises as `_add_generation` does."""
-        scheduler = self._scheduler_for_new(client, message.slot)
-        prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, self._config.model_config.pooling
-        validate_pooling(message.request_id, prompt, params, self._config)
-        pooling = msgspec.structs.replace(
-            params,
-            pooling_type=params.pooling_type or defaults.pooling_type,
-            normalize=defaults.normalize if params.normalize is None else params.normalize,
-        )
-        request = Request(
-            client=client,
-            slot=message.slot,
-            request_id=message.request_id,
-            params=pooling,
-            tokens=prompt,
-            num_prompt_tokens=len(prompt),
-            max_total_tokens=len(prompt),
-            hashes=[root_hash(message.cache_salt)] if self._config.cache_config.enable_prefix_caching else [],
-            # The other types need the hidden states of tokens before the last.
-            reads_cache=pooling.pooling_type == "last",
-            order=scheduler.order_of(message.priority),
-            isolate_until_num_tokens=self._isolate_until(client, message),
-            isolation_group=message.isolation_group,
-            after_pause=message.after_pause,
-            num_bytes=num_bytes + REQUEST_BYTES,
-        )
-        scheduler.add(request)
-
-    def _add_generation(self, client: int, message: wire.AddRequest, num_bytes: int) -> None:
-        """Validate a request for text and give it to the scheduler.
+    def _add_request(self, client: int, message: wire.AddRequest | wire.AddPooling, num_bytes: int) -> None:
+        """Validate a request and give it to the scheduler.
 
         Raises _SlotInUse, and ValueError or NotImplementedError for a request that cannot run.
         """
         scheduler = self._scheduler_for_new(client, message.slot)
-        prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
-        max_total_tokens = validate_generation(
-            message.request_id, prompt, output, message.params, message.bad_words, self._config
-        )
-        # Log-probabilities of the prompt were sent before the first token of the output.
-        prompt_logprobs = None if len(output) else message.params.prompt_logprobs
-        logits_processors = LogitsProcessors.from_params(message.params, message.bad_words)
-        # The processors hold these as arrays; the dict takes ten times as much memory.
-        message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
-        request = Request(
-            client=client,
-            slot=message.slot,
-            request_id=message.request_id,
-            params=message.params,
-            tokens=np.concatenate([prompt, output]),
-            num_prompt_tokens=len(prompt),
-            max_total_tokens=max_total_tokens,
-            logits_processors=logits_processors,
-            num_logprobs=self._num_logprobs(message.params.logprobs),
-            num_prompt_logprobs=self._num_logprobs(prompt_logprobs),
-            hashes=self._root_hashes(client, message),
-            # Cached tokens are not computed, so they have no log-probabilities.
-            reads_cache=prompt_logprobs is None,
-            order=scheduler.order_of(message.priority),
-            isolate_until_num_tokens=self._isolate_until(client, message),
-            isolation_group=message.isolation_group,
-            after_pause=message.after_pause,
-            num_bytes=num_bytes + REQUEST_BYTES,
-        )
+        request = new_request(client, message, self._config, scheduler.order_of(message.priority), num_bytes)
+        request.isolate_until_num_tokens = self._isolate_until(client, message)
         scheduler.add(request)
 
     def _isolate_until(self, client: int, message: wire.AddRequest | wire.AddPooling) -> int:
@@ -381,21 +318,6 @@ class RequestHandler:
             return wanted
         progress = self._suspects.pop((self._clients.token_of(client), message.slot), None)
         return 0 if progress is None else max(1, min(wanted, progress + 1))
-
-    def _root_hashes(self, client: int, message: wire.AddRequest) -> list[bytes]:
-        """Return the root hash that a request's block hashes build on, or nothing if it may share no blocks."""
-        if self._config.cache_config.enable_prefix_caching:
-            return [root_hash(message.cache_salt)]
-        if message.group:
-            # A client's number is never given to another client, so no other client can name this group.
-            return [root_hash(f"{client} {message.group}")]
-        return []
-
-    def _num_logprobs(self, wanted: int | None) -> int:
-        """Return how many log-probabilities to send per position; -1: none, not even of the chosen token."""
-        if wanted == -1:
-            return self._config.model_config.architecture.vocab_size
-        return -1 if wanted is None else wanted
 
     def _abort(self, client: int, slots: list[int]) -> None:
         ends = [self._running_scheduler().abort(client, slot) for slot in slots]

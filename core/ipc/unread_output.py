@@ -25,6 +25,7 @@ class UnreadOutput:
         self._step_bytes = 0
         """Bytes of results of the step since the last call of `exceeds`."""
         self._max_step_bytes = 0
+        self._max_message_bytes = 0
 
     def add(self, num_bytes: int, is_of_step: bool) -> int | None:
         """Count a message that was sent; return the mark to send next, if one is due.
@@ -33,6 +34,7 @@ class UnreadOutput:
         """
         self.num_bytes += num_bytes
         self._step_bytes += num_bytes * is_of_step
+        self._max_message_bytes = max(self._max_message_bytes, num_bytes)
         self._since_mark += num_bytes
         if self._since_mark < _MARK_BYTES:
             return None
@@ -49,9 +51,9 @@ class UnreadOutput:
         return True
 
     def exceeds(self, limit: int) -> bool:
-        """Return whether the client has left more than `limit` bytes unread; call this between two steps.
+        """Return whether the client has left more than `limit` bytes and a message unread; call this between two steps.
 
-        The results of one step may exceed any limit by themselves, and no client can read them before they are sent.
+        A message, or the results of a step, may exceed any limit, and no client can read them before they are sent.
         """
         self._max_step_bytes, self._step_bytes = max(self._max_step_bytes, self._step_bytes), 0
-        return self.num_bytes > max(limit, _MAX_UNREAD_STEPS * self._max_step_bytes)
+        return self.num_bytes > max(limit + self._max_message_bytes, _MAX_UNREAD_STEPS * self._max_step_bytes)

@@ -24,9 +24,9 @@ class _Drain(NamedTuple):
 class Pause:
     """Tells the scheduler when to hold requests back, and callers when their pause has taken effect.
 
-    A pause belongs to the core, not to the client that asked for it: it outlives that client, and any client may end
-    it. A pause during a pause changes the mode for the requests that are not held back. Held requests stay held until
-    `resume`, unless the mode is "abort", which ends every request.
+    A pause belongs to the core, not to the client that asked for it: it outlives that client and the core, whose
+    successor enters it, and any operator may end it. A pause during a pause changes the mode for the requests that are
+    not held back. Held requests stay held until `resume`, unless the mode is "abort", which ends every request.
     """
 
     def __init__(

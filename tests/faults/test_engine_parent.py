@@ -138,6 +138,7 @@ def test_parent_is_small(parent):
     assert not any("torch" in library.path for library in process.memory_maps())
 
 
+@pytest.mark.parametrize("parent", ["ipc"], indirect=True)
 def test_nothing_is_left_of_a_parent_that_is_killed(parent):
     process, _, folder = parent
     core = core_of(process)
@@ -148,6 +149,24 @@ def test_nothing_is_left_of_a_parent_that_is_killed(parent):
         return [path.name for path in folder.iterdir()] == ["log"]
 
     asyncio.run(eventually(is_clean, 5))
+
+
+@pytest.mark.parametrize("parent", ["tcp"], indirect=True)
+def test_nothing_is_left_of_a_parent_whose_drain_a_second_signal_ends(parent):
+    process, arguments, folder = parent
+    with connected(arguments, 1) as [client]:
+
+        async def run():
+            request = asyncio.create_task(answer(client, PROMPTS[0], greedy(100, ignore_eos=True)))
+            await eventually(lambda: _has_tokens(client))
+            process.send_signal(signal.SIGINT)
+            await client.ping(10)
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(process.wait, 10) == 130
+            assert not request.done()
+
+        asyncio.run(asyncio.wait_for(run(), 60))
+    assert [path.name for path in folder.iterdir()] == ["log"]
 
 
 def test_request_during_a_drain_completes_on_the_next_core_and_restarts_are_bounded(model, tmp_path):

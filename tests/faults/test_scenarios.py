@@ -13,6 +13,7 @@ from vllm_mp.testing.random_models import save_small_model
 _TESTED_ELSEWHERE = {
     *("kill", "segv", "abort", "term", "stop", "spin", "slow-core", "exit-in-step", "exit-while-loading"),
     *("culprit-raises", "client-blocked-while-core-dies", "core-restarted-by-hand", "too-many-deaths", "no-recovery"),
+    *("shared-core-killed", "shared-core-stopped"),
 }
 """Scenarios that other tests of faults or similar scenarios cover."""
 _TESTED_HERE = [scenario for name, scenario in SCENARIOS.items() if name not in _TESTED_ELSEWHERE]

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from vllm_mp.cli.heartbeat import Heartbeat, heartbeat
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
+_MEMORY_INTERVAL_S = 0.05
+
 
 class StreamLoad(NamedTuple):
     """Streams that a replay core sends at a rate."""
@@ -57,6 +59,13 @@ async def _read_streams(llm: Any, load: StreamLoad) -> dict[str, float]:
     )
     prompts = [{"prompt_token_ids": [number % 1000 + 3, number // 1000 + 3]} for number in range(load.streams)]
     num_outputs = 0
+    memory = peak = _resident_mb()
+
+    async def watch_memory() -> None:
+        nonlocal peak
+        while True:
+            peak = max(peak, _resident_mb())
+            await asyncio.sleep(_MEMORY_INTERVAL_S)
 
     async def read(stream: AsyncGenerator[Any, None]) -> int:
         nonlocal num_outputs
@@ -66,16 +75,16 @@ async def _read_streams(llm: Any, load: StreamLoad) -> dict[str, float]:
             num_tokens += len(output.outputs[0].token_ids)
         return num_tokens
 
-    memory = _resident_mb()
     start, cpu = time.perf_counter(), time.process_time()
     streams = [await llm.add_request(None, prompt, params) for prompt in prompts]
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     print(f"{load.streams} requests sent in {seconds:.2f} s, with {1e6 * cpu / load.streams:.0f} µs of processor time")
     start, cpu = time.perf_counter(), time.process_time()
+    watching = asyncio.create_task(watch_memory())
     async with heartbeat() as beat:
         totals = await asyncio.gather(*[read(stream) for stream in streams])
+    watching.cancel()
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"their streams: {sum(totals) / wall:,.0f} tokens/s in all, {sum(totals) / num_outputs:.1f} tokens per output, "
         f"{100 * cpu / wall:.0f} % of a processor core"

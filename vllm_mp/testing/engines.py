@@ -41,7 +41,7 @@ def standalone_core(
 ) -> Iterator["subprocess.Popen[str]"]:
     """Run `vllm-mp engine` at `address` with `flags` on top of `STANDALONE_CORE`. End it by SIGTERM if it still runs.
 
-    `before` is a line of shell that runs first in the core's own process. Raises subprocess.TimeoutExpired if the core
+    `before` is a line of shell that runs first in the process of the parent. Raises subprocess.TimeoutExpired if it
     has not ended 30 seconds after SIGTERM.
     """
     command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", str(model)]

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,22 @@ def test_answer_that_is_no_welcome_is_reported_with_its_cause(tmp_path, answer, 
 
         with pytest.raises(EngineStartError, match=words):
             connection.greet(30, respond)
+
+
+def test_marks_are_returned_and_pauses_noted_while_the_core_is_asked(tmp_path):
+    def answer(router):
+        identity, _ = router.recv_multipart()
+        for message in (wire.PauseChanged(0, True), wire.Mark(0, 7), wire.Reply(0, -1, "yes")):
+            router.send_multipart((identity, wire.encode(message)))
+        return wire.decode_client_message(router.recv_multipart()[1])
+
+    with peers(tmp_path) as (connection, router), ThreadPoolExecutor(1) as pool:
+        router.setsockopt(zmq.RCVTIMEO, 30_000)
+        last = pool.submit(answer, router)
+        assert connection.ask(30, "question") == "yes"
+        assert connection.was_paused
+        connection.send(wire.Bye(0))
+        assert last.result() == wire.MarkSeen(0, 7)
 
 
 def test_flood_of_invalid_messages_is_counted_and_does_not_flood_the_log(tmp_path, caplog):

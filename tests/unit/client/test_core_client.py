@@ -53,7 +53,7 @@ class Cores:
             welcome=SimpleNamespace(why_dropped="", last_death=last_death),
         )
 
-    def watch(self, has_work):
+    def watch(self, has_work, pings):
         pass
 
     def release(self, core):
@@ -128,6 +128,20 @@ def test_requests_equal_to_the_culprit_fail_with_it_and_their_deaths_are_forgive
     assert not any(other.is_over for other in others)
     assert cores.forgiven == [1.0, 2.0, 3.0]
     assert cores.client.requests.num_slots_in_use == 3
+
+
+def test_deaths_are_not_forgiven_if_every_request_ends_every_core(cores):
+    for name in "abc":
+        cores.add(name)
+        for _ in range(2):
+            cores.die(0)
+    assert cores.forgiven == [1.0, 2.0], "until it is known that no core works"
+    cores.add("d")
+    cores.give_token(0)
+    cores.add("e")
+    for _ in range(2):
+        cores.die(1)
+    assert cores.forgiven == [1.0, 2.0, 7.0, 8.0]
 
 
 def test_request_equal_to_a_culprit_is_refused_for_a_while(cores, monkeypatch):

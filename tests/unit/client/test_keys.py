@@ -2,6 +2,7 @@
 
 import os
 
+import msgspec
 import pytest
 from support.fake_core import FakeCore
 
@@ -27,7 +28,10 @@ def keys(tmp_path):
 def address(default_model, keys, tmp_path):
     """The address of a core with the server key."""
     held = HeldAddress("tcp://127.0.0.1:0", str(keys[0]))
-    bound = BoundSocket(f"ipc://{tmp_path}/core.sock", held.public_address())
+    public = held.public_address()
+    # A core has a descriptor of its own, which it closes.
+    public = msgspec.structs.replace(public, listener=os.dup(public.listener))
+    bound = BoundSocket(f"ipc://{tmp_path}/core.sock", public)
     core = FakeCore("", EngineArgs(model=str(default_model)).create_engine_config(), socket=bound.socket)
     yield held.address
     core.close()

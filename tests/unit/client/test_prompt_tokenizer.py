@@ -22,7 +22,7 @@ from support.tiny_tokenizers import (
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from vllm_mp.client.prompt import TooManyTokensError
+from vllm_mp.client.prompt import LONG_TEXT_CHARS, TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import _SHORT_CHARS, PromptTokenizer
 
 BACKENDS = {
@@ -118,6 +118,17 @@ def test_text_that_cannot_fit_is_refused_without_being_tokenized(monkeypatch: py
     (error,) = ids(tokenizer, ["x" * 1_000_000], {}, 100)
     assert isinstance(error, TooManyTokensError)
     assert str(error).startswith("1000000 characters, which are at least ")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_long_text_that_is_no_unicode_is_refused_with_the_place_of_its_fault(name: str) -> None:
+    text = "é" * LONG_TEXT_CHARS + "a\ud800b"
+    assert parse_prompt(text).text is text, "it was checked on the event loop"
+    (error,) = ids(transformers_tokenizer(BACKENDS[name]), [text], {})
+    assert isinstance(error, ValueError)
+    assert f"'\\ud800' at character {LONG_TEXT_CHARS + 1} is half of a surrogate pair" in str(error)
+    with pytest.raises(ValueError, match="surrogate"):
+        parse_prompt({"prompt": text, "prompt_token_ids": [1]})
 
 
 def test_text_that_fits_once_it_is_truncated_is_not_refused_for_its_size() -> None:

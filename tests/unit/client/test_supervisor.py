@@ -1,6 +1,12 @@
-"""The limit on restarts of a core, and the delay before each."""
+"""The supervisor of a core: its limit on restarts, the end of a core that has just started, reports of an absence."""
 
-from vllm_mp.client.engine.supervisor import RestartLimit
+import signal
+from types import SimpleNamespace
+
+from vllm_mp import EngineStartError
+from vllm_mp.client.engine import supervisor as supervisor_module
+from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, RestartLimit
 
 
 def test_cores_that_served_are_restarted_at_once_up_to_the_limit():
@@ -31,3 +37,57 @@ def test_forgiven_deaths_do_not_count():
         limit.delay_after(now, True)
     limit.forgive([0.0, 1.0, 1.0, 50.0])
     assert [limit.delay_after(now, True) for now in (2.0, 3.0, 4.0)] == [0.0, 0.0, None]
+
+
+def core():
+    """Return a core of this process that serves."""
+    signals = []
+    process = SimpleNamespace(signals=signals, send_signal=signals.append)
+    config = SimpleNamespace(liveness_config=SimpleNamespace(core_restart_window_s=1.0))
+    return Core(SimpleNamespace(incarnation=1), 0, config, None, process, SimpleNamespace(last_death=None))
+
+
+def test_core_that_is_told_to_end_at_the_moment_when_it_serves_gets_the_signal():
+    class Source:
+        predecessor = None
+
+        def begin(self):
+            pass
+
+        def discard(self, process):
+            pass
+
+        def finish(self, check):
+            check()
+            supervisor.end_core(signal.SIGINT)
+            return successor
+
+    first, successor = core(), core()
+    supervisor = CoreSupervisor(Source(), first, RestartLimit(None, 1.0))
+    supervisor._replace(first, Death("it died", {}, 0, False))
+    assert successor.process.signals == [signal.SIGINT]
+    supervisor.end_core(signal.SIGKILL)
+    assert successor.process.signals == [signal.SIGINT, signal.SIGKILL]
+
+
+def test_absence_of_a_shared_core_is_reported_again_only_when_the_last_report_was_taken(monkeypatch):
+    monkeypatch.setattr(supervisor_module, "_ABSENCE_INTERVAL_S", 0.0)
+    reports = []
+
+    class Source:
+        reconnect_timeout, trouble = 0.0, "no core answers there"
+
+        def load_progress(self):
+            return None
+
+        def finish(self, check):
+            for _ in range(2):
+                reports.append([type(news) for news in supervisor.take_news()])
+                for _ in range(5):
+                    check()
+            reports.append([type(news) for news in supervisor.take_news()])
+            raise EngineStartError("enough")
+
+    supervisor = CoreSupervisor(Source(), core(), None)
+    supervisor._rejoin(Source(), Death("it broke", {}, 0, True))
+    assert reports == [[Death], [Absence], [Absence]]

@@ -1,8 +1,8 @@
 """Bounds on what one client can cost the core and its other clients."""
 
 import contextlib
+import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +14,7 @@ import zmq
 from support.stand_in_engine import Engine
 
 from vllm_mp import AsyncEngineArgs, __version__, wire
+from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.core.ipc import bound_socket, clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
@@ -39,9 +40,10 @@ KEY = b"k" * 32
 class Core:
     """A request handler at a real socket, with a scheduler that runs no step."""
 
-    def __init__(self, address, config, is_shared=True, key_file=None):
-        self.address = address
-        self.bound = BoundSocket(address, key_file)
+    def __init__(self, address, config, is_shared=True, public=None):
+        """`public` is the address for clients, if it is not `address`."""
+        self.address = address if public is None else public.address
+        self.bound = BoundSocket(address, public)
         self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY, PREDECESSOR, is_shared)
         self.engine = Engine()
         self.page = StatusPage.create(None, 1)
@@ -189,11 +191,13 @@ sys.stdin.read()
 def test_client_that_vanishes_over_tcp_without_closing_its_connection_is_forgotten(config, tmp_path, monkeypatch):
     monkeypatch.setattr(bound_socket, "TCP_HEARTBEAT_MS", 200)
     server, own = make_keys(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    with contextlib.closing(Core(address, config, key_file=server)) as core:
-        process = subprocess.Popen([sys.executable, "-c", FREEZE, address, own], stdin=subprocess.PIPE)
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(contextlib.closing(HeldAddress("tcp://127.0.0.1:0", server)))
+        public = held.public_address()
+        # A core has a descriptor of its own, which it closes.
+        public = msgspec.structs.replace(public, listener=os.dup(public.listener))
+        core = stack.enter_context(contextlib.closing(Core(f"ipc://{tmp_path}/parent.sock", config, public=public)))
+        process = subprocess.Popen([sys.executable, "-c", FREEZE, held.address, own], stdin=subprocess.PIPE)
         try:
             core.receive_until(lambda: core.engine.scheduler.num_waiting == 1, timeout=30)
             process.send_signal(signal.SIGSTOP)
@@ -430,6 +434,15 @@ def test_results_of_one_step_may_exceed_the_limit():
         unread.add(2**16, True)
         exceeds = unread.exceeds(2**20)
     assert exceeds
+
+
+def test_one_message_may_exceed_the_limit():
+    unread = UnreadOutput()
+    for num_bytes in (100, 2**25):
+        unread.add(num_bytes, False)
+        assert not unread.exceeds(2**20)
+    unread.add(2**21, False)
+    assert unread.exceeds(2**20)
 
 
 def test_owner_of_a_core_may_leave_any_output_unread(config, tmp_path, monkeypatch):

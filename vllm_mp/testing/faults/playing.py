@@ -31,7 +31,7 @@ class ScenarioRun:
         self.trigger = trigger_of(name)
         """Part of the id of the request at which injected faults strike."""
         self.core = core
-        """The standalone core, if the scenario has one."""
+        """The parent of the standalone core, if the scenario has one."""
         self.watch = PauseWatch()
         self.seen: list[str] = []
         """Observations to report if the promise was kept."""
@@ -110,7 +110,7 @@ class Scenario(NamedTuple):
     restarts: int | None
     """How often the core must have been restarted; None: any number of times."""
     stands_alone: bool
-    """The core is started by hand, and the client connects to it."""
+    """The core is started by `vllm-mp engine`, and the client connects to it."""
     ends_all: bool
     """The engine is dead at the end, and every stream has failed with the cause."""
 

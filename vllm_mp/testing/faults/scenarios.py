@@ -343,6 +343,16 @@ async def client_killed(run: ScenarioRun) -> None:
     run.check(seconds < 2, f"the killed client's requests were dropped only after {seconds:.1f} s")
 
 
+@_scenario(_GOES_ON, stands_alone=True)
+async def shared_core_killed(run: ScenarioRun) -> None:
+    run.signal(signal.SIGKILL)
+
+
+@_scenario(_DETECTED, options=_SHORT_TIMEOUT, stands_alone=True)
+async def shared_core_stopped(run: ScenarioRun) -> None:
+    run.signal(signal.SIGSTOP)
+
+
 @_scenario("connected clients find the new core and go on", restarts=0, stands_alone=True)
 async def core_restarted_by_hand(run: ScenarioRun) -> None:
     assert run.core is not None

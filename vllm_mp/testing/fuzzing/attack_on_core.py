@@ -43,7 +43,8 @@ _REPEAT_MS = 1000
 def core_under_attack(folder: Path, *flags: str, model: str | None = None, before: str = "") -> Iterator[str]:
     """Run a standalone core of `model`, by default a small one with random weights. Yield its address.
 
-    `before` is a line of shell that runs first in the core's own process. The core's log is written in `folder`.
+    `before` is a line of shell that runs first in the process of the core's parent. The core's log is written in
+    `folder`.
     """
     if model is None:
         model = str(folder / "model")
@@ -266,9 +267,8 @@ class Attacker:
         self._send("hello", dealer, wire.hello())
         isolate_until = self._chance.choice((0, 1, 2**40))
         for slot in range(1000, 3000):
-            message = wire.AddRequest(
-                self._incarnation, slot, "id", b"\1\0\0\0", self._one_token(), isolate_until_num_tokens=isolate_until
-            )
+            message = wire.AddRequest(self._incarnation, slot, "id", b"\1\0\0\0", self._one_token())
+            message.isolate_until_num_tokens, message.isolation_group = isolate_until, slot % 7
             self._send("flood", dealer, message)
         self._send("flood", dealer, wire.AbortRequests(self._incarnation, list(range(3000)) * 2))
         self._await_core(dealer)

@@ -1,0 +1,106 @@
+"""The scheduler's requests, made from the messages of clients after these are validated again."""
+
+import msgspec
+import numpy as np
+
+from vllm_mp import wire
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.scheduler.block_pool import root_hash
+from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
+from vllm_mp.request_validation import validate_generation, validate_pooling
+
+
+def new_request(
+    client: int,
+    message: wire.AddRequest | wire.AddPooling,
+    config: VllmConfig,
+    order: tuple[int, int],
+    num_bytes: int,
+) -> Request:
+    """Return the request of a message of `num_bytes`; `order` is its place in the waiting queue.
+
+    Raises ValueError or NotImplementedError for a request that cannot run.
+    """
+    if isinstance(message, wire.AddPooling):
+        return _pooling(client, message, config, order, num_bytes)
+    return _generation(client, message, config, order, num_bytes)
+
+
+def _pooling(
+    client: int, message: wire.AddPooling, config: VllmConfig, order: tuple[int, int], num_bytes: int
+) -> Request:
+    prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, config.model_config.pooling
+    validate_pooling(message.request_id, prompt, params, config)
+    pooling = msgspec.structs.replace(
+        params,
+        pooling_type=params.pooling_type or defaults.pooling_type,
+        normalize=defaults.normalize if params.normalize is None else params.normalize,
+    )
+    return Request(
+        client=client,
+        slot=message.slot,
+        request_id=message.request_id,
+        params=pooling,
+        tokens=prompt,
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=len(prompt),
+        hashes=[root_hash(message.cache_salt)] if config.cache_config.enable_prefix_caching else [],
+        # The other types need the hidden states of tokens before the last.
+        reads_cache=pooling.pooling_type == "last",
+        order=order,
+        isolation_group=message.isolation_group,
+        after_pause=message.after_pause,
+        num_bytes=num_bytes + REQUEST_BYTES,
+    )
+
+
+def _generation(
+    client: int, message: wire.AddRequest, config: VllmConfig, order: tuple[int, int], num_bytes: int
+) -> Request:
+    prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
+    max_total_tokens = validate_generation(
+        message.request_id, prompt, output, message.params, message.bad_words, config
+    )
+    # Log-probabilities of the prompt were sent before the first token of the output.
+    prompt_logprobs = None if len(output) else message.params.prompt_logprobs
+    logits_processors = LogitsProcessors.from_params(message.params, message.bad_words)
+    # The processors hold these as arrays; the dict takes ten times as much memory.
+    message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
+    return Request(
+        client=client,
+        slot=message.slot,
+        request_id=message.request_id,
+        params=message.params,
+        tokens=np.concatenate([prompt, output]),
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=max_total_tokens,
+        logits_processors=logits_processors,
+        num_logprobs=_num_logprobs(message.params.logprobs, config),
+        num_prompt_logprobs=_num_logprobs(prompt_logprobs, config),
+        hashes=_root_hashes(client, message, config),
+        # Cached tokens are not computed, so they have no log-probabilities.
+        reads_cache=prompt_logprobs is None,
+        order=order,
+        isolation_group=message.isolation_group,
+        after_pause=message.after_pause,
+        num_bytes=num_bytes + REQUEST_BYTES,
+    )
+
+
+def _root_hashes(client: int, message: wire.AddRequest, config: VllmConfig) -> list[bytes]:
+    """Return the root hash that a request's block hashes build on, or nothing if it may share no blocks."""
+    if config.cache_config.enable_prefix_caching:
+        return [root_hash(message.cache_salt)]
+    if message.group:
+        # A client's number is never given to another client, so no other client can name this group.
+        return [root_hash(f"{client} {message.group}")]
+    return []
+
+
+def _num_logprobs(wanted: int | None, config: VllmConfig) -> int:
+    """Return how many log-probabilities to send per position; -1: none, not even of the chosen token."""
+    if wanted == -1:
+        return config.model_config.architecture.vocab_size
+    return -1 if wanted is None else wanted
