@@ -254,12 +254,12 @@ class RemoteCore:
                 timeout = max(0.0, deadline - time.monotonic())
                 welcome, config = connection.greet(timeout, check, self.load_progress)
                 break
-            except EngineStartError as error:
+            except (EngineStartError, OSError, ValueError, zmq.ZMQError) as error:
                 if connection is not None:
                     connection.close()
                 if is_first:
                     raise
-                # This core could not load and is about to end, or has no room for another client now.
+                # Such as a core that could not load or has no room for another client, or no descriptor that is free.
                 self.trouble = str(error)
                 _wait(pause, check)
                 pause = min(_LONGEST_RETRY_S, 2 * pause)

@@ -50,7 +50,7 @@ class Death(NamedTuple):
     is_from_outside: bool
     """Another process killed or stopped the core, which no request can have caused.
 
-    Also true for a shared core, whose cause of death is unknown.
+    Also true for a shared core, until its successor says more.
     """
     kind: str = "connection"
     """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
