@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mp.testing.faults import SCENARIOS, Baseline, play, run_soak
+from vllm_mp.testing.faults import SCENARIOS, Baseline, play, run_shared_soak, run_soak
 from vllm_mp.testing.random_models import save_small_model
 
 _TESTED_ELSEWHERE = {
@@ -80,6 +80,14 @@ def test_nothing_is_lost_or_leaked_while_requests_come_and_go_and_cores_die_in_e
     result = run_soak(baseline, seconds=10, seed=1, is_random=True, fault_injection=baseline.pace)
     assert result.broken == []
     assert result.kills > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_nothing_is_lost_on_a_shared_core_beside_a_hostile_client(baseline, over_tcp):
+    result = run_shared_soak(baseline, kills=2, over_tcp=over_tcp)
+    assert result.broken == []
+    assert result.kills == 2
 
 
 @pytest.fixture(scope="module")

@@ -76,9 +76,11 @@ class Baseline:
             yield self.shared
         self.shared = None
 
-    def core(self, address: str, **options: Any) -> contextlib.AbstractContextManager["subprocess.Popen[str]"]:
-        """Run a standalone core that listens at `address`."""
-        flags = _flags(AsyncEngineArgs(model=self.model, **{**self.options, **options}))
+    def core(
+        self, address: str, *flags: str, **options: Any
+    ) -> contextlib.AbstractContextManager["subprocess.Popen[str]"]:
+        """Run a standalone core that listens at `address`, with `flags` that are no engine options."""
+        flags += tuple(_flags(AsyncEngineArgs(model=self.model, **{**self.options, **options})))
         return standalone_core(self.model, address, *flags, stderr=subprocess.DEVNULL)
 
 

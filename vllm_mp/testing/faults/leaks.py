@@ -30,7 +30,8 @@ async def held_by_core(engine: AsyncLLM) -> list[str]:
 class Holdings(NamedTuple):
     """System resources that this process holds."""
 
-    descriptors: int
+    descriptors: dict[str, str]
+    """What each open file descriptor refers to, by number."""
     children: set[int]
     folders: set[str]
     """Runtime folders of engines."""
@@ -40,10 +41,18 @@ class Holdings(NamedTuple):
         """Return the resources that this process holds now."""
         gc.collect()  # exceptions that were raised keep their frames, and so the resources, alive
         return cls(
-            len(os.listdir("/proc/self/fd")),
+            _descriptors(),
             {child.pid for child in psutil.Process().children(recursive=True)},
             {str(path) for path in Path(tempfile.gettempdir()).glob("vllm_mp-*")},
         )
+
+
+def _descriptors() -> dict[str, str]:
+    descriptors = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
+    return descriptors
 
 
 @contextlib.contextmanager
@@ -55,8 +64,9 @@ def nothing_left_behind(problems: list[str]) -> Iterator[None]:
     before = Holdings.now()
     yield
     after = Holdings.now()
-    if after.descriptors > before.descriptors:
-        problems.append(f"{after.descriptors - before.descriptors} file descriptors are left open")
+    if (count := len(after.descriptors) - len(before.descriptors)) > 0:
+        new = [after.descriptors[number] for number in after.descriptors.keys() - before.descriptors.keys()]
+        problems.append(f"{count} file descriptors are left open, among {new}")
     if children := after.children - before.children:
         problems.append(f"processes {sorted(children)} are left")
     if folders := after.folders - before.folders:

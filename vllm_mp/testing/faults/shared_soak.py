@@ -7,14 +7,18 @@ import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_mp import AsyncLLM
+from vllm_mp.authorized_clients import AuthorizedClients
+from vllm_mp.curve_keys import make_client_key, make_server_key
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline
@@ -109,11 +113,33 @@ class SharedSoak:
         await eventually(have_come, WAIT_S)
 
 
+class _Place(NamedTuple):
+    """Where a shared core listens, with the keys that tcp needs."""
+
+    address: str
+    server_key: str | None = None
+    client_keys: Sequence[str | None] = (None,) * (_NUM_CLIENTS + 1)
+    """Key files; the last one is the hostile client's."""
+
+    @classmethod
+    def on_tcp(cls, folder: Path) -> "_Place":
+        """Return a free port with keys for all clients, made in `folder`."""
+        server = make_server_key(folder / "server.key")
+        paths = [folder / f"client-{number}.key" for number in range(_NUM_CLIENTS + 1)]
+        for path in paths:
+            key = make_client_key(path, server.public)
+            AuthorizedClients(folder / "server.key").allow(path.stem, key.public)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        return cls(f"tcp://127.0.0.1:{port}", str(folder / "server.key"), [str(path) for path in paths])
+
+
 class HostileClient:
     """The process of a hostile client."""
 
-    def __init__(self, address: str, key_file: str, seed: int) -> None:
-        self._command = [sys.executable, "-m", "vllm_mp.testing.faults.hostile_client", address, key_file]
+    def __init__(self, place: _Place, seed: int) -> None:
+        module = "vllm_mp.testing.faults.hostile_client"
+        self._command = [sys.executable, "-m", module, place.address, place.client_keys[-1] or ""]
         self._seeds = itertools.count(seed)
         self._process = self._start()
 
@@ -131,17 +157,16 @@ class HostileClient:
 
 
 @contextlib.contextmanager
-def _shared(
-    baseline: Baseline, address: str, key_file: str, seed: int
-) -> Iterator[tuple[list[AsyncLLM], HostileClient]]:
+def _shared(baseline: Baseline, place: _Place, seed: int) -> Iterator[tuple[list[AsyncLLM], HostileClient]]:
     """Run a shared core with its clients."""
-    with baseline.core(address, **_OPTIONS), contextlib.ExitStack() as stack:
+    keys = () if place.server_key is None else ("--key-file", place.server_key)
+    with baseline.core(place.address, *keys, **_OPTIONS), contextlib.ExitStack() as stack:
         clients = []
-        for _ in range(_NUM_CLIENTS):
-            client = AsyncLLM.connect(address, timeout=WAIT_S)
+        for key_file in place.client_keys[:_NUM_CLIENTS]:
+            client = AsyncLLM.connect(place.address, key_file=key_file, timeout=WAIT_S)
             stack.callback(client.shutdown)
             clients.append(client)
-        hostile = HostileClient(address, key_file, seed)
+        hostile = HostileClient(place, seed)
         stack.callback(hostile.kill)
         yield clients, hostile
 
@@ -152,20 +177,22 @@ def run_shared_soak(
     kills: int | None = None,
     seconds: float | None = None,
     seed: int = 0,
+    over_tcp: bool = False,
     show: Callable[[SoakResult], None] | None = None,
 ) -> SoakResult:
     """Kill and stop a shared core `kills` times, or for `seconds`, and return how its well-behaved clients fared."""
     began = time.monotonic()
     problems: list[str] = []
-    with nothing_left_behind(problems), tempfile.TemporaryDirectory() as folder:
-        with _shared(baseline, f"ipc://{folder}/core.sock", "", seed) as (clients, hostile):
-            soak = SharedSoak(baseline, clients, hostile, Path(folder), seed)
+
+    def run(folder: Path) -> tuple[SoakResult, Comparison]:
+        place = _Place.on_tcp(folder) if over_tcp else _Place(f"ipc://{folder}/core.sock")
+        with _shared(baseline, place, seed) as (clients, hostile):
+            soak = SharedSoak(baseline, clients, hostile, folder, seed)
             asyncio.run(soak.run(kills, seconds, show))
-        result = soak.result
+        return soak.result, soak.comparison
+
+    with nothing_left_behind(problems), tempfile.TemporaryDirectory() as folder:
+        result, comparison = run(Path(folder))  # nothing here holds the clients
     result.restarts = result.kills
-    result.broken += soak.comparison.settle(baseline.folder, baseline.eos_token_ids) + problems
-    result.answers, result.tokens = soak.comparison.num_answers, soak.comparison.num_tokens
-    result.excused = soak.comparison.num_excused
-    result.note_growth()
-    result.seconds = time.monotonic() - began
+    result.settle(comparison, baseline, problems, began)
     return result

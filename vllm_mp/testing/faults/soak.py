@@ -76,6 +76,14 @@ class SoakResult:
         ordered = sorted(self.next_token_s)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
+    def settle(self, comparison: Comparison, baseline: Baseline, problems: list[str], began: float) -> None:
+        """Take over what the comparison found, the `problems` at the end, and the time since `began`."""
+        self.broken += comparison.settle(baseline.folder, baseline.eos_token_ids) + problems
+        self.answers, self.tokens = comparison.num_answers, comparison.num_tokens
+        self.excused = comparison.num_excused
+        self.note_growth()
+        self.seconds = time.monotonic() - began
+
     def note_growth(self) -> None:
         """Note the resources that grew from the first fifth of the samples to the last."""
         samples = self.samples[_WARM_UP:]
@@ -221,9 +229,5 @@ def run_soak(
 
     with nothing_left_behind(problems):
         result, comparison = run()  # nothing here holds the engine
-    result.broken += comparison.settle(baseline.folder, baseline.eos_token_ids) + problems
-    result.answers, result.tokens = comparison.num_answers, comparison.num_tokens
-    result.excused = comparison.num_excused
-    result.note_growth()
-    result.seconds = time.monotonic() - began
+    result.settle(comparison, baseline, problems, began)
     return result
