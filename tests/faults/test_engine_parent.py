@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 
@@ -159,10 +160,10 @@ def test_nothing_is_left_of_a_parent_whose_drain_a_second_signal_ends(parent):
         async def run():
             request = asyncio.create_task(answer(client, PROMPTS[0], greedy(100, ignore_eos=True)))
             await eventually(lambda: _has_tokens(client))
+            os.kill((await client.core_status())["pid"], signal.SIGSTOP)  # so that the drain cannot end by itself
             process.send_signal(signal.SIGINT)
-            await client.ping(10)
-            process.send_signal(signal.SIGINT)
-            assert await asyncio.to_thread(process.wait, 10) == 130
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 30) == 130
             assert not request.done()
 
         asyncio.run(asyncio.wait_for(run(), 60))

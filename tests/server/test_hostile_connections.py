@@ -5,6 +5,7 @@ import os
 import socket
 import time
 
+import psutil
 import pytest
 from support.server_process import served
 
@@ -224,11 +225,16 @@ def patient_server(replay_address, tmp_path_factory):
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_idle_connections_disturb_nobody(patient_server, count):
-    open_before = _num_open(patient_server.pid)
+    process = psutil.Process(patient_server.pid)
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(_connect(patient_server)) for _ in range(count)]
-        patient_server.wait_for(lambda: _num_open(patient_server.pid) >= open_before + count)
+        ports = {connection.getsockname()[1] for connection in idle}
+
+        def num_accepted():
+            return sum(bool(peer.raddr) and peer.raddr.port in ports for peer in process.net_connections("tcp"))
+
+        patient_server.wait_for(lambda: num_accepted() == count)
         assert patient_server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2})[0] == 200
         idle[-1].sendall(_GET)
         assert idle[-1].recv(1000).startswith(b"HTTP/1.1 200 ")
-    patient_server.wait_for(lambda: _num_open(patient_server.pid) <= open_before)
+    patient_server.wait_for(lambda: num_accepted() == 0)
