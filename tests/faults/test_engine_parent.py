@@ -29,7 +29,7 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=["ipc", "tcp"])
+@pytest.fixture(scope="module", params=["ipc", pytest.param("tcp", marks=pytest.mark.slow)])
 def parent(request, model, tmp_path_factory):
     """A parent, the arguments with which clients connect to its core, and the folder of all its files."""
     folder = tmp_path_factory.mktemp(request.param)
