@@ -46,6 +46,7 @@ def play(engine, num_innocents, num_copies):
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_copies_of_a_culprit_fail_together_and_do_not_end_the_engine(make_small_engine):
     engine = make_small_engine(fault_injection=f"exit@request={POISON}")
     assert play(engine, num_innocents=3, num_copies=6) <= 2 + math.ceil(math.log2(9))

@@ -101,6 +101,7 @@ def test_streams_of_two_clients_continue_when_their_core_is_killed(parent):
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_clients_find_out_that_their_core_hangs_and_continue_on_the_next(parent, monkeypatch):
     monkeypatch.setattr(supervisor, "_PARENT_MARGIN_S", 0.1)
     process, arguments, _ = parent

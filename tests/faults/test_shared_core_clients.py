@@ -170,6 +170,7 @@ def engine_over_tcp(model, tmp_path):
         yield {"address": text.split("listening on ")[1].split()[0], "key_file": client_key}
 
 
+@pytest.mark.slow
 def test_poison_request_over_tcp_fails_alone_and_the_streams_of_other_clients_complete(folder, tmp_path):
     prompt = {"prompt_token_ids": list(range(20, 40))}
     with engine_over_tcp(folder, tmp_path) as arguments, contextlib.ExitStack() as stack:

@@ -112,7 +112,7 @@ def test_repeated_call_undoes_nothing_that_another_operator_asked_for_since(core
     asyncio.run(asyncio.wait_for(run(), 90))
 
 
-@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("is_gone", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_core_sleeps_and_stays_paused_after_a_death_without_the_help_of_the_client_that_asked(connect, is_gone):
     first, second = connect(), connect(False)
 
