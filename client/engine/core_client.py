@@ -356,16 +356,17 @@ class EngineCoreClient:
     def _convict(self, conviction: Conviction) -> None:
         """Fail a request that is to blame for deaths, and all equal requests, live or to come."""
         culprit, why = conviction.stream, conviction.why()
+        digest = culprit.digest()
+        equals = [stream for stream in self.requests.streams() if stream is not culprit and stream.digest() == digest]
         if self._cores_work:  # else the limit of restarts ends an engine in which no request can run
-            self.supervisor.forgive(death.time for death in conviction.deaths)
+            deaths = [*conviction.deaths, *(death for stream in equals for death in self._suspects.deaths_of(stream))]
+            self.supervisor.forgive(sorted({death.time for death in deaths}))
         self._cores_work = False
         self._refused.add(culprit, why)
         self.requests.fail(culprit, f"request {culprit.request_id} failed: {why}")
-        digest = culprit.digest()
-        for stream in self.requests.streams():
-            if stream.digest() == digest:
-                equal = f"request {stream.request_id} failed: it is equal to request {culprit.request_id}, of which"
-                self.requests.fail(stream, f"{equal} is known: {why}")
+        for stream in equals:
+            equal = f"request {stream.request_id} failed: it is equal to request {culprit.request_id}, of which"
+            self.requests.fail(stream, f"{equal} is known: {why}")
 
     def _replay_to(self, core: Core) -> None:
         """Make `core` the current core, and tell it everything that is pending."""

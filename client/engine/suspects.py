@@ -133,6 +133,11 @@ class Suspects:
         self._divide(streams, [(stream, awaited) for stream, awaited, _ in suspects])
         return list(culprits.values())
 
+    def deaths_of(self, stream: RequestStream) -> list[Death]:
+        """Return the deaths that are recorded against the completions of `stream`."""
+        recorded = [self._deaths.get(awaited) for awaited in stream.awaited]
+        return [death for deaths in recorded if deaths is not None for death in deaths.deaths]
+
     def _in_step(self, death: Death, live: list[Entry]) -> list[tuple[RequestStream, Awaited, int]]:
         """Return the `live` requests that may have been in the step of `death`, each with its progress."""
         if death.is_step_known:
