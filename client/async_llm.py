@@ -163,7 +163,7 @@ class AsyncLLM(EngineControl):
 
         `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
         Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
-        `otlp_traces_endpoint` are the engine's options of these names; those of the core do not apply to this client.
+        `otlp_traces_endpoint` are the engine's options of these names; the core's options do not apply to this client.
 
         Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
         that cannot be used.

@@ -12,17 +12,13 @@ import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import psutil
-from shared.http_peers import SERVED_NAME, HttpPeer, Listening, serving
-from shared.peers import ROOT
+from shared.http_front import over_replay_core
 
 _PERIOD_S = 0.05
 """Time in which a front process runs once and is stopped once."""
@@ -30,22 +26,12 @@ _WARM_UP_S = 1.0
 
 
 @contextlib.contextmanager
-def front_processes(count: int) -> Iterator[tuple[Listening, list[int]]]:
-    """Serve a replay core with `count` front processes; yield the server and their process ids."""
-    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"ipc://{folder}/core.sock"
-        command = [sys.executable, "-m", "vllm_mp.replay_core", "--listen", address]
-        core = subprocess.Popen([*command, "--served-model-name", SERVED_NAME], env=os.environ | environment)
-        serve = (sys.executable, "-m", "vllm_mp.cli", "serve", "--connect", address, "--api-server-count", str(count))
-        try:
-            with serving(HttpPeer("vllm_mp", serve, environment, "/ready")) as listening:
-                children = psutil.Process(listening.pid).children(recursive=True)
-                fronts = [child.pid for child in children if "vllm_mp.server.front" in child.cmdline()]
-                yield listening, fronts or [listening.pid]
-        finally:
-            core.terminate()
-            core.wait()
+def front_processes(count: int) -> Iterator[tuple[str, list[int]]]:
+    """Serve a replay core with `count` front processes; yield the server's URL and their process ids."""
+    with over_replay_core("--api-server-count", str(count)) as listening:
+        children = psutil.Process(listening.pid).children(recursive=True)
+        fronts = [child.pid for child in children if "vllm_mp.server.front" in child.cmdline()]
+        yield listening.url, fronts or [listening.pid]
 
 
 @contextlib.contextmanager
@@ -111,8 +97,8 @@ def main() -> None:
     figures: dict[int, list[float]] = {count: [] for count in args.counts}
     for _ in range(args.rounds):
         for count, values in figures.items():
-            with front_processes(count) as (listening, pids), running_for(args.share, pids):
-                values.append(asyncio.run(requests_per_second(listening.url, args.concurrency, args.seconds)))
+            with front_processes(count) as (url, pids), running_for(args.share, pids):
+                values.append(asyncio.run(requests_per_second(url, args.concurrency, args.seconds)))
     first = statistics.median(figures[args.counts[0]])
     print("front processes   requests/s: median (lowest-highest)   ratio")
     for count, values in figures.items():

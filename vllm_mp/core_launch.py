@@ -125,7 +125,7 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     number: int = 1
     """The number of this core among the cores that its parent has started."""
     suspension: Suspension = NOT_SUSPENDED
-    """The pause and the sleep that the core must enter before it serves: those of its predecessor."""
+    """The pause and the sleep that the core must enter before it serves, as its predecessor had them."""
     operator_key: bytes = b""
     """The key of the clients that may change the core for all clients; empty: there are none."""
     predecessor: Predecessor | None = None

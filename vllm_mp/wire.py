@@ -149,8 +149,8 @@ CallArgument = str | int | float | bool | None
 class Call(_Message, tag=4):
     """Client to core: run the named operation and answer with a `Reply`.
 
-    `call_id` names the call among those of all clients, so clients count from a random number. An operation that pauses
-    the core, puts it to sleep or ends that is carried out once under each id, also by successors.
+    `call_id` names the call among the calls of all clients, so clients count from a random number. An operation that
+    pauses the core, puts it to sleep or ends that is carried out once under each id, also by successors.
     """
 
     incarnation: int

@@ -32,7 +32,7 @@ _POLL_MS = 50
 _RECEIVE_S = 0.001
 """Time after which no further message is received before other callbacks of the event loop have run."""
 _ASK_ID = -1
-"""The id of the calls that `CoreConnection.ask` makes; those of the event loop count from 0."""
+"""The id of the calls that `CoreConnection.ask` makes; the ids of later calls are not negative."""
 
 
 class CoreConnection:

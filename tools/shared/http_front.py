@@ -30,24 +30,33 @@ class FrontPeer(NamedTuple):
     prepare: Callable[[], None] = lambda: None
 
 
+@contextlib.contextmanager
+def over_replay_core(*flags: str, rate: float = 0.0) -> Iterator[Listening]:
+    """Run this engine's server with `flags` over a replay core, which gives each stream `rate` tokens per second.
+
+    Rate 0: as many as the core can send.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/core.sock"
+        command = [sys.executable, "-m", "vllm_mp.replay_core", "--listen", address, "--rate", str(rate)]
+        core = subprocess.Popen([*command, "--served-model-name", SERVED_NAME], env=_environment())
+        try:
+            server = our_server()
+            connected = (sys.executable, "-m", "vllm_mp.cli", "serve", "--connect", address, *flags)
+            with serving(HttpPeer(server.name, connected, server.environment, server.ready_path)) as listening:
+                yield listening
+        finally:
+            core.terminate()
+            core.wait()
+
+
 def our_front() -> FrontPeer:
     """Return this engine's server over the replay core."""
 
     @contextlib.contextmanager
     def start(rate: float) -> Iterator[Listening]:
-        with tempfile.TemporaryDirectory() as folder:
-            address = f"ipc://{folder}/core.sock"
-            command = [sys.executable, "-m", "vllm_mp.replay_core", "--listen", address, "--rate", str(rate)]
-            core = subprocess.Popen([*command, "--served-model-name", SERVED_NAME], env=_environment())
-            try:
-                server = our_server()
-                connected = (sys.executable, "-m", "vllm_mp.cli", "serve", "--connect", address)
-                peer = HttpPeer(server.name, connected, server.environment, server.ready_path)
-                with serving(peer) as listening, _pinned(listening.pid):
-                    yield listening
-            finally:
-                core.terminate()
-                core.wait()
+        with over_replay_core(rate=rate) as listening, _pinned(listening.pid):
+            yield listening
 
     return FrontPeer("vllm_mp", start)
 

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="Address of a running core to use; by default a core is started. With this flag, the only engine options "
-        "that are allowed are those of the client: " + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS)),
+        help="Address of a running core to use; by default a core is started. With this flag, only the client's "
+        "engine options are allowed: " + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS)),
     )
     parser.add_argument(
         "--key-file",

@@ -5,7 +5,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,12 +73,14 @@ def replay_core(folder: Path, *flags: str) -> Iterator[str]:
         process.wait(timeout=30)
 
 
-def make_keys(folder: Path) -> tuple[str, str]:
-    """Make the key of a server in `folder`, and the key of a client that it allows; return the paths of both files."""
-    server, client = str(folder / "server.key"), str(folder / "client.key")
-    public = make_client_key(client, make_server_key(server).public).public
-    AuthorizedClients(server).allow("client", public)
-    return server, client
+def make_keys(folder: Path, clients: Sequence[str] = ("client",)) -> tuple[str, ...]:
+    """Make the key of a server in `folder`, and keys of `clients` that it allows; return the paths of the files."""
+    server = str(folder / "server.key")
+    server_public = make_server_key(server).public
+    files = [str(folder / f"{name}.key") for name in clients]
+    for name, file in zip(clients, files, strict=True):
+        AuthorizedClients(server).allow(name, make_client_key(file, server_public).public)
+    return server, *files
 
 
 def greedy(max_tokens: int | None, **params: Any) -> SamplingParams:

@@ -10,7 +10,8 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,34 +106,34 @@ class SoakResult:
                 self.broken.append(f"{field} grew from {first} to {last}")
 
 
-class Soak:
-    """Keeps streams running on one engine and kills its core."""
+class Disturbance(ABC):
+    """Keeps the streams of one or several clients running, and disturbs their core again and again."""
 
-    def __init__(self, baseline: Baseline, engine: AsyncLLM, seed: int, is_random: bool) -> None:
+    def __init__(self, baseline: Baseline, clients: Sequence[AsyncLLM], folder: Path, seed: int) -> None:
+        """`folder` holds the core's socket."""
         self.result = SoakResult()
-        self._baseline = baseline
-        self._engine = engine
-        self._watch = PauseWatch()
-        self._watched = WatchedEngine(engine, self._watch)
-        self._chance = random.Random(seed)
-        self._is_random = is_random
         self.comparison = Comparison()
+        self._baseline = baseline
+        self._watch = PauseWatch()
+        self._clients = [WatchedEngine(client, self._watch) for client in clients]
+        self._folder = folder
+        self._chance = random.Random(seed)
         self._is_over = False
-        self._folder = Path(core_address(engine).removeprefix("ipc://")).parent
 
     async def run(self, kills: int | None, seconds: float | None, show: Callable[[SoakResult], None] | None) -> None:
-        """Kill the core until the number of `kills` or `seconds` is reached. Call `show` after each recovery."""
-        workers = [asyncio.create_task(self._stream(number)) for number in range(len(self._baseline.cases))]
+        """Disturb until the number of `kills` or `seconds` is reached. Call `show` after each recovery."""
+        streams = range(len(self._baseline.cases))
+        workers = [asyncio.create_task(self._stream(client, i)) for client in self._clients for i in streams]
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             while (kills is None or self.result.kills < kills) and (deadline is None or time.monotonic() < deadline):
-                await self._kill_once()
+                await self._disturb()
                 if show is not None:
                     show(self.result)
             self._is_over = True
             await asyncio.wait_for(asyncio.gather(*workers), WAIT_S)
-            self.result.broken += await held_by_core(self._engine)
-            self.result.restarts = (await self._engine.core_status())["restarts"]
+            self.result.broken += await self._held_at_end()
+            self.result.restarts = (await self._clients[0].core_status())["restarts"]
             # A core that is killed while it loads does not count as restarted, unless it had just begun to serve.
             if not 0 <= self.result.restarts - self.result.kills <= self.result.kills_while_loading:
                 self.result.broken.append(f"{self.result.restarts} restarts after {self.result.kills} kills")
@@ -143,7 +144,19 @@ class Soak:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _stream(self, number: int) -> None:
+    @abstractmethod
+    async def _disturb(self) -> None:
+        """Disturb after a random number of outputs, and wait until the streams go on."""
+
+    async def _held_at_end(self) -> list[str]:
+        """Return what the core still holds once the streams have ended, and must not hold."""
+        return []
+
+    async def _vary(self, case: AnyCase, chance: random.Random) -> AnyCase:
+        """Return the request to send in place of `case`, when it is time to send it."""
+        return case
+
+    async def _stream(self, client: WatchedEngine, number: int) -> None:
         """Send one request after another until the soak ends."""
         chance = random.Random(f"{number} {self._chance.random()}")
         for turn in itertools.count():
@@ -153,17 +166,46 @@ class Soak:
             case: AnyCase = self._baseline.cases[index]
             if isinstance(case, Case):
                 case = dataclasses.replace(case)  # a request id is made of the identity of its case
-            if self._is_random:
-                await asyncio.sleep(chance.expovariate(2.0))
-                if isinstance(case, Case) and case.kind != RequestOutputKind.FINAL_ONLY and chance.random() < 0.2:
-                    case = dataclasses.replace(case, abort_after=chance.randint(1, 12))
-                    self.result.aborted += 1
-            self.comparison.compare(case, await outcome_of(self._watched, case), self._baseline.expected[index])
+            case = await self._vary(case, chance)
+            self.comparison.compare(case, await outcome_of(client, case), self._baseline.expected[index])
 
-    async def _kill_once(self) -> None:
-        """Kill the core after a random number of outputs, and wait until the streams go on."""
-        outputs = self._chance.randint(0, 8 * len(self._baseline.cases))
-        await eventually(self._has_outputs(self._watch.num_outputs + outputs), WAIT_S)
+    async def _outputs(self, count: int) -> None:
+        """Wait for `count` more outputs."""
+        target = self._watch.num_outputs + count
+
+        async def have_come() -> bool:
+            return self._watch.num_outputs >= target
+
+        await eventually(have_come, WAIT_S)
+
+    def _note_recovery(self, core_pid: int) -> None:
+        """Note the time to the next token, and what this process and the core hold."""
+        if self._watch.next_token_s is not None:
+            self.result.next_token_s.append(self._watch.next_token_s)
+        self.result.samples.append(Sample.now(core_pid, self._folder))
+
+
+class Soak(Disturbance):
+    """Keeps streams running on one engine and kills its core."""
+
+    def __init__(self, baseline: Baseline, engine: AsyncLLM, seed: int, is_random: bool) -> None:
+        super().__init__(baseline, [engine], Path(core_address(engine).removeprefix("ipc://")).parent, seed)
+        self._engine = engine
+        self._is_random = is_random
+
+    async def _held_at_end(self) -> list[str]:
+        return await held_by_core(self._engine)
+
+    async def _vary(self, case: AnyCase, chance: random.Random) -> AnyCase:
+        if self._is_random:
+            await asyncio.sleep(chance.expovariate(2.0))
+            if isinstance(case, Case) and case.kind != RequestOutputKind.FINAL_ONLY and chance.random() < 0.2:
+                case = dataclasses.replace(case, abort_after=chance.randint(1, 12))
+                self.result.aborted += 1
+        return case
+
+    async def _disturb(self) -> None:
+        await self._outputs(self._chance.randint(0, 8 * len(self._baseline.cases)))
         page = core_page(self._engine)
         assert page is not None
         signum = self._chance.choice(_SIGNALS) if self._is_random else signal.SIGKILL
@@ -180,12 +222,10 @@ class Soak:
             return page is not None and page.incarnation > incarnation
 
         await eventually(is_replaced, WAIT_S)
-        await eventually(self._has_outputs(self._watch.num_outputs + 1), WAIT_S)
-        if self._watch.next_token_s is not None:
-            self.result.next_token_s.append(self._watch.next_token_s)
+        await self._outputs(1)
         page = core_page(self._engine)
         assert page is not None
-        self.result.samples.append(Sample.now(page.pid, self._folder))
+        self._note_recovery(page.pid)
 
     async def _kill_loading_core(self, known: set[int]) -> None:
         """Kill the next core, whose process is not among the `known` ones, before it serves."""
@@ -194,12 +234,6 @@ class Soak:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
                 self.result.kills_while_loading += 1
-
-    def _has_outputs(self, num_outputs: int) -> Callable[[], Awaitable[bool]]:
-        async def condition() -> bool:
-            return self._watch.num_outputs >= num_outputs
-
-        return condition
 
 
 def run_soak(
