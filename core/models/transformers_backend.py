@@ -30,7 +30,7 @@ from vllm_mp.core.models.transformers_probe import (
     run_decoder,
 )
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
-from vllm_mp.core.weights.safetensors_files import checkpoint_files, read_tensors
+from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import Architecture
