@@ -155,6 +155,9 @@ def _check_encoder_options(args: "EngineArgs") -> None:
                 f"{name}=True: {args.model} is an encoder, where each token attends to the whole prompt, so that no "
                 "part of a prompt can be computed before the rest; leave it None"
             )
+    for name in ("enable_prompt_embeds",):
+        if value := getattr(args, name):
+            raise ValueError(f"{name}={value!r}: {args.model} is an encoder, which generates no text; leave it out")
     if args.kv_cache_dtype != "auto":
         raise ValueError(
             f"kv_cache_dtype={args.kv_cache_dtype!r}: {args.model} is an encoder, which has no cache; leave it 'auto'"

@@ -163,6 +163,9 @@ class EngineArgs(Options):
         "Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary",
         low=-1,
     )
+    enable_prompt_embeds: bool = option(
+        False, "Accept prompts that are given as embeddings (`prompt_embeds`), each of up to 56 MiB"
+    )
     chat_template: str | None = option(
         None, "Chat template: its text, or a file that holds it; by default the model's own template is used"
     )

@@ -323,6 +323,7 @@ class GenerationStream(RequestStream):
             isolate_until_num_tokens=isolation.until_num_tokens,
             isolation_group=isolation.group,
             after_pause=self.after_pause,
+            prompt_embeds=request.prompt_embeds,
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Request:
     """Sampling parameters of a request that generates; pooling parameters of a request for one vector, with
     `pooling_type` and `normalize` set."""
     tokens: npt.NDArray[np.int32]
-    """[num_tokens] prompt and output so far; up to date only while the request waits."""
+    """[num_tokens] prompt and output so far; up to date only while the request waits. Zeros stand for a prompt that is
+    given as embeddings."""
     num_prompt_tokens: int
     max_total_tokens: int
     """Number of tokens, prompt included, at which the request ends with reason "length"."""
@@ -54,6 +56,8 @@ class Request:
     queue_seconds: float | None = None
     """Time from `queued_at` until the request was first admitted; None before."""
     logits_processors: "LogitsProcessors | None" = None
+    prompt_embeds: PromptEmbeds | None = None
+    """The prompt, if it is given as embeddings."""
     num_logprobs: int = -1
     """Number of most likely tokens whose log-probabilities are sent at each output position; -1: send none at all."""
     num_prompt_logprobs: int = -1

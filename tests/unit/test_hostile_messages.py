@@ -16,6 +16,7 @@ from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.core.scheduler.memory_quota import MAX_BYTES, MemoryQuota
+from vllm_mp.prompt_embeds import MAX_EMBEDS_BYTES, PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
 
@@ -112,6 +113,11 @@ def test_large_request_arrives_unchanged():
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {"logit_bias": dict.fromkeys(range(2**18 + 1), 0)}]),
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[]] * 2049]),
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[0] * 1025]]),
+        wire.encode(
+            wire.AddRequest(
+                1, 0, "x", b"", SamplingParams(), prompt_embeds=PromptEmbeds("float32", 1, bytes(MAX_EMBEDS_BYTES + 1))
+            )
+        ),
     ],
     ids=[
         "slots",
@@ -122,6 +128,7 @@ def test_large_request_arrives_unchanged():
         "logit_bias",
         "bad_words",
         "tokens of a bad word",
+        "prompt_embeds",
     ],
 )
 def test_lists_are_bounded_before_they_are_decoded(frame):
