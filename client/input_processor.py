@@ -26,7 +26,7 @@ from vllm_mp.request_validation import (
     validate_generation,
     validate_pooling,
 )
-from vllm_mp.sampling_params import SEED_LIMIT, SamplingParams
+from vllm_mp.sampling_params import EXTRA_ARGS, SEED_LIMIT, SamplingParams
 
 
 def check_unserved(**arguments: Any) -> None:
@@ -91,6 +91,7 @@ class InputProcessor:
             bad_words=bad_words,
             seed_is_drawn=seed_is_drawn,
             prompt_embeds=packed_embeds,
+            extra_args=EXTRA_ARGS.packed("extra_args", params.extra_args) if params.extra_args else b"",
         )
         completions = [self._completion(index, params.seed, request) for index in range(params.n)]
         interval = self._config.scheduler_config.stream_interval
@@ -162,7 +163,7 @@ class InputProcessor:
 
     def _completion(self, index: int, seed: int, request: GenerationRequest) -> Completion:
         params = copy.copy(request.params)  # which is not validated a second time
-        params.n, params.best_of = 1, None
+        params.n, params.best_of, params.extra_args = 1, None, None
         params.seed = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         if index:
             params.prompt_logprobs = None  # the first completion brings them for all

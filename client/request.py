@@ -48,6 +48,8 @@ class GenerationRequest(NamedTuple):
     """The client drew the seed, because the caller gave none."""
     prompt_embeds: PromptEmbeds | None = None
     """The prompt, if it is given as embeddings; then `packed_prompt` is empty and `prompt_token_ids` are zeros."""
+    extra_args: bytes = b""
+    """`params.extra_args` as the wire carries them."""
 
 
 class PoolingRequest(NamedTuple):

@@ -11,6 +11,7 @@ from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.prompt_embeds import check_prompt_embeds
 from vllm_mp.request_validation import validate_generation, validate_pooling
+from vllm_mp.sampling_params import EXTRA_ARGS
 
 
 def new_request(
@@ -66,6 +67,9 @@ def _generation(
             raise ValueError("the prompt has prompt_embeds and prompt_token_ids; give one of them")
         check_prompt_embeds(embeds, message.params, config.model_config)
         prompt = np.zeros(embeds.num_tokens, np.int32)
+    if message.params.extra_args:
+        raise ValueError("extra_args must be a field of the message, not of its parameters")
+    message.params.extra_args = EXTRA_ARGS.unpacked("extra_args", message.extra_args) or None
     max_total_tokens = validate_generation(
         message.request_id, prompt, output, message.params, message.bad_words, config
     )

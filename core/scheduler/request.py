@@ -12,6 +12,7 @@ from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.core.worker.logits_processors import LogitsProcessors
+    from vllm_mp.core.worker.registered_processors import ProcessedRequest
 
 NO_ROW = -1
 
@@ -55,9 +56,11 @@ class Request:
     """When the request entered the waiting queue for the first time, in seconds of `time.monotonic()`."""
     queue_seconds: float | None = None
     """Time from `queued_at` until the request was first admitted; None before."""
-    logits_processors: "LogitsProcessors | None" = None
     prompt_embeds: PromptEmbeds | None = None
     """The prompt, if it is given as embeddings."""
+    logits_processors: "LogitsProcessors | None" = None
+    processed: "ProcessedRequest | None" = None
+    """What registered logits processors know of the request; None if none is for it."""
     num_logprobs: int = -1
     """Number of most likely tokens whose log-probabilities are sent at each output position; -1: send none at all."""
     num_prompt_logprobs: int = -1

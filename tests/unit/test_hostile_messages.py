@@ -89,14 +89,16 @@ def test_untyped_field_of_a_large_message_is_refused_before_it_is_decoded(field)
         wire.decode_client_message(frame)
 
 
-def test_untyped_fields_are_exactly_the_refused_fields():
+def test_untyped_fields_are_exactly_those_that_large_messages_must_not_have():
     untyped = {field.name for field in msgspec.structs.fields(SamplingParams) if "Any" in str(field.type)}
     assert untyped == {*UNTYPED_FIELDS}
 
 
 def test_large_request_arrives_unchanged():
     params = SamplingParams(seed=1, logit_bias=dict.fromkeys(range(2**16), 0.5), stop=["x"])
-    sent = wire.AddRequest(1, 2, "id", wire.pack_ids([5] * 2**16), params, isolate_until_num_tokens=1)
+    sent = wire.AddRequest(
+        1, 2, "id", wire.pack_ids([5] * 2**16), params, isolate_until_num_tokens=1, extra_args=b"\x81\xa1x\x01"
+    )
     arrived = wire.decode_client_message(wire.encode(sent))
     assert isinstance(arrived, wire.AddRequest)
     assert msgspec.to_builtins(arrived) == msgspec.to_builtins(sent)
@@ -113,6 +115,7 @@ def test_large_request_arrives_unchanged():
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {"logit_bias": dict.fromkeys(range(2**18 + 1), 0)}]),
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[]] * 2049]),
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[0] * 1025]]),
+        wire.encode(wire.AddRequest(1, 0, "x", b"", SamplingParams(), extra_args=bytes(2**14 + 1))),
         wire.encode(
             wire.AddRequest(
                 1, 0, "x", b"", SamplingParams(), prompt_embeds=PromptEmbeds("float32", 1, bytes(MAX_EMBEDS_BYTES + 1))
@@ -128,6 +131,7 @@ def test_large_request_arrives_unchanged():
         "logit_bias",
         "bad_words",
         "tokens of a bad word",
+        "extra_args",
         "prompt_embeds",
     ],
 )

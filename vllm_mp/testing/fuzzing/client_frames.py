@@ -138,6 +138,8 @@ class ClientFrames:
             lambda: setattr(message.params, "logprobs", chance.choice((21, 10**6, -1, -2))),
             lambda: setattr(message.params, "structured_outputs", {"json": [[]] * 50}),
             lambda: setattr(message.params, "extra_args", {"__class__": "x"}),
+            lambda: setattr(message.params, "logits_processors", chance.choice((["x"], ["os:system"], [""] * 70))),
+            lambda: setattr(message, "extra_args", chance.choice((b"\x81", b"\x91" * 9000, b"\x81\xa1x\x01"))),
             lambda: setattr(message, "prompt_embeds", self._embeds()),
             lambda: setattr(message.params, "stop", chance.choice(("", ["x"] * 100, "y" * 300, "\n"))),
         ]
