@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.engine_start import EngineStart
 from vllm_mp.client.engine_status import EngineStatus
@@ -28,7 +29,7 @@ from vllm_mp.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineTokenizer):
+class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineTokenizer, EngineClient):
     """An engine: this asyncio half, and the core process that runs the model.
 
     Create it with `from_engine_args`, or attach to a running core with `connect`. It may be created before any event
