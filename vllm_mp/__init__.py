@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EngineStartError,
         NotOperatorError,
     )
+    from vllm_mp.lora_request import LoRARequest
     from vllm_mp.outputs import (
         CompletionOutput,
         EmbeddingRequestOutput,
@@ -49,6 +50,7 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
+    "LoRARequest": "lora_request",
     "Logprob": "outputs",
     "NotOperatorError": "errors",
     "PoolingOutput": "outputs",
@@ -76,6 +78,7 @@ __all__ = [
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "LoRARequest",
     "Logprob",
     "NotOperatorError",
     "PoolingOutput",
