@@ -22,8 +22,8 @@ SLOTS = (2, -1, 0, 1, 0, 2, 1, -1)
 """The slot of each prompt."""
 MAX_RANK = 12
 TOLERANCE = 2e-5
-"""The greatest error relative to the greatest logit. Float32 rounds to 6e-8; three layers of random weights amplify that
-to about 1e-5, the distance of the merged weights' own results in float32 from those in float64."""
+"""The greatest error relative to the greatest logit. Float32 rounds to 6e-8; three layers of random weights amplify
+that to about 1e-5, the distance between the merged weights' results in float32 and in float64."""
 NEEDS_BUILD = pytest.mark.skipif(library() is None, reason="operations of torch are not batch-invariant")
 
 
