@@ -35,7 +35,7 @@ class AdapterStack(nn.Module):
     ) -> None:
         """Allocate; `part_sizes` has the number of outputs of each part."""
         super().__init__()
-        self.part_sizes = tuple(part_sizes)
+        self.part_sizes = list(part_sizes)
         shape_a = (num_slots, len(self.part_sizes), max_rank, inputs)
         shape_b = (num_slots, max_rank, sum(self.part_sizes))
         self.register_buffer("a", torch.zeros(shape_a, dtype=dtype, device=device))
@@ -45,7 +45,7 @@ class AdapterStack(nn.Module):
         """Replace what `slot` holds with the factors of each part; None leaves the part as it is in the model."""
         self.a[slot].zero_()
         self.b[slot].zero_()
-        for part, (factors, of_b) in enumerate(zip(parts, self.b[slot].split(self.part_sizes, 1), strict=True)):
+        for part, (factors, of_b) in enumerate(zip(parts, torch.split(self.b[slot], self.part_sizes, 1), strict=True)):
             if factors is not None:
                 rank = len(factors.a)
                 self.a[slot, part, :rank] = factors.a

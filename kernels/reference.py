@@ -173,7 +173,8 @@ def add_adapters(
     ranked = (x @ a.view(-1, inputs).T).view(-1, num_slots, parts, max_rank)
     is_own = adapter_slots.unsqueeze(1) == torch.arange(num_slots, device=x.device)
     ranked = ranked.masked_fill(~is_own[:, :, None, None], 0.0)
-    for part, (of_out, of_b) in enumerate(zip(out.split(part_sizes, 1), b.split(part_sizes, 2), strict=True)):
+    outs, bs = torch.split(out, list(part_sizes), 1), torch.split(b, list(part_sizes), 2)
+    for part, (of_out, of_b) in enumerate(zip(outs, bs, strict=True)):
         of_out += ranked[:, :, part].flatten(1) @ of_b.flatten(0, 1)
 
 

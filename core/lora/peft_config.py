@@ -5,7 +5,9 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
+
+_Value = TypeVar("_Value", int, float)
 
 CONFIG_FILE: Final = "adapter_config.json"
 _MAX_CONFIG_BYTES: Final = 2**20
@@ -138,5 +140,5 @@ def _compiled(field: str, pattern: str) -> re.Pattern[str]:
         raise ValueError(f"{field} has an invalid pattern {pattern!r}: {error}") from None
 
 
-def _first_match(patterns: list[tuple[re.Pattern[str], Any]], module: str, default: Any) -> Any:
+def _first_match(patterns: list[tuple[re.Pattern[str], _Value]], module: str, default: _Value) -> _Value:
     return next((value for pattern, value in patterns if pattern.match(module)), default)

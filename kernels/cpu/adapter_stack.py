@@ -45,7 +45,7 @@ class PackedAdapterStack:
         self._a = torch.zeros((num_slots, panels, inputs // self._unit, width, self._unit), dtype=dtype)
         shape_b = (len(first_parts), num_slots, self._span * max_rank // self._unit, width, self._unit)
         self._b = torch.zeros(shape_b, dtype=dtype)
-        self._part_sizes = tuple(part_sizes)
+        self._part_sizes = list(part_sizes)
         self.interface = CAdapterStack(
             self._a.data_ptr(),
             self._b.data_ptr(),
@@ -68,7 +68,7 @@ class PackedAdapterStack:
         inputs, dtype = self.interface.inputs, self._a.dtype
         all_a = torch.zeros((_padded(len(parts) * rank, self._width), inputs), dtype=dtype)
         all_b = torch.zeros((sum(self._part_sizes), len(parts), rank), dtype=dtype)
-        for part, (factors, of_b) in enumerate(zip(parts, all_b.split(self._part_sizes), strict=True)):
+        for part, (factors, of_b) in enumerate(zip(parts, torch.split(all_b, self._part_sizes), strict=True)):
             if factors is not None:
                 own_rank = len(factors.a)
                 all_a[part * rank : part * rank + own_rank] = factors.a
@@ -77,7 +77,7 @@ class PackedAdapterStack:
         self._a[slot, : len(of_slot)] = of_slot
         vectors = all_b[self._columns].view(-1, self._width, len(parts), rank).transpose(1, 2)
         spanned = vectors[torch.arange(len(vectors)).unsqueeze(1), self._parts_of_vectors]  # [.., span, width, rank]
-        panels = spanned.unflatten(3, (-1, self._unit)).transpose(2, 3).flatten(1, 2)
+        panels = spanned.reshape(*spanned.shape[:3], -1, self._unit).transpose(2, 3).flatten(1, 2)
         self._b[:, slot, : panels.shape[1]] = panels
 
 

@@ -117,8 +117,8 @@ class PackedLinear:
         name = "linear" if out.dtype == self._dtype else "logits"
         arguments = [self._pointer, flat.data_ptr(), flat.shape[0], out.data_ptr(), torch.get_num_threads()]
         if name == "linear":
-            has_adapters = adapters is not None and adapter_slots is not None
-            arguments += [adapters.pointer if has_adapters else None, address(adapter_slots)]
+            added = None if adapters is None or adapter_slots is None else adapters.pointer
+            arguments += [added, address(adapter_slots)]
         self._library.function(name, self._dtype)(*arguments)
         return out.view(*x.shape[:-1], self._outputs)
 
