@@ -25,6 +25,7 @@ from vllm_mp.parameters import (
     TokenBiases,
     TokenIds,
 )
+from vllm_mp.unserved_names import refuse
 
 MAX_BAD_WORDS = 1024
 MAX_EXTRA_ARGS_BYTES = 2**14
@@ -298,3 +299,12 @@ _NOT_SERVED = {
     for field in msgspec.structs.fields(SamplingParams)
     if isinstance(PARAMETERS[field.name], NotServed)
 }
+
+__getattr__ = refuse(
+    __name__,
+    dict.fromkeys(
+        ("GuidedDecodingParams", "StructuredOutputsParams"),
+        "output is not held to a grammar; use allowed_token_ids, or check the text",
+    )
+    | {"BeamSearchParams": "there is no beam search; ask for n completions with logprobs and choose among them"},
+)

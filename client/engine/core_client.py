@@ -100,6 +100,11 @@ class EngineCoreClient:
         return self._core.connection.incarnation
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that receives from the core, if any."""
+        return self._core.connection.loop
+
+    @property
     def _has_core(self) -> bool:
         """There is a core that messages can be sent to."""
         return self._recovers_from is None and self._closed_with is None and self.supervisor.end is None
@@ -108,8 +113,10 @@ class EngineCoreClient:
         """Receive from the core on the running loop; raises EngineDeadError if the core is gone for good."""
         if self._closed_with is not None:
             raise EngineDeadError(str(self._closed_with))
-        self._listen()
-        self._take_news()
+        if not self._core.connection.is_attached():
+            self._listen()
+        if self._news or self.supervisor.has_news:
+            self._take_news()
         if (error := self.dead_error) is not None:
             raise error
 

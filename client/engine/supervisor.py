@@ -168,6 +168,11 @@ class CoreSupervisor:
         self._has_work, self._pings = has_work, pings
         self._thread.start()
 
+    @property
+    def has_news(self) -> bool:
+        """`take_news` would return something."""
+        return bool(self._news)
+
     def take_news(self) -> list[News]:
         """Return the news since the last call."""
         with contextlib.suppress(BlockingIOError):
@@ -189,7 +194,8 @@ class CoreSupervisor:
 
     def status(self) -> CoreStatus | None:
         """Return a reading of the latest core's status page; None if it is not visible."""
-        return self.core.page.read() if self.core.page else None
+        page = self.core.page  # read once: the core may be replaced in another thread
+        return page.read() if page else None
 
     @property
     def standby_pid(self) -> int | None:
