@@ -33,6 +33,11 @@ class AttentionMetadata(NamedTuple):
 
     A graph keeps the number with which it was captured, while contexts grow.
     """
+    adapter_slots: Tensor | None = None
+    """int32 [num_tokens], the adapter slot of each token (`ops.add_adapters`), -1 for the model without an adapter.
+
+    None: no token of the step has an adapter. Attention does not read it; it travels here to the projections.
+    """
 
 
 class PagedAttention(Protocol):

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
     from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
     from vllm_mp.client.request_manager import RequestManager, RequestStatus, StreamingRequest
+    from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggerBase
+    from vllm_mp.client.stat_loggers.prometheus import PrometheusStatLogger
+    from vllm_mp.client.stats import IterationStats, SchedulerStats
     from vllm_mp.client.stream_group import StreamGroup
     from vllm_mp.client.text_stream import stream_generate
     from vllm_mp.config import (
@@ -73,9 +76,11 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
+    "IterationStats": "client.stats",
     "LivenessConfig": "config",
     "LoRAConfig": "config",
     "LoRARequest": "lora_request",
+    "LoggingStatLogger": "client.stat_loggers",
     "Logprob": "outputs",
     "ModelConfig": "config",
     "NotOperatorError": "errors",
@@ -84,6 +89,7 @@ _MODULE_OF = {
     "PoolingOutput": "outputs",
     "PoolingParams": "pooling_params",
     "PoolingRequestOutput": "outputs",
+    "PrometheusStatLogger": "client.stat_loggers.prometheus",
     "PromptType": "client.prompt",
     "RequestFailure": "outputs",
     "RequestManager": "client.request_manager",
@@ -93,6 +99,8 @@ _MODULE_OF = {
     "RequestStatus": "client.request_manager",
     "SamplingParams": "sampling_params",
     "SchedulerConfig": "config",
+    "SchedulerStats": "client.stats",
+    "StatLoggerBase": "client.stat_loggers",
     "StreamGroup": "client.stream_group",
     "StreamingRequest": "client.request_manager",
     "TextPrompt": "client.prompt",
@@ -119,9 +127,11 @@ __all__ = [
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "IterationStats",
     "LivenessConfig",
     "LoRAConfig",
     "LoRARequest",
+    "LoggingStatLogger",
     "Logprob",
     "ModelConfig",
     "NotOperatorError",
@@ -130,6 +140,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PrometheusStatLogger",
     "PromptType",
     "RequestFailure",
     "RequestManager",
@@ -139,6 +150,8 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "SchedulerConfig",
+    "SchedulerStats",
+    "StatLoggerBase",
     "StreamGroup",
     "StreamingRequest",
     "TextPrompt",
