@@ -20,6 +20,8 @@ PUBLIC = {
     "lora.request": ["LoRARequest"],
     "utils.async_utils": ["AsyncMicrobatchTokenizer"],
     "v1.engine.async_llm": ["AsyncEngineArgs", "AsyncLLM"],
+    "v1.metrics.loggers": ["LoggingStatLogger", "PrometheusStatLogger", "StatLoggerBase"],
+    "v1.metrics.stats": ["IterationStats", "SchedulerStats"],
     "v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
     "version": ["__version__"],
     # Modules that have the same name in both packages.
@@ -30,6 +32,7 @@ PUBLIC = {
 }
 """The names of `vllm_mp` that each module has too."""
 HELPERS = {
+    "engine.metrics_types": ["StatLoggerBase", "Stats"],
     "logger": ["init_logger"],
     "logits_processor": [
         "AdapterLogitsProcessor",
@@ -69,6 +72,9 @@ HELPERS = {
     ],
     "v1.sample.logits_processor.builtin": ["process_dict_updates"],
     "v1.sample.logits_processor.interface": ["BatchUpdate", "LogitsProcessor", "MoveDirectionality"],
+    "v1.engine": ["FinishReason"],
+    "v1.metrics.loggers": ["AggregateStatLoggerBase", "StatLoggerFactory"],
+    "v1.metrics.stats": ["FinishedRequestStats", "MultiModalCacheStats", "PrefixCacheStats"],
 }
 """Names that `vllm_mp` itself does not have."""
 REFUSED = [
@@ -88,6 +94,8 @@ REFUSED = [
     ("v1.engine.llm_engine", "LLMEngine"),
     ("v1.engine.output_processor", "OutputProcessor"),
     ("v1.engine.output_processor", "RequestOutputCollector"),
+    ("v1.metrics.loggers", "AggregatedLoggingStatLogger"),
+    ("v1.metrics.loggers", "PerEngineStatLoggerAdapter"),
 ]
 
 
