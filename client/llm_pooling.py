@@ -77,7 +77,8 @@ class PoolingCalls(BlockingEngine):
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput | RequestFailure]:
         """Return the probability of each class for each prompt. Raises ValueError if the model has no classes."""
-        self._check_classifies()
+        if not self.model_config.architecture.num_classes:
+            raise ValueError(f"{self.model_config.model} has no classes; use a model for sequence classification")
         outputs = self.encode(
             prompts,
             pooling_params,
@@ -102,13 +103,21 @@ class PoolingCalls(BlockingEngine):
     ) -> list[ScoringRequestOutput | RequestFailure]:
         """Return the score of each pair of a text of `data_1` and the text of `data_2` at the same place.
 
-        A single text of `data_1` belongs to all pairs. The score is the cosine similarity of the embeddings.
-        `lora_request` is one adapter for all. Raises ValueError for lists of different lengths.
+        A single text of `data_1` belongs to all pairs. A cross-encoder, a model with a single class, reads both texts
+        of a pair at once, as str. With other models the score is the cosine similarity of the embeddings.
+        `lora_request` is one adapter for all. Raises ValueError for lists of different lengths, and for a model with
+        several classes.
         """
         check_unserved(chat_template=chat_template)
         left, right = list(prompts_of(data_1)), list(prompts_of(data_2))
         if len(left) not in (1, len(right)):
             raise ValueError(f"data_1 must have 1 text or as many as data_2, {len(right)}, got {len(left)}")
+        num_classes = self.model_config.architecture.num_classes
+        if num_classes > 1:
+            raise ValueError(f"{self.model_config.model} has {num_classes} classes, not a score; call classify()")
+        if num_classes:
+            pairs = zip(left * (len(right) if len(left) == 1 else 1), right, strict=True)
+            return self._score_pairs(list(pairs), pooling_params, use_tqdm, lora_request, tokenization_kwargs)
         outputs = self.embed(
             left + right,
             use_tqdm=use_tqdm,
@@ -120,6 +129,31 @@ class PoolingCalls(BlockingEngine):
         if len(queries) == 1:
             queries *= len(texts)
         return [_similarity(query, text) for query, text in zip(queries, texts, strict=True)]
+
+    def _score_pairs(
+        self,
+        pairs: list[tuple[Any, Any]],
+        pooling_params: PoolingParams | None,
+        use_tqdm: UseTqdm,
+        lora_request: Any,
+        tokenization_kwargs: dict[str, Any] | None,
+    ) -> list[ScoringRequestOutput | RequestFailure]:
+        """Return the scores of pairs of texts by a cross-encoder. Raises TypeError unless all are str."""
+        tokenizer, params = self.get_tokenizer(), _with_task(pooling_params, "classify")
+        options = dict(tokenization_kwargs or {})
+        if params.truncate_prompt_tokens is not None:
+            limit = params.truncate_prompt_tokens
+            options |= {"truncation": True, "max_length": self.model_config.max_model_len if limit == -1 else limit}
+        prompts, of_pairs = [], []
+        for pair in pairs:
+            if not all(isinstance(text, str) for text in pair):
+                raise TypeError(f"a cross-encoder scores pairs of str, got {pair!r:.200}")
+            encoding = tokenizer(*pair, **options)
+            prompts.append(encoding.input_ids)
+            types = encoding.get("token_type_ids") or [0]
+            of_pairs.append(msgspec.structs.replace(params, second_text_at=types.index(1) if 1 in types else None))
+        outputs = self.encode(prompts, of_pairs, use_tqdm=use_tqdm, lora_request=lora_request)
+        return [output if isinstance(output, RequestFailure) else _score(output) for output in outputs]
 
 
 def _with_task(params: Any, task: str | None) -> Any:
@@ -141,6 +175,15 @@ def _classes(output: PoolingRequestOutput) -> ClassificationRequestOutput:
     return ClassificationRequestOutput(
         output.request_id,
         ClassificationOutput(output.outputs.data.tolist()),
+        output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def _score(output: PoolingRequestOutput) -> ScoringRequestOutput:
+    return ScoringRequestOutput(
+        output.request_id,
+        ScoringOutput(float(output.outputs.data[0])),
         output.prompt_token_ids,
         num_cached_tokens=output.num_cached_tokens,
     )

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
+    from vllm_mp.client.llm import LLM
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
     from vllm_mp.client.stream_group import StreamGroup
     from vllm_mp.config import VllmConfig
     from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
     from vllm_mp.errors import (
         AsyncEngineDeadError,
+        BatchDeadError,
         EngineDeadError,
         EngineError,
         EngineGenerateError,
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
         NotOperatorError,
     )
     from vllm_mp.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingRequestOutput,
         Logprob,
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
         RequestFailure,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
@@ -42,6 +48,9 @@ _MODULE_OF = {
     "AsyncLLM": "client.async_llm",
     "AsyncLLMEngine": "client.async_llm",
     "AsyncMicrobatchTokenizer": "client.microbatch_tokenizer",
+    "BatchDeadError": "errors",
+    "ClassificationOutput": "outputs",
+    "ClassificationRequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
     "EngineArgs": "engine_args",
@@ -49,6 +58,7 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
+    "LLM": "client.llm",
     "Logprob": "outputs",
     "NotOperatorError": "errors",
     "PoolingOutput": "outputs",
@@ -59,16 +69,22 @@ _MODULE_OF = {
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "ScoringOutput": "outputs",
+    "ScoringRequestOutput": "outputs",
     "StreamGroup": "client.stream_group",
     "VllmConfig": "config",
 }
 
 __all__ = [
+    "LLM",
     "AsyncEngineArgs",
     "AsyncEngineDeadError",
     "AsyncLLM",
     "AsyncLLMEngine",
     "AsyncMicrobatchTokenizer",
+    "BatchDeadError",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
@@ -86,6 +102,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StreamGroup",
     "VllmConfig",
 ]

@@ -29,7 +29,7 @@ async def chat_prompt(
         raise ApiError(400, message + "--trust-request-chat-template", param="chat_template")
     continues = bool(continue_final_message)
     try:
-        return await call.server.chat_template.render(
+        return await call.server.engine.chat_template.render(
             messages,
             template=chat_template,
             add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
