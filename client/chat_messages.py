@@ -37,7 +37,8 @@ def _template_message(message: Any, path: str, knows_developer: bool) -> dict[st
         raise ChatMessageError(f"{path} must be a dict with a 'role' and a 'content', got {message!r:.100}", path)
     role, calls = message["role"], message.get("tool_calls")
     if calls and role != "assistant":
-        raise ChatMessageError(f"{path}.tool_calls needs the role 'assistant', got {role!r:.100}", path)
+        field = f"{path}.tool_calls"
+        raise ChatMessageError(f"{field} needs the role 'assistant', got {role!r:.100}", field)
     content = _text(message.get("content"), f"{path}.content")
     if content is None:
         content = message.get("refusal")

@@ -135,12 +135,10 @@ class BertModel(nn.Module):
         destinations = self._destinations()
         load_checkpoint(
             destinations,
-            ((_current_name(name), tensor) for name, tensor in tensors),
-            prefix=self.prefix,
             # Old files contain the position ids, which were a buffer.
-            ignored=lambda name: (
-                name not in destinations and (name.startswith(HEADS) or name.endswith(".position_ids"))
-            ),
+            ((_current_name(name), tensor) for name, tensor in tensors if not name.endswith(".position_ids")),
+            prefix=self.prefix,
+            ignored=lambda name: name not in destinations and name.startswith(HEADS),
             tied=None,
         )
 
