@@ -18,6 +18,8 @@ from vllm_mp.sampling_params import SamplingParams
 
 _LIVE_PER_SEQ = 2
 """Live completions of a batch for each request of a step: while a step runs, the next requests wait in the core."""
+_RUNNERS = ("auto", "generate", "pooling")
+_CONVERSIONS = ("auto", "none", "embed")
 _NO_WEIGHT_TRANSFER = (
     "weights come from files: change those of the model's folder, then call sleep(level=2) and wake_up()"
 )
@@ -48,8 +50,17 @@ class _NotServedError(NotImplementedError, AttributeError):
 class BlockingEngine:
     """The part of `LLM` that concerns no kind of prompt."""
 
-    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        """Start a core of `model`; `options` are those of `AsyncEngineArgs`. Raises what `from_engine_args` raises."""
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, runner: str = "auto", convert: str = "auto", **options: Any
+    ) -> None:
+        """Start a core of `model`; `options` are those of `AsyncEngineArgs`. Raises what `from_engine_args` raises.
+
+        vLLM's `runner` and `convert` are accepted where they ask for what every model does: it generates, unless it is
+        an encoder, and it embeds.
+        """
+        for name, value, allowed in (("runner", runner, _RUNNERS), ("convert", convert, _CONVERSIONS)):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         self._start(AsyncEngineArgs(**{"model": model, "disable_log_stats": True, **options}))
 
     @classmethod

@@ -329,6 +329,8 @@ def test_shutdown_frees_a_caller_that_waits_and_ends_all_processes(small_model):
 
 def test_engine_that_cannot_start_leaves_no_thread(tmp_path):
     before = threading.active_count()
+    with pytest.raises(ValueError, match="convert must be one of auto, none, embed, got 'classify'"):
+        LLM(str(tmp_path), runner="pooling", convert="classify")
     with pytest.raises((ValueError, EngineStartError)):
         LLM(str(tmp_path))
     assert threading.active_count() == before
