@@ -1,5 +1,6 @@
 """Many requests with one consumer, which gets all outputs that are ready at a time."""
 
+import asyncio
 import types
 import uuid
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,9 @@ from vllm_mp.sampling_params import SamplingParams
 
 _OBJECTS_PER_TURN = 4096
 """Number of objects for log-probabilities that a group makes in a turn of the event loop: some milliseconds of work."""
+
+Outputs = list[RequestOutput | RequestFailure]
+"""What is new of the streams of a group."""
 
 
 class StreamGroup:
@@ -83,21 +87,34 @@ class StreamGroup:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[RequestOutput | RequestFailure]:
+    async def __anext__(self) -> Outputs:
         """Return the outputs that are ready, as soon as there is one.
 
         Raises StopAsyncIteration if no request is left.
         """
-        while self._streams or self._num_being_added:
+        while not self._is_over():
             if not len(self._ready):
                 await self._ready.arrival()
             streams = self._ready.take()
             if self._has_logprobs:
                 streams = await self._make_logprobs(streams)
-            # Also forgets the streams that have ended.
-            if outputs := output_path.current.take_outputs(streams, self._take_any):
+            if outputs := self._take_from(streams):
                 return outputs
         raise StopAsyncIteration
+
+    async def relay(self, pass_on: Callable[[Outputs], Outputs]) -> Outputs:
+        """Give outputs to `pass_on` while it takes all of them; return those that it left, or none after the last.
+
+        `pass_on` returns the outputs that it left. It runs in the callback of the event loop that would wake this
+        consumer, which saves waking a task for each output, so it must return soon and must not call this group.
+        Cancelling the call loses no output. Raises what `pass_on` raises.
+        """
+        relay = _Relay(self, pass_on)
+        relay.set_result(None)
+        try:
+            return await relay.left
+        finally:
+            self._ready.set_waiter(None)
 
     async def aclose(self) -> None:
         """Abort the requests that have not ended, and forget them."""
@@ -134,6 +151,14 @@ class StreamGroup:
                     self._ready.append(stream)
         return streams
 
+    def _is_over(self) -> bool:
+        """Return whether no request is left."""
+        return not (self._streams or self._num_being_added)
+
+    def _take_from(self, streams: list[RequestStream]) -> Outputs:
+        """Return the outputs of `streams`, which were ready; forget the streams that have ended."""
+        return output_path.current.take_outputs(streams, self._take_any)
+
     def _take_any(self, stream: RequestStream) -> RequestOutput | RequestFailure | None:
         """Return the output of a stream of any kind, or None without news; forget the stream if it has ended."""
         stream.is_ready = False
@@ -157,3 +182,33 @@ class StreamGroup:
             stream.group, stream.is_ready = None, False
             self._abandon(stream)
         self._ready.wake()
+
+
+class _Relay:
+    """Waits for the outputs of a group in place of a future, and passes them on when it is completed."""
+
+    def __init__(self, group: StreamGroup, pass_on: Callable[[Outputs], Outputs]) -> None:
+        self.left: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
+        """The outputs that `pass_on` left, or none after the last."""
+        self._group = group
+        self._pass_on = pass_on
+
+    def done(self) -> bool:
+        return self.left.done()
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self.left.get_loop()
+
+    def set_result(self, result: None, /) -> None:
+        """Pass on what is ready; unless something is left, wait for more."""
+        group = self._group
+        try:
+            outputs = group._take_from(group._ready.take())
+            left = self._pass_on(outputs) if outputs else []
+        except Exception as error:
+            self.left.set_exception(error)
+            return
+        if left or group._is_over():
+            self.left.set_result(left)
+        else:
+            group._ready.set_waiter(self)

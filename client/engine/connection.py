@@ -31,6 +31,8 @@ _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
 """Time after which no further message is received before other callbacks of the event loop have run."""
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+"""As numbers, because enums take longer to combine."""
 _ASK_ID = -1
 """The id of the calls that `CoreConnection.ask` makes; the ids of later calls are not negative."""
 
@@ -219,12 +221,11 @@ class CoreConnection:
         """Send `message`; call this from the loop's thread. Raises ValueError if it is too large for the core."""
         self._socket.send(wire.encode_bounded(message), zmq.NOBLOCK)
         # The socket's descriptor signals changes only, and sending may consume the signal of a message that arrived.
-        if (
-            self._loop is not None
-            and not self._loop.is_closed()
-            and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        ):
+        if self._loop is not None and not self._loop.is_closed() and self._has_message():
             self._receive_soon(self._loop)
+
+    def _has_message(self) -> bool:
+        return bool(self._socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
     @property
     def num_dropped(self) -> int:
@@ -235,6 +236,10 @@ class CoreConnection:
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """The event loop that the connection is attached to, if any."""
         return self._loop
+
+    def is_attached(self) -> bool:
+        """Return whether the connection is attached to the running loop. Raises RuntimeError without a loop."""
+        return asyncio.get_running_loop() is self._loop
 
     def attach(
         self,
@@ -261,9 +266,9 @@ class CoreConnection:
             end = time.monotonic() + _RECEIVE_S
             while not self._socket.closed:
                 try:
+                    if not self._has_message():  # costs less than the exception for a receive in vain
+                        return True
                     frame = self._socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    return True
                 except zmq.ZMQError as error:
                     if error.errno not in (zmq.ENOTSOCK, zmq.ETERM):
                         raise

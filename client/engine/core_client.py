@@ -108,8 +108,10 @@ class EngineCoreClient:
         """Receive from the core on the running loop; raises EngineDeadError if the core is gone for good."""
         if self._closed_with is not None:
             raise EngineDeadError(str(self._closed_with))
-        self._listen()
-        self._take_news()
+        if not self._core.connection.is_attached():
+            self._listen()
+        if self._news or self.supervisor.has_news:
+            self._take_news()
         if (error := self.dead_error) is not None:
             raise error
 

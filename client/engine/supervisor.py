@@ -168,6 +168,11 @@ class CoreSupervisor:
         self._has_work, self._pings = has_work, pings
         self._thread.start()
 
+    @property
+    def has_news(self) -> bool:
+        """`take_news` would return something."""
+        return bool(self._news)
+
     def take_news(self) -> list[News]:
         """Return the news since the last call."""
         with contextlib.suppress(BlockingIOError):

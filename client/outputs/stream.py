@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.logprob_columns import LogprobColumns, TokenText
-from vllm_mp.client.outputs.wake_ups import WakeUps, set_done
+from vllm_mp.client.outputs.wake_ups import Waiter, WakeUps, set_done
 from vllm_mp.client.request import GenerationRequest, PoolingRequest, digest_of
 from vllm_mp.errors import EngineGenerateError
 from vllm_mp.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
@@ -232,7 +232,7 @@ class ReadyStreams:
 
     def __init__(self) -> None:
         self._streams: list[RequestStream] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Waiter | None = None
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -251,8 +251,12 @@ class ReadyStreams:
 
     def arrival(self) -> "asyncio.Future[None]":
         """Return a future that is done after the next `append` or `wake`."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        return self._waiter
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        return waiter
+
+    def set_waiter(self, waiter: Waiter | None) -> None:
+        """Let the next `append` or `wake` complete `waiter`; None: nothing."""
+        self._waiter = waiter
 
     def wake(self) -> None:
         """Wake the consumer, if it waits, without an output."""

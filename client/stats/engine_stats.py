@@ -293,6 +293,9 @@ class EngineStats:
         self._write_step()
         if len(slots) not in (2 * num_tokens, 4 * num_tokens):
             return  # the streams refuse the message
+        if num_tokens == 1:
+            self._note_only_slot(slots, now)
+            return
         indexes: npt.NDArray[np.integer[Any]] = np.frombuffer(slots, "<u2" if len(slots) == 2 * num_tokens else "<u4")
         if len(slots) == 4 * num_tokens:
             indexes = indexes[indexes < wire.MAX_LIVE_REQUESTS]  # a core may name slots that cannot exist
@@ -306,6 +309,17 @@ class EngineStats:
         self._last_token[indexes] = now
         if len(indexes) == num_tokens:
             self._step_slots, self._step_indexes = slots, indexes
+
+    def _note_only_slot(self, slots: bytes, now: float) -> None:
+        """Count the token of a step of a single request, for which arrays would cost more than all else."""
+        slot = int.from_bytes(slots, "little")
+        if slot >= wire.MAX_LIVE_REQUESTS:
+            return  # a core may name slots that cannot exist
+        last = self._last_token.item(slot)
+        if last:
+            self.between_tokens_s.observe(now - last)
+        self._last_token[slot] = now
+        self._step_slots, self._step_indexes = slots, np.array([slot])
 
     def _write_step(self) -> None:
         """Write the moment of the latest step to its slots, which from now on are not known to be the next step's."""

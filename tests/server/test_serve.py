@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -213,3 +214,25 @@ def test_request_beyond_the_limit_is_refused_until_another_ends(replay_engine):
         assert admission.num_live == 0
 
     asyncio.run(run())
+
+
+def test_client_that_reads_late_gets_the_whole_text_in_few_events(replay_address, tmp_path):
+    body = {"prompt": "Hello", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
+
+    async def late_lines(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+
+                async def core_has_sent_all():
+                    return (await client.get("/core_status")).json()["num_running"] == 0
+
+                await eventually(core_has_sent_all)
+                return whole, [line async for line in response.aiter_lines() if line.startswith("data: {")]
+
+    with _serve_from(replay_address, tmp_path) as server:
+        server.wait_until_ready()
+        whole, lines = asyncio.run(late_lines(server.url))
+    texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
+    assert "".join(texts) == whole
+    assert 100 < len(lines) < 7000

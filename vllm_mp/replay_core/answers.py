@@ -48,7 +48,7 @@ class Answers:
             # A stop token that is not in the first repetition is in no other, unless `min_tokens` hides the first.
             span = min(max_tokens, params.min_tokens + self.tokens.shape[1])
             tokens = self.prefix(index, span)
-            hits = np.flatnonzero(np.isin(tokens[params.min_tokens :], stops))
+            hits = np.flatnonzero((tokens[params.min_tokens :, None] == stops).any(1))
             if len(hits):
                 length = params.min_tokens + int(hits[0]) + 1
                 token = int(tokens[length - 1])

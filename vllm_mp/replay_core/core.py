@@ -45,6 +45,8 @@ class ReplayCore:
         self, socket: "zmq.Socket[bytes]", config: VllmConfig, incarnation: int, page: StatusPage, pace: Pace
     ) -> None:
         self._socket = socket
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
         self._config = config
         self._incarnation = incarnation
         self._page = page
@@ -78,10 +80,10 @@ class ReplayCore:
                 pass
             if self._is_paused or not any(self._clients.values()):
                 self._note_state()
-                self._socket.poll(_BEAT_MS)
+                self._poller.poll(_BEAT_MS)
                 self._page.beat()
             elif (wait := self._time_until_due()) > 0:
-                self._socket.poll(max(1, round(1000 * wait))) if wait >= 1e-3 else time.sleep(min(wait, _SPIN_S))
+                self._poller.poll(max(1, round(1000 * wait))) if wait >= 1e-3 else time.sleep(min(wait, _SPIN_S))
             else:
                 self._run_step()
 
@@ -124,10 +126,9 @@ class ReplayCore:
 
     def _receive(self) -> bool:
         """Handle a message, if there is any; return whether there was. A message that is invalid is dropped."""
-        try:
-            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return False
+        identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         try:
             message = wire.decode_client_message(b"".join(frames))
         except _DECODE_ERRORS:

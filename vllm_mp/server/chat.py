@@ -19,6 +19,7 @@ from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
 from vllm_mp.server.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
+from vllm_mp.server.http_protocol import WriteNow
 from vllm_mp.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, convert, prompt_logprobs
 from vllm_mp.server.models import check_model
 from vllm_mp.server.sampling_fields import sampling_params
@@ -149,7 +150,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
     created = int(time.time())
     if body.stream:
         chunk = ChatChunk(id=generation.request_id, created=created, model=model, choices=[])
-        return EventStream(_events(generation, chunk, body))
+        return EventStream(_events(generation, chunk, body, call.write_now))
     [result] = await generation.results()
     response = ChatResponse(
         id=generation.request_id,
@@ -195,13 +196,28 @@ async def _prompt_logprobs(output: RequestOutput) -> PromptLogprobs | UnsetType:
     return await convert(functools.partial(prompt_logprobs, positions), positions)
 
 
-async def _events(generation: Generation, chunk: ChatChunk, body: ChatBody) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream: for each answer its role, its text, its end; then the usage."""
+async def _events(
+    generation: Generation, chunk: ChatChunk, body: ChatBody, write_now: WriteNow
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream that `write_now` does not write.
+
+    They are for each answer its role, its text, its end; then the usage.
+    """
     options = body.stream_options or StreamOptions()
     chunk.usage = None if options.include_usage else UNSET
     only_text = not (body.logprobs or body.return_token_ids or options.continuous_usage_stats)
     text_events: dict[int, TextEvent] = {}
-    async for _, output in generation.outputs():
+
+    def pass_on(_: int, output: RequestOutput) -> bool:
+        if len(output.outputs) != 1 or not only_text:
+            return False
+        completion = output.outputs[0]
+        text_event = text_events.get(completion.index)
+        if text_event is None or completion.finish_reason is not None:
+            return False
+        return not completion.text or write_now(text_event.encode(completion.text))
+
+    async for _, output in generation.outputs(pass_on):
         events = []
         if options.continuous_usage_stats:
             chunk.usage = generation.usage()

@@ -20,6 +20,7 @@ from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
 from vllm_mp.server.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
+from vllm_mp.server.http_protocol import WriteNow
 from vllm_mp.server.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, convert, prompt_logprobs
 from vllm_mp.server.models import check_model
 from vllm_mp.server.sampling_fields import sampling_params
@@ -77,7 +78,7 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     generation.discards_completions = _is_echo_alone(body)
     choices = _Choices(engine, body, params)
     if body.stream:
-        return EventStream(_events(generation, head, choices, body.stream_options or StreamOptions()))
+        return EventStream(_events(generation, head, choices, body.stream_options or StreamOptions(), call.write_now))
     for index, result in enumerate(await generation.results()):
         head.choices += [await choices.next(index, result, completion) for completion in result.outputs]
     head.usage = generation.usage()
@@ -127,13 +128,27 @@ def _is_echo_alone(body: CompletionBody) -> bool:
 
 
 async def _events(
-    generation: Generation, head: CompletionResponse, choices: "_Choices", options: StreamOptions
+    generation: Generation,
+    head: CompletionResponse,
+    choices: "_Choices",
+    options: StreamOptions,
+    write_now: WriteNow,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream."""
+    """Yield the events of a stream that `write_now` does not write."""
     head.usage = None if options.include_usage else UNSET
     only_text = choices.is_only_text and not options.continuous_usage_stats
     text_events: dict[int, TextEvent] = {}
-    async for prompt_index, output in generation.outputs():
+
+    def pass_on(prompt_index: int, output: RequestOutput) -> bool:
+        if len(output.outputs) != 1:
+            return False
+        completion = output.outputs[0]
+        text_event = text_events.get(choices.index(prompt_index, completion))
+        if text_event is None or completion.finish_reason is not None:
+            return False
+        return not completion.text or write_now(text_event.encode(completion.text))
+
+    async for prompt_index, output in generation.outputs(pass_on):
         events = []
         for completion in output.outputs:
             if only_text and completion.finish_reason is None:

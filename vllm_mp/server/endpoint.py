@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from vllm_mp.server.body import Body, read_body
 from vllm_mp.server.errors import ApiError, as_api_error
 from vllm_mp.server.event_stream import EventStream
+from vllm_mp.server.http_protocol import WRITE_NOW, WriteNow
 from vllm_mp.server.state import ServerState
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -34,6 +35,12 @@ class Call:
     """From the field `request_id` or the header X-Request-Id, or drawn; the response repeats it in this header."""
     resources: contextlib.AsyncExitStack
     """Closed after the last byte of the response, when the client hangs up, or when the time is up."""
+
+    @property
+    def write_now(self) -> WriteNow:
+        """Writes a part of the response without waiting, if that is possible."""
+        write: WriteNow = self.http.scope.get("extensions", {}).get(WRITE_NOW, _write_nothing)
+        return write
 
 
 Handler = Callable[[Call, Body], Awaitable[Response | EventStream]]
@@ -100,6 +107,10 @@ def _check_request_id(given: str, name: str) -> str:
             param=name,
         )
     return given
+
+
+def _write_nothing(part: bytes) -> bool:
+    return False
 
 
 @contextlib.asynccontextmanager

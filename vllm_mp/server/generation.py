@@ -1,12 +1,12 @@
 """The generation of text for a request: what the completions, chat and responses endpoints share."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
 from vllm_mp.client.prompt import PromptType
-from vllm_mp.client.stream_group import StreamGroup
+from vllm_mp.client.stream_group import Outputs, StreamGroup
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
@@ -70,6 +70,14 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+PassOn = Callable[[int, RequestOutput], bool]
+"""Sends an output at once if it can; takes the index of its prompt too, and returns whether it has sent the output."""
+
+
+def _take_none(index: int, output: RequestOutput) -> bool:
+    return False
+
+
 class Generation:
     """The live completions of an HTTP request, for each of its prompts.
 
@@ -87,9 +95,23 @@ class Generation:
         """The response leaves out the tokens of the completions, so they do not count."""
         self._completion_tokens = 0
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield each output, with the index of its prompt, as it comes. Raises EngineError if a request fails."""
-        async for outputs in self._group:
+    async def outputs(self, pass_on: PassOn = _take_none) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield each output that `pass_on` does not take, with the index of its prompt, as it comes.
+
+        Raises EngineError if a request fails.
+        """
+
+        def pass_all_on(outputs: Outputs) -> Outputs:
+            for position, output in enumerate(outputs):
+                if isinstance(output, RequestFailure):
+                    return outputs[position:]
+                index = self._indices[output.request_id]
+                if not pass_on(index, output):
+                    return outputs[position:]
+                self._count(index, output)
+            return []
+
+        while outputs := await self._group.relay(pass_all_on):
             for output in outputs:
                 if isinstance(output, RequestFailure):
                     raise output.error

@@ -2,9 +2,10 @@
 
 import asyncio
 import enum
+import functools
 import http
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -35,6 +36,13 @@ class ConnectionLimits(NamedTuple):
         """Return the limits of `options`, with at most `max_connections`."""
         count = min(options.max_connections, max_connections)
         return cls(count, options.max_header_bytes, options.header_timeout, options.body_timeout)
+
+
+WRITE_NOW = "vllm_mp.write_now"
+"""The ASGI extension that holds a `WriteNow` for the response."""
+WriteNow = Callable[[bytes], bool]
+"""Writes a part of a body that is streamed, which is not empty, without waiting. Returns False, and writes nothing, if
+`send` is needed: before the response has started, after its end, and while the client is slow."""
 
 
 class _Reading(enum.Enum):
@@ -117,6 +125,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise ValueError(self._refusal.message)  # stops the parser
         must_wait = self._is_responding()
         super().on_headers_complete()
+        scope = cast("dict[str, Any]", self.scope)
+        scope.setdefault("extensions", {})[WRITE_NOW] = functools.partial(_write_now, self.cycle)
         if must_wait:
             # A connection that is not read does not notice that the client hangs up. A large body still stops reading.
             self.flow.resume_reading()
@@ -207,3 +217,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _write_now(cycle: RequestResponseCycle, part: bytes) -> bool:
+    if (
+        not cycle.response_started
+        or cycle.response_complete
+        or cycle.disconnected
+        or not cycle.chunked_encoding
+        or cycle.flow.write_paused
+    ):
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    return True

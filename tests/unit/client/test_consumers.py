@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import tracemalloc
+from collections import defaultdict
 
 import pytest
 
@@ -296,3 +297,61 @@ def test_text_that_has_no_room_by_its_size_is_not_tokenized(llm, monkeypatch):
         assert not await llm.has_room("x" * 10_000_000, 1)
 
     asyncio.run(run())
+
+
+def test_relay_passes_on_what_generate_gives_and_returns_what_is_left(llm):
+    async def run():
+        texts, left = defaultdict(list), []
+
+        def pass_on(outputs):
+            for position, output in enumerate(outputs):
+                if output.finished or (output.request_id == "7" and len(texts["7"]) == 2 and not left):
+                    return outputs[position:]
+                texts[output.request_id].append(output.outputs[0].text)
+            return []
+
+        async with llm.stream_group() as group:
+            for number, prompt in enumerate(prompts(20)):
+                await group.add(prompt, delta(40), str(number))
+            while outputs := await group.relay(pass_on):
+                left += outputs
+                for output in outputs:
+                    texts[output.request_id].append(output.outputs[0].text)
+            assert len(group) == 0
+        alone = await asyncio.gather(*(text_of(llm, prompt, delta(40)) for prompt in prompts(20)))
+        assert ["".join(texts[str(number)]) for number in range(20)] == alone
+        assert sum(output.finished for output in left) == 20
+        assert any(output.request_id == "7" and not output.finished for output in left)
+
+    asyncio.run(run())
+
+
+def test_cancelled_relay_loses_no_output_and_a_failing_relay_raises(llm):
+    async def run():
+        [prompt], texts = prompts(1), []
+
+        def pass_on(outputs):
+            texts.extend(output.outputs[0].text for output in outputs)
+            return []
+
+        async with llm.stream_group() as group:
+            await group.add(prompt, delta(60))
+            relaying = asyncio.create_task(group.relay(pass_on))
+            await eventually(lambda: as_result(len(texts) > 3))
+            relaying.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await relaying
+            async for outputs in group:
+                pass_on(outputs)
+            assert await group.relay(pass_on) == []
+            assert "".join(texts) == await text_of(llm, prompt, delta(60))
+            await group.add(prompt, ENDLESS)
+            with pytest.raises(ZeroDivisionError):
+                await group.relay(lambda outputs: [1 / 0])
+        await eventually(lambda: is_empty(llm))
+
+    asyncio.run(run())
+
+
+async def as_result(value):
+    return value
