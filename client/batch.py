@@ -19,7 +19,7 @@ Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 class BatchRequest(NamedTuple, Generic[Output]):
     """A request that has not begun."""
 
-    index: int
+    place: int
     """Place of its prompt in the batch."""
     request_id: str
     num_completions: int
@@ -56,7 +56,7 @@ class Batch(Generic[Output]):
         self._death: EngineDeadError | None = None
 
     def run(self, requests: Iterable[BatchRequest[Output]]) -> list[Output | RequestFailure]:
-        """Run all requests, and return the last output of each by index; a failure stands in its request's place.
+        """Run all requests, and return the last output of each by its place; a failure stands in its request's place.
 
         An error of the iterable and an interrupt abort the live requests and are raised. Raises BatchDeadError, with
         the outputs, if the core is gone for good.
@@ -66,7 +66,7 @@ class Batch(Generic[Output]):
                 while self._num_live and self._num_live + request.num_completions > self._max_live:
                     self._take()
                 if self._death is not None:
-                    self._outputs[request.index] = RequestFailure(request.request_id, self._death)
+                    self._outputs[request.place] = RequestFailure(request.request_id, self._death)
                     break
                 self._thread.call_soon(self._start, request)
                 self._num_live += request.num_completions
@@ -84,7 +84,7 @@ class Batch(Generic[Output]):
         """Wait for the end of a request, and keep its output."""
         ended = self._ended.get()
         self._num_live -= ended.request.num_completions
-        self._outputs[ended.request.index] = ended.output
+        self._outputs[ended.request.place] = ended.output
         if isinstance(ended.output, RequestFailure) and isinstance(ended.output.error, EngineDeadError):
             self._death = ended.output.error
         self._bar.add(ended.output)
@@ -94,14 +94,14 @@ class Batch(Generic[Output]):
         if self._death is not None:
             length = max(outputs) + 1 if self._total is None else self._total
             missing = RequestFailure("", self._death)
-            results = [outputs.get(index, missing) for index in range(length)]
+            results = [outputs.get(place, missing) for place in range(length)]
             num_done = sum(not isinstance(output, RequestFailure) for output in results)
             raise BatchDeadError(
                 f"{num_done} prompts were finished when the engine ended, and are in `outputs` of this error; the "
                 f"others have failed: {self._death}",
                 results,
             ) from self._death
-        failures = [index for index, output in sorted(outputs.items()) if isinstance(output, RequestFailure)]
+        failures = [place for place, output in sorted(outputs.items()) if isinstance(output, RequestFailure)]
         if failures:
             first = outputs[failures[0]]
             assert isinstance(first, RequestFailure)
@@ -112,7 +112,7 @@ class Batch(Generic[Output]):
                 failures[0],
                 first.error,
             )
-        return [outputs[index] for index in range(len(outputs))]
+        return [outputs[place] for place in range(len(outputs))]
 
     def _start(self, request: BatchRequest[Output]) -> None:
         task = asyncio.get_running_loop().create_task(_last_output(request))

@@ -12,7 +12,7 @@ Message = Mapping[str, Any]
 class BatchInput(NamedTuple):
     """A prompt or a conversation, and what belongs to it alone."""
 
-    index: int
+    place: int
     """Its place in the batch."""
     prompt: Any
     params: Any
@@ -45,16 +45,16 @@ class BatchInputs:
 
     def __iter__(self) -> Iterator[BatchInput]:
         if "priority" not in self._lists:
-            for index, prompt in enumerate(self._prompts):
-                yield self._input(index, prompt)
+            for place, prompt in enumerate(self._prompts):
+                yield self._input(place, prompt)
             return
         prompts, priorities = list(self._prompts), self._lists["priority"]
-        for index in sorted(range(len(prompts)), key=priorities.__getitem__):
-            yield self._input(index, prompts[index])
+        for place in sorted(range(len(prompts)), key=priorities.__getitem__):
+            yield self._input(place, prompts[place])
 
-    def _input(self, index: int, prompt: Any) -> BatchInput:
-        own = {name: values[index] for name, values in self._lists.items()}
-        return BatchInput(index, prompt, **self._same, **own)
+    def _input(self, place: int, prompt: Any) -> BatchInput:
+        own = {name: values[place] for name, values in self._lists.items()}
+        return BatchInput(place, prompt, **self._same, **own)
 
 
 def prompts_of(prompts: Any) -> Iterable[Any]:

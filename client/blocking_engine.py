@@ -162,7 +162,7 @@ class BlockingEngine:
                 priority=each.priority,
                 **arguments,
             )
-            yield BatchRequest(each.index, request_id, getattr(each.params, "n", 1), start)
+            yield BatchRequest(each.place, request_id, getattr(each.params, "n", 1), start)
 
     def _run(
         self, requests: Iterable[BatchRequest[Output]], total: int | None, use_tqdm: UseTqdm

@@ -58,11 +58,13 @@ def _text(content: Any, path: str) -> str | None:
         return content
     if not isinstance(content, list):
         raise ChatMessageError(f"{path} must be a text or a list of parts, got {content!r:.100}", path)
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    for number, text in enumerate(texts):
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             where = f"{path}[{number}]"
-            raise ChatMessageError(f"{where} must be a part of type 'text', got {content[number]!r:.100}", where)
+            raise ChatMessageError(f"{where} must be a part of type 'text', got {part!r:.100}", where)
+        texts.append(text)
     return "\n".join(texts)
 
 

@@ -4,11 +4,13 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vllm_mp.client.batch import BatchRequest
 from vllm_mp.client.batch_inputs import BatchInputs, Message, conversations_of, prompts_of
 from vllm_mp.client.input_processor import check_unserved
 from vllm_mp.client.llm_pooling import PoolingCalls
 from vllm_mp.client.progress_bar import UseTqdm
 from vllm_mp.client.prompt import PromptType
+from vllm_mp.engine_args import EngineArgs
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
@@ -34,6 +36,9 @@ class LLM(PoolingCalls):
     in any case. `tokenization_kwargs` go to the tokenizer. Lists of different lengths and parameters of a wrong type
     raise ValueError or TypeError before anything runs.
     """
+
+    _enqueued: list[BatchRequest[RequestOutput]]
+    """What `wait_for_completion` runs."""
 
     def generate(
         self,
@@ -109,7 +114,7 @@ class LLM(PoolingCalls):
         check_unserved(mm_processor_kwargs=mm_processor_kwargs)
         inputs = BatchInputs(prompts_of(prompts), self._sampling(sampling_params), lora_request, priority)
         requests = list(self._requests(self._engine.generate, inputs, tokenization_kwargs=tokenization_kwargs))
-        self._enqueued += [request._replace(index=len(self._enqueued) + request.index) for request in requests]
+        self._enqueued += [request._replace(place=len(self._enqueued) + request.place) for request in requests]
         return [request.request_id for request in sorted(requests)]
 
     def wait_for_completion(
@@ -123,6 +128,10 @@ class LLM(PoolingCalls):
             raise TypeError(f"output_type must be RequestOutput, got {output_type!r}: only these are enqueued")
         requests, self._enqueued = self._enqueued, []
         return self._run(requests, len(requests), use_tqdm)
+
+    def _start(self, engine_args: EngineArgs) -> None:
+        super()._start(engine_args)
+        self._enqueued = []
 
     def _sampling(self, params: Any) -> Any:
         """Return `params`, or each of a list, with one output at the end. Raises TypeError for other types."""

@@ -140,7 +140,8 @@ class PoolingCalls(BlockingEngine):
     ) -> list[ScoringRequestOutput | RequestFailure]:
         """Return the scores of pairs of texts by a cross-encoder. Raises TypeError unless all are str."""
         tokenizer, params = self.get_tokenizer(), _with_task(pooling_params, "classify")
-        options = dict(tokenization_kwargs or {})
+        has_types = getattr(self.model_config.architecture, "num_token_types", 0) > 1
+        options = {"return_token_type_ids": has_types, **(tokenization_kwargs or {})}
         if params.truncate_prompt_tokens is not None:
             limit = params.truncate_prompt_tokens
             options |= {"truncation": True, "max_length": self.model_config.max_model_len if limit == -1 else limit}
@@ -150,7 +151,7 @@ class PoolingCalls(BlockingEngine):
                 raise TypeError(f"a cross-encoder scores pairs of str, got {pair!r:.200}")
             encoding = tokenizer(*pair, **options)
             prompts.append(encoding.input_ids)
-            types = encoding.get("token_type_ids") or [0]
+            types = encoding.token_type_ids if has_types else []
             of_pairs.append(msgspec.structs.replace(params, second_text_at=types.index(1) if 1 in types else None))
         outputs = self.encode(prompts, of_pairs, use_tqdm=use_tqdm, lora_request=lora_request)
         return [output if isinstance(output, RequestFailure) else _score(output) for output in outputs]

@@ -90,7 +90,7 @@ class BertModel(nn.Module):
     layer_names: ClassVar = BERT_LAYER
     head_names: ClassVar = ("pooler.dense", "classifier")
     """Names of the two projections of the head for classes."""
-    head_activation: ClassVar = staticmethod(torch.tanh)
+    head_activation: ClassVar[Any] = staticmethod(torch.tanh)
 
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class DistilBertModel(BertModel):
     layers_name: ClassVar = "transformer.layer"
     layer_names: ClassVar = DISTILBERT_LAYER
     head_names: ClassVar = ("pre_classifier", "classifier")
-    head_activation: ClassVar = staticmethod(torch.relu)
+    head_activation: ClassVar[Any] = staticmethod(torch.relu)
 
 
 def _current_name(name: str) -> str:

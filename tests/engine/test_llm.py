@@ -89,7 +89,7 @@ def test_outputs_are_in_the_order_of_the_prompts_whatever_their_form(small_llm):
 
 
 def test_each_prompt_may_have_parameters_of_its_own(small_llm):
-    params = [SamplingParams(temperature=0, max_tokens=count, n=n, ignore_eos=True) for count, n in ((1, 1), (7, 2))]
+    params = [SamplingParams(max_tokens=count, n=n, ignore_eos=True) for count, n in ((1, 1), (7, 2))]
     short, long = small_llm.generate(PROMPTS[:2], params)
     assert [len(completion.token_ids) for completion in short.outputs] == [1]
     assert [len(completion.token_ids) for completion in long.outputs] == [7, 7]
