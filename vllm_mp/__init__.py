@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         EngineStartError,
         NotOperatorError,
     )
+    from vllm_mp.lora_request import LoRARequest
     from vllm_mp.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -59,6 +60,7 @@ _MODULE_OF = {
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
     "LLM": "client.llm",
+    "LoRARequest": "lora_request",
     "Logprob": "outputs",
     "NotOperatorError": "errors",
     "PoolingOutput": "outputs",
@@ -92,6 +94,7 @@ __all__ = [
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "LoRARequest",
     "Logprob",
     "NotOperatorError",
     "PoolingOutput",

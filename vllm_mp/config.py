@@ -137,9 +137,12 @@ class AttentionConfig(msgspec.Struct, kw_only=True):
 
 
 class LoRAConfig(msgspec.Struct, kw_only=True):
-    """LoRA adapters; this version serves none."""
+    """LoRA adapters that requests may use."""
 
     max_loras: int
+    """Number of slots on the device, each for one adapter: the maximum number of adapters in one step."""
+    max_cpu_loras: int
+    """Maximum number of adapters in host memory; at least `max_loras`."""
     max_lora_rank: int
 
 
@@ -191,3 +194,4 @@ class VllmConfig(msgspec.Struct, kw_only=True):
     liveness_config: LivenessConfig
     attention_config: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     lora_config: LoRAConfig | None = None
+    """None: no request may use an adapter."""

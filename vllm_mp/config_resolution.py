@@ -15,6 +15,7 @@ from vllm_mp.config import (
     DecodingConfig,
     DeviceConfig,
     LivenessConfig,
+    LoRAConfig,
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
@@ -93,6 +94,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         decoding_config=DecodingConfig(),
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args),
+        lora_config=_lora_config(args, architecture) if args.enable_lora else None,
     )
 
 
@@ -174,6 +176,21 @@ def _max_model_len(args: "EngineArgs", architecture: Architecture, max_seq_lengt
             f"{architecture.max_position} tokens; set it to at most that"
         )
     return args.max_model_len
+
+
+def _lora_config(args: "EngineArgs", architecture: Architecture) -> LoRAConfig:
+    """Return the section of LoRA adapters. Raises ValueError for a model that takes none, and for contrary limits."""
+    if not isinstance(architecture, NativeArchitecture) or architecture.is_encoder:
+        raise ValueError(
+            f"enable_lora=True: adapters are served for decoders with a native model, and {args.model} "
+            f"({architecture.name}) is none; leave it False"
+        )
+    max_cpu_loras = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
+    if max_cpu_loras < args.max_loras:
+        raise ValueError(
+            f"max_cpu_loras={max_cpu_loras} is below max_loras={args.max_loras}; raise the first or lower the second"
+        )
+    return _section(LoRAConfig, args, max_cpu_loras=max_cpu_loras)
 
 
 def _scheduler_config(args: "EngineArgs", max_model_len: int, is_encoder: bool) -> SchedulerConfig:

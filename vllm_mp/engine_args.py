@@ -140,9 +140,12 @@ class EngineArgs(Options):
     )
     worker_use_ray: bool = option(False, "Run workers with Ray", served=False)
     engine_use_ray: bool = option(False, "Run the engine with Ray", served=False)
-    enable_lora: bool = option(False, "Serve LoRA adapters", served=False)
-    max_loras: int = option(1, "Maximum number of adapters in one step", low=1, served=False)
-    max_lora_rank: int = option(16, "Maximum rank of an adapter", low=1, served=False)
+    enable_lora: bool = option(False, "Serve LoRA adapters")
+    max_loras: int = option(1, "Maximum number of LoRA adapters in one step", low=1, high=1024)
+    max_cpu_loras: int | None = option(
+        None, "Maximum number of LoRA adapters in host memory; by default max_loras", low=1, high=65_536
+    )
+    max_lora_rank: int = option(16, "Maximum rank of a LoRA adapter", low=1, high=512)
     quantization: str | None = option(
         None,
         "Make weights of 8 bits when the model is loaded, with a scale for each output; int8: integers, on CPUs; fp8: "

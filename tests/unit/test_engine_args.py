@@ -40,9 +40,6 @@ NOT_SERVED = {
     "distributed_executor_backend",
     "worker_use_ray",
     "engine_use_ray",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
 }
 """The options that accept only their default."""
 SERVED = [name for name in FIELDS if name not in NOT_SERVED]
@@ -54,9 +51,12 @@ NOT_READ = {
     "parallel_config.data_parallel_size",
     "parallel_config.distributed_executor_backend",
     "lora_config.max_loras",
+    "lora_config.max_cpu_loras",
     "lora_config.max_lora_rank",
 }
-"""Fields of the configuration that belong to options that are not served."""
+"""Fields of the configuration that belong to options that are not served, and to adapters."""
+LIMITS_OF_LORA = ("max_loras", "max_cpu_loras", "max_lora_rank")
+"""The options that have an effect only with `enable_lora`."""
 _SPECIAL_VALUES: dict[str, typing.Any] = {
     "chat_template": "{{ messages }}",
     "download_dir": "/a b",
@@ -204,7 +204,24 @@ def test_all_flags_together_mean_the_same_as_all_arguments():
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in FINDS_FILES])
 def test_every_served_option_changes_the_configuration(model, name):
     folder = model(generation={"eos_token_id": 7})
-    assert config_of(folder, **{name: other_value(name)}) != config_of(folder)
+    others = {"enable_lora": True} if name in LIMITS_OF_LORA else {}
+    assert config_of(folder, **others, **{name: other_value(name)}) != config_of(folder, **others)
+
+
+def test_configuration_of_adapters_keeps_as_many_in_host_memory_as_on_the_device_by_default(model):
+    assert config_of(model(), enable_lora=True, max_loras=3).lora_config.max_cpu_loras == 3
+    assert config_of(model(), max_loras=3).lora_config is None
+
+
+def test_fewer_adapters_in_host_memory_than_on_the_device_are_refused(model):
+    with pytest.raises(ValueError, match="max_cpu_loras=2 is below max_loras=3; raise the first or lower the second"):
+        config_of(model(), enable_lora=True, max_loras=3, max_cpu_loras=2)
+
+
+def test_adapters_are_refused_for_a_model_that_takes_none(model):
+    folder = model(architectures=["BertModel"], layer_norm_eps=1e-12, type_vocab_size=2, hidden_act="gelu")
+    with pytest.raises(ValueError, match=r"enable_lora=True.*BertModel"):
+        config_of(folder, enable_lora=True)
 
 
 def test_every_field_of_the_configuration_is_read_by_the_product():
