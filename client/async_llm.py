@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.engine_control import EngineControl
+from vllm_mp.client.engine_loggers import EngineLoggers
 from vllm_mp.client.engine_start import EngineStart
 from vllm_mp.client.engine_status import EngineStatus
 from vllm_mp.client.engine_tokenizer import EngineTokenizer
@@ -19,6 +21,7 @@ from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
+from vllm_mp.client.request_log import log_request
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
@@ -28,7 +31,7 @@ from vllm_mp.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineTokenizer):
+class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTokenizer, EngineClient):
     """An engine: this asyncio half, and the core process that runs the model.
 
     Create it with `from_engine_args`, or attach to a running core with `connect`. It may be created before any event
@@ -224,7 +227,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineTokenizer):
             raise
         if is_sent:
             self.stats.note_sent(stream, arrival_time, trace_context)
-            self._stat_logger.log_request(stream)
+            log_request(self.vllm_config.observability_config, stream)
         else:
             self.stats.note_unsent()
         return OutputIterator(self._abandon, None, stream)

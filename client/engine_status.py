@@ -11,8 +11,6 @@ from vllm_mp.config import DecodingConfig, LoRAConfig, ModelConfig, ParallelConf
 from vllm_mp.errors import EngineError
 
 _DRAIN_POLL_S = 0.01
-_LOAD_ON_PAGE = ("num_running", "num_waiting", "free_blocks", "total_blocks")
-"""The fields of a `CoreReading` that the status page has too."""
 
 
 class EngineStatus(EngineLifecycle):
@@ -84,17 +82,10 @@ class EngineStatus(EngineLifecycle):
         """
         self._check_process()
         self._core_client.count_drops()
-        with contextlib.suppress(EngineError, TimeoutError):
+        with contextlib.suppress(EngineError):
             self._attach()
-            status = await self._core_client.call("status", timeout)
-            self.stats.core = CoreReading.of(self._core_client.incarnation, status)
-            return self.stats.core
-        page = self._supervisor.status()
-        if page is not None:
-            known = {} if self.stats.core is None else self.stats.core._asdict()
-            seen = {name: getattr(page, name) for name in _LOAD_ON_PAGE}
-            self.stats.core = CoreReading.of(page.incarnation, known | seen)
-        return self.stats.core
+            await self.readings.ask_core(timeout)
+        return self.readings.core_load()
 
     async def is_paused(self) -> bool:
         """Return whether any client has called `pause_generation` and none has called `resume_generation` since."""
@@ -120,11 +111,6 @@ class EngineStatus(EngineLifecycle):
                 )
             await asyncio.sleep(_DRAIN_POLL_S)
             self._attach()
-
-    async def do_log_stats(self) -> None:
-        """Log a line about throughput and load now; without a call, there is a line every 10 seconds."""
-        self._check_process()
-        self._stat_logger.write()
 
     async def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose streams have not ended."""

@@ -54,5 +54,12 @@ class NotOperatorError(EngineError, PermissionError):
     """
 
 
+class DuplicateRequestIdError(ValueError, KeyError):
+    """A live request has the id that a new request names: choose another id, or leave it None."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its message
+        return Exception.__str__(self)
+
+
 AsyncEngineDeadError = EngineDeadError
 """The same class under its older name."""

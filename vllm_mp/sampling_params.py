@@ -24,6 +24,7 @@ from vllm_mp.parameters import (
     TokenBiases,
     TokenIds,
 )
+from vllm_mp.unserved_names import refuse
 
 MAX_BAD_WORDS = 1024
 _MAX_STOP_STRINGS = 64
@@ -284,3 +285,12 @@ _NOT_SERVED = {
     for field in msgspec.structs.fields(SamplingParams)
     if isinstance(PARAMETERS[field.name], NotServed)
 }
+
+__getattr__ = refuse(
+    __name__,
+    dict.fromkeys(
+        ("GuidedDecodingParams", "StructuredOutputsParams"),
+        "output is not held to a grammar; use allowed_token_ids, or check the text",
+    )
+    | {"BeamSearchParams": "there is no beam search; ask for n completions with logprobs and choose among them"},
+)

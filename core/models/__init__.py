@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AnyAdapterStack, AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.registry import NATIVE_MODELS, NativeEntry
 
@@ -61,6 +61,14 @@ class NativeModel(CausalLM, Protocol):
 
         `quantization="int8"` makes them 8-bit integers; raises ValueError if the device has no kernels for that.
         `cache_dtype` is the dtype of the KV caches that the model will be given.
+        """
+        ...
+
+    def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[AnyAdapterStack]:
+        """Allocate memory for `num_slots` LoRA adapters of up to `max_rank`, after `pack`; they change nothing yet.
+
+        Return the stack of each projection, in the order of `core.lora.targets.projections`. Without this call,
+        `AttentionMetadata.adapter_slots` must be None. An encoder does not have it.
         """
         ...
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.models.attention import bind_attention
 from vllm_mp.core.scheduler.batch import Batch, Vector
 from vllm_mp.core.scheduler.request import Request
@@ -20,7 +21,7 @@ from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, DecodeGraphs,
 from vllm_mp.core.worker.device import choose_attention
 from vllm_mp.core.worker.host_copies import HostCopies, to_device
 from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
-from vllm_mp.core.worker.memory import available_memory, cache_blocks, free_cuda_memory
+from vllm_mp.core.worker.memory import available_memory, cache_blocks, check_adapter_memory, free_cuda_memory
 from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
 from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.core.worker.sampler import Sampler
@@ -102,6 +103,12 @@ class ModelRunner:
         """Int64 [max_num_seqs] on the device: the latest sampled token of each row; None if no step reads it."""
         if scheduler_config.async_scheduling:
             self._latest = torch.zeros(scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
+        self.adapters: AdapterSlots | None = None
+        """The slots of LoRA adapters; None if they are not enabled."""
+        if config.lora_config is not None:
+            check_adapter_memory(config, device, dtype)
+            arch = cast("NativeArchitecture", config.model_config.architecture)
+            self.adapters = AdapterSlots(arch, config.lora_config.max_loras, config.lora_config.max_lora_rank)
 
         self._model: Any = self._load()
         self._make_capture = make_capture or self._default_capture()
@@ -158,6 +165,8 @@ class ModelRunner:
 
     def drop_weights(self) -> None:
         self._offloaded, self._model = None, _NoModel(self._model.kv_shapes)
+        if self.adapters is not None:
+            self.adapters.unbind()
         release_memory(self._device)
 
     def restore_weights(self) -> None:
@@ -188,6 +197,8 @@ class ModelRunner:
         model_config = self._config.model_config
         model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype)
         module = cast("nn.Module", model)
+        if self.adapters is not None:
+            self.adapters.bind(model)
         self._attention = choose_attention(self._config, self._device, self._dtype, model.kv_shapes)
         bind_attention(module, self._attention.attend)
         for layer in _layers(module):
@@ -225,6 +236,7 @@ class ModelRunner:
             -(-model.max_model_len // block_size),
             model.max_model_len,
             self._device,
+            has_adapters=self.adapters is not None,
         )
         graphs.capture(sizes, self._make_capture(self._device), self._beat)
         logger.info("decode steps of up to %d rows captured in %.1f s", max(sizes), time.monotonic() - started)

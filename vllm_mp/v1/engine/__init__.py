@@ -1,0 +1,5 @@
+"""Modules under the names that programs import from `vllm.v1.engine`."""
+
+from vllm_mp.unserved_names import refuse
+
+__getattr__ = refuse(__name__, {"EngineCoreRequest": "give AsyncLLM.generate a prompt"})
