@@ -39,7 +39,7 @@ def test_batch(small_model, tmp_path):
     folder = shutil.copytree(small_model, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     out = run("batch", folder)
-    assert re.search(r"request 100 failed: the prompt is too long: \d+ tokens", out)
+    assert re.search(r"request 100 failed: the prompt is too long", out)
     assert len(out.splitlines()) == 5
 
 
