@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
+from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.stats import CoreReading
 from vllm_mp.config import DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm_mp.errors import EngineError
@@ -116,6 +117,11 @@ class EngineStatus(EngineLifecycle):
         """Return the number of requests whose streams have not ended."""
         self._check_process()
         return len(self._requests)
+
+    @property
+    def output_processor(self) -> OutputProcessor:
+        """The live requests, which callers of vLLM ask `has_unfinished_requests()`."""
+        return self._requests
 
     async def is_tracing_enabled(self) -> bool:
         """Return whether spans of requests are sent to a collector."""

@@ -21,6 +21,8 @@ PUBLIC = {
     "lora.request": ["LoRARequest"],
     "utils.async_utils": ["AsyncMicrobatchTokenizer"],
     "v1.engine.async_llm": ["AsyncEngineArgs", "AsyncLLM"],
+    "v1.metrics.loggers": ["LoggingStatLogger", "PrometheusStatLogger", "StatLoggerBase"],
+    "v1.metrics.stats": ["IterationStats", "SchedulerStats"],
     "v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
     "version": ["__version__"],
     # Modules that have the same name in both packages.
@@ -31,6 +33,7 @@ PUBLIC = {
 }
 """The names of `vllm_mp` that each module has too."""
 HELPERS = {
+    "engine.metrics_types": ["StatLoggerBase", "Stats"],
     "logger": ["init_logger"],
     "tokenizers": ["get_tokenizer"],
     "transformers_utils.tokenizer": ["get_tokenizer"],
@@ -53,6 +56,9 @@ HELPERS = {
         "merge_async_iterators",
         "run_in_loop",
     ],
+    "v1.engine": ["FinishReason"],
+    "v1.metrics.loggers": ["AggregateStatLoggerBase", "StatLoggerFactory"],
+    "v1.metrics.stats": ["FinishedRequestStats", "MultiModalCacheStats", "PrefixCacheStats"],
 }
 """Names that `vllm_mp` itself does not have."""
 REFUSED = [
@@ -72,6 +78,8 @@ REFUSED = [
     ("v1.engine.llm_engine", "LLMEngine"),
     ("v1.engine.output_processor", "OutputProcessor"),
     ("v1.engine.output_processor", "RequestOutputCollector"),
+    ("v1.metrics.loggers", "AggregatedLoggingStatLogger"),
+    ("v1.metrics.loggers", "PerEngineStatLoggerAdapter"),
 ]
 
 
