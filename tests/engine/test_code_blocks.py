@@ -20,7 +20,7 @@ from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing.engines import standalone_core
 
 _RUN = ("bash", "python")
-_STARTS_ENGINES = ("docs/getting_started.md", "docs/operating/", "docs/using/loggers.md")
+_STARTS_ENGINES = ("docs/getting_started.md", "docs/operating/", "docs/using/batch.md", "docs/using/loggers.md")
 """Pages whose commands and programs start engines and servers of their own, which takes long."""
 
 

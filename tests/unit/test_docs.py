@@ -15,7 +15,7 @@ from support.code_blocks import PAGES, ROOT, CodeBlock, blocks_of, compiled
 from support.shell_blocks import NOT_RUN, check_arguments, commands, reason_not_to_run, words_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-_FOLDERS = ("vllm_mp", "client", "core", "kernels", "tests", "tools", "docs", "deploy", ".ci")
+_FOLDERS = ("vllm_mp", "client", "core", "kernels", "tests", "tools", "docs", "deploy", "examples", ".ci")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"```.*?```|`([^`\n]+)`", re.DOTALL)
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, _FOLDERS))})/[\w./-]*[\w/]")
