@@ -127,7 +127,7 @@ def test_do_log_stats_writes_a_line_until_the_logger_is_removed(connect, caplog)
         engine.remove_logger("logging")
         await engine.add_logger("mine", Totals())  # works with and without `await`
         await engine.remove_logger("mine")
-        await engine.do_log_stats()
+        await engine.do_log_stats(scheduler_outputs=None, model_output=None)
 
     with caplog.at_level(logging.INFO, "vllm_mp.client.stat_loggers"):
         asyncio.run(run(connect()))
