@@ -13,7 +13,8 @@ import msgspec
 
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
-from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
+from vllm_mp.client.engine.restart_limit import RestartLimit
+from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.engine_end import EngineEnd
 from vllm_mp.client.input_processor import InputProcessor, check_unserved

@@ -185,7 +185,8 @@ class Disturbance(ABC):
         async with asyncio.timeout(WAIT_S):
             while True:
                 with contextlib.suppress(EngineError):
-                    return await self._clients[0].core_status()
+                    status: dict[str, Any] = await self._clients[0].core_status()
+                    return status
                 await asyncio.sleep(_RETRY_S)
 
     def _note_recovery(self, core_pid: int) -> None:
