@@ -55,6 +55,11 @@ class AsyncMicrobatchTokenizer:
         )
         return encoding
 
+    async def encode(self, prompt: str, **kwargs: Any) -> list[int]:
+        """Return the token ids of a call of this object."""
+        token_ids: list[int] = (await self(prompt, **kwargs))["input_ids"]
+        return token_ids
+
     async def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
         """Decode `token_ids` as `tokenizer.decode(token_ids, **kwargs)` does.
 

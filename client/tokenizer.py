@@ -22,7 +22,7 @@ import msgspec
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.model_config.json_file import read_json
-from vllm_mp.model_store import cache_root
+from vllm_mp.model_store import cache_root, resolve_model
 from vllm_mp.model_store.folder import TOKENIZER_FILES, has_tokenizer
 
 if TYPE_CHECKING:
@@ -110,6 +110,22 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def get_tokenizer(
+    tokenizer_name: str,
+    *,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model that is named as `AsyncEngineArgs.model` names it, fetching its files if need be.
+
+    Raises what `resolve_model` and `load_tokenizer` raise.
+    """
+    folder = resolve_model(tokenizer_name, revision=revision, download_dir=download_dir, load_format="tokenizer")
+    return load_tokenizer(folder, mode=tokenizer_mode, trust_remote_code=trust_remote_code, cache_dir=cache_root())
 
 
 def _load(folder: Path, mode: str, trust_remote_code: bool, cache_dir: Path) -> Any:

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.kernels import reference
+from vllm_mp.kernels.adapter_stack import AdapterStack, Factors
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.cpu import attention as cpu_attention
+from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
@@ -32,10 +34,15 @@ __all__ = [
     "FLOAT8_GROUP",
     "NO_PLACE",
     "SAMPLING_FILTERS",
+    "AdapterStack",
+    "AnyAdapterStack",
     "AttentionMetadata",
     "DrawParams",
+    "Factors",
     "LayerWeights",
+    "PackedAdapterStack",
     "PackedLinear",
+    "add_adapters",
     "add_rms_norm",
     "argmax",
     "encoder_attention",
@@ -54,6 +61,10 @@ __all__ = [
     "silu_and_mul",
     "write_kv",
 ]
+
+
+AnyAdapterStack = AdapterStack | PackedAdapterStack
+"""Memory for the LoRA adapters of a projection, in the form that its product reads."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -213,6 +224,21 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
     """
     product: Tensor = _operations(x).fp8_linear(x, weight, scale, bias)
     return product
+
+
+def add_adapters(
+    out: Tensor, x: Tensor, adapter_slots: Tensor, a: Tensor, b: Tensor, part_sizes: Sequence[int]
+) -> None:
+    """Add to the product `out` of a projection, in place, what each token's LoRA adapter adds (Hu et al. 2021).
+
+    `out` [num_tokens, outputs], contiguous; `x` [num_tokens, inputs], what the projection multiplied; `a` [num_slots,
+    parts, max_rank, inputs] and `b` [num_slots, max_rank, outputs] as in `AdapterStack`; `part_sizes` the outputs of
+    each part of the projection. A token whose int32 slot in `adapter_slots` [num_tokens] is s gets, in each part,
+    `x @ a[s, part].T @ b[s]`; a token whose slot is -1 stays as it is. No token depends on another.
+
+    The C++ kernels compute the same as a part of their products (`PackedLinear`, `fuse_decoder`).
+    """
+    _operations(out).add_adapters(out, x, adapter_slots, a, b, part_sizes)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear | None:

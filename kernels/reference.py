@@ -165,6 +165,19 @@ def _scaled(quantized: Tensor, scale: Tensor) -> Tensor:
     return quantized.float() * each
 
 
+def add_adapters(
+    out: Tensor, x: Tensor, adapter_slots: Tensor, a: Tensor, b: Tensor, part_sizes: Sequence[int]
+) -> None:
+    """See `ops.add_adapters`."""
+    num_slots, parts, max_rank, inputs = a.shape
+    ranked = (x @ a.view(-1, inputs).T).view(-1, num_slots, parts, max_rank)
+    is_own = adapter_slots.unsqueeze(1) == torch.arange(num_slots, device=x.device)
+    ranked = ranked.masked_fill(~is_own[:, :, None, None], 0.0)
+    outs, bs = torch.split(out, list(part_sizes), 1), torch.split(b, list(part_sizes), 2)
+    for part, (of_out, of_b) in enumerate(zip(outs, bs, strict=True)):
+        of_out += ranked[:, :, part].flatten(1) @ of_b.flatten(0, 1)
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """See `ops.silu_and_mul`."""
     gate, up = x.chunk(2, -1)

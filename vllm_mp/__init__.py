@@ -6,21 +6,47 @@ The public names are imported when they are first used, so that `import vllm_mp`
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vllm_mp.unserved_names import refuse
+
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
+    from vllm_mp.client.engine_client import EngineClient
+    from vllm_mp.client.llm import LLM
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
+    from vllm_mp.client.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
+    from vllm_mp.client.request_manager import RequestManager, RequestStatus, StreamingRequest
+    from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggerBase
+    from vllm_mp.client.stat_loggers.prometheus import PrometheusStatLogger
+    from vllm_mp.client.stats import IterationStats, SchedulerStats
     from vllm_mp.client.stream_group import StreamGroup
-    from vllm_mp.config import VllmConfig
+    from vllm_mp.client.text_stream import stream_generate
+    from vllm_mp.config import (
+        AttentionConfig,
+        CacheConfig,
+        DecodingConfig,
+        DeviceConfig,
+        LivenessConfig,
+        LoRAConfig,
+        ModelConfig,
+        ObservabilityConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
     from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
     from vllm_mp.errors import (
         AsyncEngineDeadError,
+        BatchDeadError,
         EngineDeadError,
         EngineError,
         EngineGenerateError,
         EngineStartError,
         NotOperatorError,
     )
+    from vllm_mp.lora_request import LoRARequest
     from vllm_mp.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingRequestOutput,
         Logprob,
@@ -29,6 +55,8 @@ if TYPE_CHECKING:
         RequestFailure,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
@@ -42,58 +70,130 @@ _MODULE_OF = {
     "AsyncLLM": "client.async_llm",
     "AsyncLLMEngine": "client.async_llm",
     "AsyncMicrobatchTokenizer": "client.microbatch_tokenizer",
+    "BatchDeadError": "errors",
+    "ClassificationOutput": "outputs",
+    "ClassificationRequestOutput": "outputs",
+    "AttentionConfig": "config",
+    "CacheConfig": "config",
     "CompletionOutput": "outputs",
+    "DecodingConfig": "config",
+    "DeviceConfig": "config",
     "EmbeddingRequestOutput": "outputs",
+    "EmbedsPrompt": "client.prompt",
     "EngineArgs": "engine_args",
+    "EngineClient": "client.engine_client",
     "EngineDeadError": "errors",
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
+    "LLM": "client.llm",
+    "IterationStats": "client.stats",
+    "LivenessConfig": "config",
+    "LoRAConfig": "config",
+    "LoRARequest": "lora_request",
+    "LoggingStatLogger": "client.stat_loggers",
     "Logprob": "outputs",
+    "ModelConfig": "config",
     "NotOperatorError": "errors",
+    "ObservabilityConfig": "config",
+    "ParallelConfig": "config",
     "PoolingOutput": "outputs",
     "PoolingParams": "pooling_params",
     "PoolingRequestOutput": "outputs",
+    "PrometheusStatLogger": "client.stat_loggers.prometheus",
+    "PromptType": "client.prompt",
     "RequestFailure": "outputs",
+    "RequestManager": "client.request_manager",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
+    "RequestStatus": "client.request_manager",
     "SamplingParams": "sampling_params",
+    "ScoringOutput": "outputs",
+    "ScoringRequestOutput": "outputs",
+    "SchedulerConfig": "config",
+    "SchedulerStats": "client.stats",
+    "StatLoggerBase": "client.stat_loggers",
     "StreamGroup": "client.stream_group",
+    "StreamingRequest": "client.request_manager",
+    "TextPrompt": "client.prompt",
+    "TokensPrompt": "client.prompt",
     "VllmConfig": "config",
+    "stream_generate": "client.text_stream",
 }
 
 __all__ = [
+    "LLM",
     "AsyncEngineArgs",
     "AsyncEngineDeadError",
     "AsyncLLM",
     "AsyncLLMEngine",
     "AsyncMicrobatchTokenizer",
+    "AttentionConfig",
+    "BatchDeadError",
+    "CacheConfig",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "DecodingConfig",
+    "DeviceConfig",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
+    "EngineClient",
     "EngineDeadError",
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "IterationStats",
+    "LivenessConfig",
+    "LoRAConfig",
+    "LoRARequest",
+    "LoggingStatLogger",
     "Logprob",
+    "ModelConfig",
     "NotOperatorError",
+    "ObservabilityConfig",
+    "ParallelConfig",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PrometheusStatLogger",
+    "PromptType",
     "RequestFailure",
+    "RequestManager",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
+    "RequestStatus",
     "SamplingParams",
+    "SchedulerConfig",
+    "SchedulerStats",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "StatLoggerBase",
     "StreamGroup",
+    "StreamingRequest",
+    "TextPrompt",
+    "TokensPrompt",
     "VllmConfig",
+    "stream_generate",
 ]
+
+
+_refuse = refuse(
+    __name__,
+    {
+        "LLMEngine": "use LLM in a script, or AsyncLLM",
+        "ModelRegistry": "docs/internals/adding_a_model.md says how a model is added",
+        "initialize_ray_cluster": "the engine runs on one machine without Ray",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _refuse(name)
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value

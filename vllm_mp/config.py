@@ -44,6 +44,12 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     eos_token_ids: list[int]
     max_logprobs: int = 20
     """Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary."""
+    enable_prompt_embeds: bool = False
+    """Requests may give their prompt as embeddings."""
+    logits_processors: list[str] = []
+    """The logits processors that the core loads, as `processor_registration.registered` reads them."""
+    logits_processor_folders: list[str] = []
+    """Folders in which the core looks for their modules after all others."""
     default_sampling_params: dict[str, Any] = {}
     """Fields of `SamplingParams` that the model's generation_config.json sets for requests that do not set them."""
     pooling: PoolingConfig
@@ -137,9 +143,12 @@ class AttentionConfig(msgspec.Struct, kw_only=True):
 
 
 class LoRAConfig(msgspec.Struct, kw_only=True):
-    """LoRA adapters; this version serves none."""
+    """LoRA adapters that requests may use."""
 
     max_loras: int
+    """Number of slots on the device, each for one adapter: the maximum number of adapters in one step."""
+    max_cpu_loras: int
+    """Maximum number of adapters in host memory; at least `max_loras`."""
     max_lora_rank: int
 
 
@@ -191,3 +200,4 @@ class VllmConfig(msgspec.Struct, kw_only=True):
     liveness_config: LivenessConfig
     attention_config: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     lora_config: LoRAConfig | None = None
+    """None: no request may use an adapter."""

@@ -15,6 +15,7 @@ from vllm_mp.config import (
     DecodingConfig,
     DeviceConfig,
     LivenessConfig,
+    LoRAConfig,
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
@@ -27,6 +28,7 @@ from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_store import resolve_model
+from vllm_mp.processor_registration import import_folders
 
 if TYPE_CHECKING:
     from vllm_mp.engine_args import EngineArgs
@@ -76,6 +78,8 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             max_model_len=max_model_len,
             hf_config=hf_config,
             eos_token_ids=eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
+            logits_processors=list(args.logits_processors or ()),
+            logits_processor_folders=import_folders(args.logits_processors or ()),
             default_sampling_params=default_sampling_params(generation, overrides),
             pooling=read_pooling_config(folder, is_encoder),
         ),
@@ -93,6 +97,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         decoding_config=DecodingConfig(),
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args),
+        lora_config=_lora_config(args, architecture) if args.enable_lora else None,
     )
 
 
@@ -155,6 +160,9 @@ def _check_encoder_options(args: "EngineArgs") -> None:
                 f"{name}=True: {args.model} is an encoder, where each token attends to the whole prompt, so that no "
                 "part of a prompt can be computed before the rest; leave it None"
             )
+    for name in ("enable_prompt_embeds", "logits_processors"):
+        if value := getattr(args, name):
+            raise ValueError(f"{name}={value!r}: {args.model} is an encoder, which generates no text; leave it out")
     if args.kv_cache_dtype != "auto":
         raise ValueError(
             f"kv_cache_dtype={args.kv_cache_dtype!r}: {args.model} is an encoder, which has no cache; leave it 'auto'"
@@ -174,6 +182,21 @@ def _max_model_len(args: "EngineArgs", architecture: Architecture, max_seq_lengt
             f"{architecture.max_position} tokens; set it to at most that"
         )
     return args.max_model_len
+
+
+def _lora_config(args: "EngineArgs", architecture: Architecture) -> LoRAConfig:
+    """Return the section of LoRA adapters. Raises ValueError for a model that takes none, and for contrary limits."""
+    if not isinstance(architecture, NativeArchitecture) or architecture.is_encoder:
+        raise ValueError(
+            f"enable_lora=True: adapters are served for decoders with a native model, and {args.model} "
+            f"({architecture.name}) is none; leave it False"
+        )
+    max_cpu_loras = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
+    if max_cpu_loras < args.max_loras:
+        raise ValueError(
+            f"max_cpu_loras={max_cpu_loras} is below max_loras={args.max_loras}; raise the first or lower the second"
+        )
+    return _section(LoRAConfig, args, max_cpu_loras=max_cpu_loras)
 
 
 def _scheduler_config(args: "EngineArgs", max_model_len: int, is_encoder: bool) -> SchedulerConfig:

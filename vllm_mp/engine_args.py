@@ -12,6 +12,7 @@ from vllm_mp.config_resolution import resolve_config
 from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 from vllm_mp.options import MAX_INTEGER, Options, option
+from vllm_mp.processor_registration import as_specs, registered
 
 _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
@@ -140,9 +141,12 @@ class EngineArgs(Options):
     )
     worker_use_ray: bool = option(False, "Run workers with Ray", served=False)
     engine_use_ray: bool = option(False, "Run the engine with Ray", served=False)
-    enable_lora: bool = option(False, "Serve LoRA adapters", served=False)
-    max_loras: int = option(1, "Maximum number of adapters in one step", low=1, served=False)
-    max_lora_rank: int = option(16, "Maximum rank of an adapter", low=1, served=False)
+    enable_lora: bool = option(False, "Serve LoRA adapters")
+    max_loras: int = option(1, "Maximum number of LoRA adapters in one step", low=1, high=1024)
+    max_cpu_loras: int | None = option(
+        None, "Maximum number of LoRA adapters in host memory; by default max_loras", low=1, high=65_536
+    )
+    max_lora_rank: int = option(16, "Maximum rank of a LoRA adapter", low=1, high=512)
     quantization: str | None = option(
         None,
         "Make weights of 8 bits when the model is loaded, with a scale for each output; int8: integers, on CPUs; fp8: "
@@ -162,6 +166,14 @@ class EngineArgs(Options):
         20,
         "Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary",
         low=-1,
+    )
+    enable_prompt_embeds: bool = option(
+        False, "Accept prompts that are given as embeddings (`prompt_embeds`), each of up to 56 MiB"
+    )
+    logits_processors: tuple[str, ...] | None = option(
+        (),
+        "Logits processor that the core loads, as MODULE:CLASS or the name of an entry point; it applies to every "
+        "request, or with NAME= before it to requests that name it; may be repeated, by default there are none",
     )
     chat_template: str | None = option(
         None, "Chat template: its text, or a file that holds it; by default the model's own template is used"
@@ -186,7 +198,9 @@ class EngineArgs(Options):
     )
 
     def __post_init__(self) -> None:
+        self.logits_processors = as_specs(self.logits_processors)
         super().__post_init__()
+        registered(self.logits_processors)
         parse_faults(self.fault_injection, self.device)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
         self.attention_backend = _ATTENTION_BACKENDS.get(self.attention_backend, self.attention_backend)

@@ -3,6 +3,8 @@
 For the caller's input it raises ValueError, TypeError or NotImplementedError: correct the value that the message names.
 """
 
+from typing import Any
+
 
 class EngineError(Exception):
     """The base class of the errors below: the engine, not the caller's input, is at fault."""
@@ -24,6 +26,18 @@ class EngineDeadError(EngineError):
     """
 
 
+class BatchDeadError(EngineDeadError):
+    """The core died for good while `LLM` ran a batch of prompts.
+
+    Raised by `LLM.generate` and the other calls with prompts. `outputs` has an entry for each prompt, in order: its
+    output if it was finished, else a `RequestFailure`. Prompts of an iterator that were not yet taken have none.
+    """
+
+    def __init__(self, message: str, outputs: list[Any]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
+
+
 class EngineGenerateError(EngineError):
     """A request failed in the core, for example because it alone caused the deaths of two cores.
 
@@ -38,6 +52,13 @@ class NotOperatorError(EngineError, PermissionError):
     Raised by pauses, sleeps, their ends, the profiler and `reset_prefix_cache` of a client from `AsyncLLM.connect`
     without `operator_key_file`. Nothing has changed: connect with the operator key file of the core.
     """
+
+
+class DuplicateRequestIdError(ValueError, KeyError):
+    """A live request has the id that a new request names: choose another id, or leave it None."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its message
+        return Exception.__str__(self)
 
 
 AsyncEngineDeadError = EngineDeadError

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
 from vllm_mp.core.models.checkpoint import load_checkpoint
-from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
+from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -46,12 +46,17 @@ class Block(AttentionLayer):
 
     def forward(self, x: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         tokens, hidden = x.shape
-        q, k, v = self.qkv_proj(self.ln_1(x)).view(tokens, 3, self.num_heads, -1).unbind(1)
+        slots = metadata.adapter_slots
+        q, k, v = self.qkv_proj(self.ln_1(x), slots).view(tokens, 3, self.num_heads, -1).unbind(1)
         ops.write_kv(k, v, *kv_cache, metadata.cell_mapping)
         attended = self.attend(q, *kv_cache, metadata, self.scale)
-        x = x + self.o_proj(attended.reshape(tokens, hidden))
-        mlp: Tensor = self.down_proj(self.activation(self.up_proj(self.ln_2(x))))
+        x = x + self.o_proj(attended.reshape(tokens, hidden), slots)
+        mlp: Tensor = self.down_proj(self.activation(self.up_proj(self.ln_2(x), slots)), slots)
         return x + mlp
+
+    def projections(self) -> list[Linear]:
+        """Return the projections in the order of `core.lora.targets.projections`."""
+        return [self.qkv_proj, self.o_proj, self.up_proj, self.down_proj]
 
 
 class GPT2LMHeadModel(nn.Module):
@@ -77,12 +82,17 @@ class GPT2LMHeadModel(nn.Module):
         positions: Tensor,
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        x = F.embedding(input_ids, self.wte) + F.embedding(positions, self.wpe)
+        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x + F.embedding(positions, self.wpe)
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
             x = block(x, kv_cache, metadata)
         normed: Tensor = self.ln_f(x)
         return normed
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.wte)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
@@ -93,6 +103,10 @@ class GPT2LMHeadModel(nn.Module):
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         pack_projections(self, quantization)
+
+    def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:
+        blocks = [block for block in self.h if isinstance(block, Block)]
+        return make_adapter_stacks((part for block in blocks for part in block.projections()), num_slots, max_rank)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         load_checkpoint(

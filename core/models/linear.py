@@ -1,7 +1,8 @@
 """The projections of the native models."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,9 @@ class Linear(nn.Module):
         super().__init__()
         self._out_sizes = [out_sizes] if isinstance(out_sizes, int) else list(out_sizes)
         self._fp8 = fp8
+        self._at: dict[str, Any] = {"dtype": dtype, "device": device}
+        """Dtype and device of what the projection multiplies."""
+        self._in_size = in_size
         out_size = sum(self._out_sizes)
         weight = torch.empty(out_size, in_size, dtype=ops.FLOAT8 if fp8 else dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -45,6 +49,8 @@ class Linear(nn.Module):
             scale = torch.empty(out_size // self._rows, groups, dtype=torch.float32, device=device)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self._packed: PackedLinear | None = None
+        self._adapters: ops.AnyAdapterStack | None = None
+        """None if no adapter can be loaded."""
 
     def destinations(self, names: Sequence[str]) -> dict[str, Tensor | Destination]:
         """Map the checkpoint names of the fused projections, which are called `names`, to the rows that they fill."""
@@ -98,12 +104,27 @@ class Linear(nn.Module):
         """Weight and bias."""
         return self.weight, self.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def make_adapter_stack(self, num_slots: int, max_rank: int) -> ops.AnyAdapterStack:
+        """Return memory for adapters of this projection, in the form that it reads; call it after `pack`."""
         if self._packed is not None:
-            return self._packed(x)
+            self._adapters = self._packed.adapter_stack(self._out_sizes, num_slots, max_rank)
+        else:
+            self._adapters = ops.AdapterStack(self._in_size, self._out_sizes, num_slots, max_rank, **self._at)
+        return self._adapters
+
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """Return the product; `adapter_slots` as in `AttentionMetadata`."""
+        adapters = self._adapters
+        if self._packed is not None:
+            assert not isinstance(adapters, ops.AdapterStack)
+            return self._packed(x, None, adapters, adapter_slots)
         if self.weight_scale is not None:
-            return ops.fp8_linear(x, self.weight, self.weight_scale, self.bias)
-        return F.linear(x, self.weight, self.bias)
+            out = ops.fp8_linear(x, self.weight, self.weight_scale, self.bias)
+        else:
+            out = F.linear(x, self.weight, self.bias)
+        if isinstance(adapters, ops.AdapterStack) and adapter_slots is not None:
+            ops.add_adapters(out, x, adapter_slots, adapters.a, adapters.b, adapters.part_sizes)
+        return out
 
 
 class VocabularyHead(nn.Module):
@@ -127,6 +148,11 @@ class VocabularyHead(nn.Module):
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return `ops.argmax` of the logits of `hidden` [n, hidden_size]; packed weights fuse the two."""
         return ops.argmax(self(hidden)) if self._packed is None else self._packed.argmax(hidden)
+
+
+def make_adapter_stacks(projections: Iterable[Linear], num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:
+    """Return memory for adapters of each projection."""
+    return [projection.make_adapter_stack(num_slots, max_rank) for projection in projections]
 
 
 def pack_projections(model: nn.Module, quantization: str | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
-from vllm_mp.core.models.linear import Linear, VocabularyHead, pack_projections
+from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
@@ -49,7 +49,8 @@ class Attention(AttentionLayer):
         kv_cache: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        q, k, v = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim).split(self.heads, 1)
+        slots = metadata.adapter_slots
+        q, k, v = self.qkv_proj(x, slots).view(x.shape[0], -1, self.head_dim).split(self.heads, 1)
         if self.qk_norm:
             q = ops.rms_norm(q, self.q_norm, self.eps)
             k = ops.rms_norm(k, self.k_norm, self.eps)
@@ -60,7 +61,7 @@ class Attention(AttentionLayer):
         attended = self.attend(q, *kv_cache, metadata, self.scale * k_scale, self.window)
         if v_scale != 1.0:
             attended = attended * v_scale
-        out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1))
+        out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1), slots)
         return out
 
     def kv_scale(self, part: int) -> Destination:
@@ -87,14 +88,14 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device, arch.fp8)
         self.activation = None if arch.activation in ("silu", "swish") else ops.ACTIVATIONS[arch.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        gate_up = self.gate_up_proj(x, adapter_slots)
         if self.activation is None:
             product = ops.silu_and_mul(gate_up)
         else:
             gate, up = gate_up.chunk(2, -1)
             product = self.activation(gate) * up
-        out: Tensor = self.down_proj(product)
+        out: Tensor = self.down_proj(product, adapter_slots)
         return out
 
 
@@ -125,7 +126,11 @@ class DecoderLayer(nn.Module):
             x, residual = ops.add_rms_norm(x, residual, self.input_norm, self.eps)
         x = self.attention(x, positions, cos_sin, kv_cache, metadata)
         x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
-        return self.mlp(x), residual
+        return self.mlp(x, metadata.adapter_slots), residual
+
+    def projections(self) -> list[Linear]:
+        """Return the projections in the order of `core.lora.targets.projections`."""
+        return [self.attention.qkv_proj, self.attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
 
     def weights(self) -> ops.LayerWeights:
         """Return the weights and shapes of this layer, for `ops.fuse_decoder`."""
@@ -182,6 +187,14 @@ class Decoder(nn.Module):
         pack_projections(self, quantization)
         return self
 
+    def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:
+        return make_adapter_stacks(self._projections(), num_slots, max_rank)
+
+    def _projections(self) -> Iterator[Linear]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.projections()
+
     def _weights(self) -> Iterator[ops.LayerWeights]:
         """Yield the weights of each layer; a layer is freed when the next is asked for."""
         for i, layer in enumerate(self.layers):
@@ -215,10 +228,14 @@ class LlamaForCausalLM(nn.Module):
         positions: Tensor,
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        x = F.embedding(input_ids, self.embed_tokens)
+        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         hidden: Tensor = self.decoder(x, positions, self.cos_sin, kv_caches, metadata)
         return hidden
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.embed_tokens)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
@@ -231,6 +248,11 @@ class LlamaForCausalLM(nn.Module):
         assert isinstance(self.decoder, Decoder)
         self.decoder = self.decoder.packed(quantization, cache_dtype)
         self.lm_head.pack(quantization)
+
+    def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:
+        decoder: Any = self.decoder
+        stacks: list[ops.AnyAdapterStack] = decoder.make_adapter_stacks(num_slots, max_rank)
+        return stacks
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None

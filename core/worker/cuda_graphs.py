@@ -53,14 +53,22 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Graphs of a model's decode steps, with the buffers that they read."""
 
-    def __init__(self, forward: Forward, max_blocks: int, max_model_len: int, device: torch.device) -> None:
-        """`max_blocks` is the width of the block table, `max_model_len` the longest context in tokens."""
+    def __init__(
+        self, forward: Forward, max_blocks: int, max_model_len: int, device: torch.device, has_adapters: bool = False
+    ) -> None:
+        """`max_blocks` is the width of the block table, `max_model_len` the longest context in tokens.
+
+        With `has_adapters`, each size has a graph for steps with LoRA adapters too.
+        """
         self._forward = forward
         self._max_model_len = max_model_len
         self._device = device
         self._max_blocks = max_blocks
+        self._has_adapters = has_adapters
         self._replays: dict[int, Callable[[], Tensor]] = {}
         """By number of rows."""
+        self._adapter_replays: dict[int, Callable[[], Tensor]] = {}
+        """The same for steps with adapters; {} without `has_adapters`."""
         self._sizes: list[int] = []
         """The captured sizes, ascending."""
 
@@ -80,8 +88,10 @@ class DecodeGraphs:
         self._cell_mapping = buffer(largest, dtype=torch.int64)
         self._seq_lens = buffer(largest, dtype=torch.int32)
         self._block_table = buffer(largest, self._max_blocks, dtype=torch.int32)
+        self._adapter_slots = buffer(largest, dtype=torch.int32)
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
         self._replays.clear()
+        self._adapter_replays.clear()
         started = time.monotonic()
         for size in sorted(sizes, reverse=True):
             beat()
@@ -95,6 +105,8 @@ class DecodeGraphs:
                 )
                 break
             try:
+                if self._has_adapters:
+                    self._adapter_replays[size] = capture(self._computation(size, self._adapter_slots[:size]))
                 self._replays[size] = capture(self._computation(size))
             except DeviceError:
                 raise
@@ -124,9 +136,13 @@ class DecodeGraphs:
             # The other buffers keep values of an earlier step, which are harmless in rows without a context.
             self._cell_mapping[count:size].zero_()
             self._seq_lens[count:size].zero_()
-        return self._replays[size]()[:count]
+            self._adapter_slots[count:size].fill_(-1)
+        if metadata.adapter_slots is None:
+            return self._replays[size]()[:count]
+        self._adapter_slots[:count].copy_(metadata.adapter_slots)
+        return self._adapter_replays[size]()[:count]
 
-    def _computation(self, size: int) -> Callable[[], Tensor]:
+    def _computation(self, size: int, adapter_slots: Tensor | None = None) -> Callable[[], Tensor]:
         """Return the computation of the model on the first `size` rows of the buffers."""
         metadata = AttentionMetadata(
             query_start=self._query_start[: size + 1],
@@ -137,6 +153,7 @@ class DecodeGraphs:
             host_seq_lens=_UnknownLengths(),
             num_decodes=size,
             max_seq_len=self._max_model_len,
+            adapter_slots=adapter_slots,
         )
         input_ids, positions = self._input_ids[:size], self._positions[:size]
         return lambda: self._forward(input_ids, positions, metadata)

@@ -3,10 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.lora.targets import num_bytes
+from vllm_mp.model_config.architecture import NativeArchitecture
 
 _CPU_CACHE_LIMIT = 4 * 2**30
 """Most bytes that the KV cache gets on a CPU unless the config says more."""
@@ -52,6 +55,23 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
             f"kv_cache_memory_bytes={memory:,} exceeds the free memory of {available_memory():,} bytes; lower it"
         )
     return int(blocks)
+
+
+def check_adapter_memory(config: VllmConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if the device has no space for the LoRA adapters that `config`, of a native model, allows.
+
+    They are allocated before the KV cache, which gets its share of what remains.
+    """
+    assert config.lora_config is not None
+    limits = config.lora_config
+    arch = cast("NativeArchitecture", config.model_config.architecture)
+    needed = num_bytes(arch, limits.max_loras, limits.max_lora_rank, dtype.itemsize)
+    free = free_cuda_memory(device) if device.type == "cuda" else available_memory()
+    if needed > free:
+        raise ValueError(
+            f"no space for LoRA adapters: max_loras={limits.max_loras} of max_lora_rank={limits.max_lora_rank} take "
+            f"{needed:,} bytes, and {free:,} are free; lower one of them"
+        )
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
+from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.attention import c_metadata
-from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, Library
+from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, CLayerAdapters, Library, address
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 
 WORK_A_CALL = 2e9
@@ -45,14 +46,20 @@ class FusedDecoder(nn.Module):
     ) -> None:
         """Copy the weights; each layer is taken from `layers` after the layer before it was copied."""
         super().__init__()
-        self._kept: list[Any] = []
-        """Owners of the memory that `_interfaces` points to."""
+        self._kept: list[Tensor | None] = []
+        """Owners of memory that `_interfaces` points to, as are `_projections`."""
         arena = Arena()
+        self._projections: list[list[PackedLinear]] = []
+        """Of each layer: qkv, o, gate and up, down."""
+        self._part_sizes: list[list[Sequence[int]]] = []
         interfaces = [self._packed(library, layer, quantization, arena) for layer in layers]
         self._layer_weights = max(map(_num_weights, interfaces))
         self._norm = norm.detach().clone()
         self._interfaces = (CDecoderLayer * len(interfaces))(*interfaces)
         decoder = ctypes.byref(CDecoder(self._interfaces, len(interfaces), self._norm.data_ptr(), eps))
+        self._adapter_stacks: list[PackedAdapterStack] = []
+        self._adapters: Any = None
+        """The `CLayerAdapters` of each layer; None if no adapter can be loaded."""
         run = library.function("decoder", norm.dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
@@ -67,7 +74,9 @@ class FusedDecoder(nn.Module):
             None if norm is None else norm.detach().clone()
             for norm in (layer.input_norm, layer.post_attention_norm, layer.q_norm, layer.k_norm)
         ]
-        self._kept += [*projections, *norms]
+        self._projections.append(projections)
+        self._part_sizes.append(_part_sizes(layer))
+        self._kept += norms
         heads = CHeads(
             queries=layer.num_heads,
             keys=layer.num_kv_heads,
@@ -83,6 +92,18 @@ class FusedDecoder(nn.Module):
             heads,
             projections[-1].interface.inputs,
         )
+
+    def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[PackedAdapterStack]:
+        """Return memory for the adapters of every projection, in the order qkv, o, gate and up, down of each layer."""
+        self._adapter_stacks = [
+            projection.adapter_stack(sizes, num_slots, max_rank)
+            for projections, part_sizes in zip(self._projections, self._part_sizes, strict=True)
+            for projection, sizes in zip(projections, part_sizes, strict=True)
+        ]
+        pointers = [stack.pointer for stack in self._adapter_stacks]
+        layers = (CLayerAdapters(*pointers[first : first + 4]) for first in range(0, len(pointers), 4))
+        self._adapters = (CLayerAdapters * len(self._interfaces))(*layers)
+        return self._adapter_stacks
 
     def forward(
         self,
@@ -105,12 +126,21 @@ class FusedDecoder(nn.Module):
             (c_void_p * num_layers)(*[values.data_ptr() for _, values in kv_caches]),
             out.data_ptr(),
             torch.get_num_threads(),
+            None if metadata.adapter_slots is None else self._adapters,
+            address(metadata.adapter_slots),
         )
         # Each call chooses its number of threads again, so a long step is cut into several calls.
         layers_per_call = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
         for first in range(0, num_layers, layers_per_call):
             self.layers[first](min(num_layers, first + layers_per_call), *arguments)
         return out
+
+
+def _part_sizes(layer: LayerWeights) -> list[Sequence[int]]:
+    """Return the number of outputs of each part of qkv, o, gate and up, down."""
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    inner = len(layer.gate_up_proj[0]) // 2
+    return [(queries, keys, keys), (len(layer.o_proj[0]),), (inner, inner), (len(layer.down_proj[0]),)]
 
 
 def _num_weights(layer: CDecoderLayer) -> int:

@@ -98,9 +98,31 @@ class CDecoder(ctypes.Structure):
     )
 
 
+class CAdapterStack(ctypes.Structure):
+    """Mirrors `AdapterStack` of csrc/lora.h."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("ranks", c_void_p),
+        ("first_parts", c_void_p),
+        ("num_slots", c_int64),
+        ("max_rank", c_int64),
+        ("parts", c_int64),
+        ("span", c_int64),
+        ("inputs", c_int64),
+    )
+
+
+class CLayerAdapters(ctypes.Structure):
+    """Mirrors `LayerAdapters` of csrc/decoder.h."""
+
+    _fields_ = tuple((name, POINTER(CAdapterStack)) for name in ("qkv", "o", "gate_up", "down"))
+
+
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
-    "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
+    "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "attention": (
@@ -125,6 +147,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
         POINTER(c_void_p),
         c_void_p,
         c_int,
+        POINTER(CLayerAdapters),
+        c_void_p,
     ),
 }
 
@@ -194,6 +218,11 @@ def runnable_builds() -> list[str]:
     """Return the names of the builds that this processor runs, the fastest first."""
     flags = cpu_flags()
     return [name for name, needs in _NEEDS.items() if needs <= flags]
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of the elements of `tensor`; None for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 _REMEDY: Final = "install a C++ compiler, and then this package again"

@@ -1,12 +1,14 @@
 """Weights packed for the C++ kernels, and the products with them."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from vllm_mp.kernels.cpu.library import DTYPES, CLinear, Library
+from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
+from vllm_mp.kernels.cpu.library import DTYPES, CLinear, Library, address
 
 MAX_INT8_INPUTS: Final = 65_536
 """With more inputs, a sum of 8-bit products may overflow 32 bits."""
@@ -65,6 +67,7 @@ class PackedLinear:
         columns = panels * library.panel_columns
         is_int8 = quantization == "int8" and inputs % 4 == 0 and inputs <= MAX_INT8_INPUTS
         self._library = library
+        self._is_pair = is_pair
         self._dtype = weight.dtype
         empty = torch.empty if arena is None else arena.empty
         self._weight = empty(columns * inputs, dtype=torch.int8 if is_int8 else weight.dtype)
@@ -82,30 +85,48 @@ class PackedLinear:
             inputs,
             is_pair,
             self._weight.data_ptr(),
-            _address(self._scales),
-            _address(self._sums),
+            address(self._scales),
+            address(self._sums),
             torch.get_num_threads(),
         )
         self._outputs = columns if is_pair else outputs
         self.interface = CLinear(
             self._weight.data_ptr(),
-            _address(self._bias),
-            _address(self._scales),
-            _address(self._sums),
+            address(self._bias),
+            address(self._scales),
+            address(self._sums),
             inputs,
             self._outputs,
         )
         self._pointer = ctypes.byref(self.interface)
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return [..., outputs] for `x` [..., inputs], in the dtype of the original weights or in `dtype` float32."""
+    def __call__(
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        adapters: PackedAdapterStack | None = None,
+        adapter_slots: Tensor | None = None,
+    ) -> Tensor:
+        """Return [..., outputs] for `x` [..., inputs], in the dtype of the original weights or in `dtype` float32.
+
+        With `adapters` and `adapter_slots`, int32 for each row of `x`, the rows get what `ops.add_adapters` adds,
+        before they are rounded; `dtype` must be None then.
+        """
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         out = torch.empty((flat.shape[0], self._outputs), dtype=dtype or self._dtype)
         name = "linear" if out.dtype == self._dtype else "logits"
-        self._library.function(name, self._dtype)(
-            self._pointer, flat.data_ptr(), flat.shape[0], out.data_ptr(), torch.get_num_threads()
-        )
+        arguments = [self._pointer, flat.data_ptr(), flat.shape[0], out.data_ptr(), torch.get_num_threads()]
+        if name == "linear":
+            added = None if adapters is None or adapter_slots is None else adapters.pointer
+            arguments += [added, address(adapter_slots)]
+        self._library.function(name, self._dtype)(*arguments)
         return out.view(*x.shape[:-1], self._outputs)
+
+    def adapter_stack(self, part_sizes: Sequence[int], num_slots: int, max_rank: int) -> PackedAdapterStack:
+        """Return memory for adapters of these weights; `part_sizes` has the number of outputs of each part."""
+        return PackedAdapterStack(
+            self._library, self.interface.inputs, part_sizes, num_slots, max_rank, self._dtype, is_pair=self._is_pair
+        )
 
     def argmax(self, x: Tensor) -> Tensor:
         """Return `ops.argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
@@ -120,7 +141,3 @@ class PackedLinear:
 def can_pack(weight: Tensor) -> bool:
     """Tell whether the kernels take a matrix [outputs, inputs]: on the CPU, of a supported dtype, with even inputs."""
     return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % 2 == 0
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -59,6 +59,11 @@ _HOPPER: Final[dict[str, Options]] = {
     "fp8_parts": {"PROGRAMS": 1, "TILES": 4},
     # torch multiplies more rows than this if it can.
     "fp8_library": {"ROWS": 64},
+    # LoRA adapters: up to 16 tokens, and more.
+    "lora_shrink/16": {"ROWS": 16, "INPUT_TILE": 128, "num_warps": 4, "num_stages": 2},
+    "lora_shrink/64": {"ROWS": 64, "INPUT_TILE": 64, "num_warps": 4, "num_stages": 2},
+    "lora_expand/16": {"ROWS": 16, "OUTPUT_TILE": 128, "num_warps": 4, "num_stages": 2},
+    "lora_expand/64": {"ROWS": 64, "OUTPUT_TILE": 128, "num_warps": 4, "num_stages": 2},
     # Rows of up to 1, 4 and 16 thousand elements.
     "norm/1024": {"ELEMENTS": 1024, "num_warps": 4},
     "norm/4096": {"ELEMENTS": 4096, "num_warps": 8},
@@ -91,6 +96,8 @@ _INTERPRETED: Final[dict[str, Options]] = {
     "splits": {"PROGRAMS": 2, "TOKENS": 16},
     **{f"fp8/{rows}": {"ROWS": 16, "OUTPUT_TILE": 32} for rows in (16, 64, 128)},
     "fp8_parts": {"PROGRAMS": 2, "TILES": 1},
+    **{f"lora_shrink/{rows}": {"ROWS": 16, "INPUT_TILE": 32} for rows in (16, 64)},
+    **{f"lora_expand/{rows}": {"ROWS": 16, "OUTPUT_TILE": 32} for rows in (16, 64)},
     "elementwise": {"ELEMENTS": 64},
     "argmax": {"ELEMENTS": 64},
     "sample": {"ELEMENTS": 64},

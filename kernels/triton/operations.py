@@ -3,11 +3,13 @@
 from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul
 from vllm_mp.kernels.triton.attention import paged_attention
 from vllm_mp.kernels.triton.float8 import fp8_linear, quantize_rows
+from vllm_mp.kernels.triton.lora import add_adapters
 from vllm_mp.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
 from vllm_mp.kernels.triton.sampling import argmax, sample
 
 __all__ = [
+    "add_adapters",
     "add_rms_norm",
     "argmax",
     "fp8_linear",

@@ -10,6 +10,7 @@ from support.covering import covering
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models import build_model
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops, reference
@@ -129,6 +130,71 @@ def test_argmax_of_a_row_that_is_not_finite_is_no_place(build, quantization):
     assert torch.equal(reference.argmax(product(x)), expected)
 
 
+def adapted_case(build, dtype, part_sizes, inputs, quantization=None):
+    """Return a product of random weights, four slots of adapters for it, and the same slots as torch reads them.
+
+    Slot 1 was never loaded, and slot 2 changes only the last part.
+    """
+    product = PackedLinear(build, torch.randn(sum(part_sizes), inputs).to(dtype) / 8, None, quantization)
+    max_rank = 20
+    packed = product.adapter_stack(part_sizes, 4, max_rank)
+    stack = ops.AdapterStack(inputs, part_sizes, 4, max_rank, dtype, torch.device("cpu"))
+    for slot, ranks in {0: [7] * len(part_sizes), 2: [3], 3: [20, 1, 16][: len(part_sizes)]}.items():
+        own = [
+            ops.Factors((torch.randn(rank, inputs) / 8).to(dtype), (torch.randn(outputs, rank) / 4).to(dtype))
+            for rank, outputs in zip(ranks, part_sizes[-len(ranks) :], strict=True)
+        ]
+        factors = [None] * (len(part_sizes) - len(own)) + own
+        for memory in (packed, stack):
+            memory.load(slot, [ops.Factors(torch.ones(max_rank, inputs), torch.ones(n, max_rank)) for n in part_sizes])
+            memory.load(slot, factors)
+    return product, packed, stack
+
+
+PART_SIZES = [(70,), (64, 32, 32), (40, 12, 12), (8, 4, 4), (150, 150)]
+
+
+@DTYPES
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("part_sizes", PART_SIZES, ids=str)
+def test_adapters_add_to_products_what_the_reference_adds(build, dtype, part_sizes, quantization):
+    product, packed, stack = adapted_case(build, dtype, part_sizes, 96, quantization)
+    for rows in (1, 2, 30, 70):
+        x = torch.randn(rows, 96).to(dtype)
+        slots = torch.randint(-1, 4, (rows,), dtype=torch.int32)
+        plain, got = product(x), product(x, None, packed, slots)
+        expected = product(x, torch.float32)
+        reference.add_adapters(expected, x.float(), slots, stack.a.float(), stack.b.float(), part_sizes)
+        assert_near(got, expected, dtype)
+        assert torch.equal(got[(slots == -1) | (slots == 1)], plain[(slots == -1) | (slots == 1)])
+        assert torch.equal(product(x, None, packed, torch.full_like(slots, -1)), plain)
+        assert torch.equal(product(x, None, packed, None), plain)
+
+
+@DTYPES
+def test_products_with_adapters_are_batch_invariant_and_the_same_in_every_slot(build, dtype):
+    product, packed, stack = adapted_case(build, dtype, (64, 32, 32), 96)
+    factors = [ops.Factors(a[:7], b[:7].T) for a, b in zip(stack.a[0], stack.b[0].split((64, 32, 32), 1), strict=True)]
+    x, slots = torch.randn(64, 96).to(dtype), torch.randint(-1, 4, (64,), dtype=torch.int32)
+    together = product(x, None, packed, slots)
+    for first, last in ((0, 1), (3, 8), (10, 27), (40, 64)):
+        assert torch.equal(product(x[first:last], None, packed, slots[first:last]), together[first:last])
+    packed.load(1, factors)
+    assert torch.equal(product(x, None, packed, slots.masked_fill(slots == 0, 1))[slots == 0], together[slots == 0])
+
+
+@DTYPES
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_row_that_is_not_finite_affects_no_other_row_of_its_adapter(build, dtype, quantization):
+    product, packed, _ = adapted_case(build, dtype, (64, 32, 32), 96, quantization)
+    x, slots = torch.randn(5, 96).to(dtype), torch.zeros(5, dtype=torch.int32)
+    expected = product(x, None, packed, slots)
+    x[1, 3], x[3, 60] = float("nan"), float("inf")
+    got = product(x, None, packed, slots)
+    assert not got[[1, 3]].isfinite().any()
+    assert torch.equal(got[[0, 2, 4]], expected[[0, 2, 4]])
+
+
 def attend(batch, dtype, *options):
     return ops.paged_attention(batch.q.to(dtype), batch.k_cache.to(dtype), batch.v_cache.to(dtype), *options)
 
@@ -231,10 +297,23 @@ def test_fused_decoder_agrees_with_its_modules(build, dtype, quantization, name,
                 if parameter.dim() == 2 and parameter is not modules.embed_tokens and parameter.shape[1] % 4 == 0:
                     parameter.copy_(rounded_to_8_bits(parameter))
         modules.lm_head.pack(quantization)
-    for rows in (MIXED, PREFILLS):
+    stacks = [model.make_adapter_stacks(3, 10) for model in (modules, packed)]
+    for projection, *of_models in zip(projections(arch), *stacks, strict=True):
+        for slot, rank in ((0, 10), (2, 3)):
+            a, b = (
+                torch.randn(rank, projection.inputs) / 8,
+                [torch.randn(size, rank) / 8 for size in projection.outputs],
+            )
+            for stack in of_models:
+                stack.load(slot, [ops.Factors(a.to(dtype), of_part.to(dtype)) for of_part in b])
+    for rows, adapters in ((MIXED, None), (MIXED, [2, 0, -1, 2]), (PREFILLS, [0, -1, 2])):
         batch = PagedBatch(rows, arch.num_heads, arch.num_kv_heads, arch.head_dim, 16)
         shape = batch.k_cache.shape
         caches = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(arch.num_layers)]
+        metadata = batch.metadata
+        if adapters is not None:
+            slots = torch.tensor(adapters, dtype=torch.int32).repeat_interleave(torch.tensor(metadata.query_lens))
+            metadata = metadata._replace(adapter_slots=slots)
         positions = torch.cat([torch.arange(context - count, context) for count, context in rows])
         ids = torch.arange(len(positions)) % 100
         outputs = []
@@ -243,7 +322,7 @@ def test_fused_decoder_agrees_with_its_modules(build, dtype, quantization, name,
             with torch.inference_mode(), monkeypatch.context() as patch:
                 if model is modules:
                     patch.setattr(ops, "library", lambda: None)
-                hidden = model(ids, positions, own, batch.metadata)
+                hidden = model(ids, positions, own, metadata)
                 logits = model.compute_logits(hidden)
                 assert torch.equal(model.argmax(hidden), reference.argmax(logits))
                 outputs.append((hidden, logits, own[-1][0]))

@@ -18,6 +18,7 @@ KERNELS = {
     "_activation_kernel",
     "_decode_kernel",
     "_depth_kernel",
+    "_expand_kernel",
     "_highest_kernel",
     "_layer_norm_kernel",
     "_merge_kernel",
@@ -27,6 +28,7 @@ KERNELS = {
     "_rotary_kernel",
     "_rotary_write_kernel",
     "_sample_kernel",
+    "_shrink_kernel",
     "_write_kernel",
 }
 FLOAT8_KERNELS = {"_add_kernel", "_product_kernel", "_quantize_kernel"}

@@ -83,6 +83,11 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
     operations.rotary(q, k, positions, table)
     operations.write_kv(k, v, *caches, positions)
     operations.rotary_write_kv(q, k, v, positions, table, *caches, positions)
+    sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    for tokens, max_rank in ((8, 16), (100, 128)):
+        a, b = torch.ones(2, 3, max_rank, hidden, dtype=dtype), torch.ones(2, max_rank, sum(sizes), dtype=dtype)
+        rows, slots = torch.ones(tokens, hidden, dtype=dtype), torch.zeros(tokens, dtype=torch.int32)
+        operations.add_adapters(torch.ones(tokens, sum(sizes), dtype=dtype), rows, slots, a, b, sizes)
     logits = torch.ones(4, 128_256, dtype=dtype)
     operations.sample(logits, draw_params([{}] * len(logits), torch.zeros(4, dtype=torch.float64)))
 

@@ -415,6 +415,41 @@ def test_row_that_is_not_finite_affects_no_other_row_of_a_product(block_rows: in
     assert operations.fp8_linear(*at(DEVICE, x[:0], weight, scale)).shape == (0, 64)
 
 
+@DTYPES
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "part_sizes", "max_rank"),
+    [(1, 64, (40,), 16), (5, 70, (64, 16, 16), 8), (40, 48, (33, 7, 7), 20), (33, 64, (50, 50), 100)],
+    ids=str,
+)
+def test_adapters_add_what_the_reference_adds(
+    tokens: int, inputs: int, part_sizes: tuple[int, ...], max_rank: int, dtype: torch.dtype
+) -> None:
+    x, out = torch.randn(tokens, 2 * inputs).to(dtype)[:, :inputs], torch.randn(tokens, sum(part_sizes)).to(dtype)
+    a = (torch.randn(3, len(part_sizes), max_rank, inputs) / 8).to(dtype)
+    b = (torch.randn(3, max_rank, sum(part_sizes)) / 8).to(dtype)
+    slots = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
+    slots[0] = 2
+    expected = out.float().clone()
+    reference.add_adapters(expected, x.float(), slots, a.float(), b.float(), part_sizes)
+    got, *inputs_on_device = at(DEVICE, out.clone(), x, slots, a, b)
+    operations.add_adapters(got, *inputs_on_device, part_sizes)
+    assert_near(got, expected, dtype)
+    assert torch.equal(got.cpu()[slots == -1], out[slots == -1])
+
+
+def test_token_that_is_not_finite_affects_no_other_token_of_its_adapter() -> None:
+    x, a, b = torch.randn(5, 64), torch.randn(1, 1, 8, 64), torch.randn(1, 8, 40)
+    slots = torch.zeros(5, dtype=torch.int32)
+    results = []
+    for value in (0.0, torch.nan):
+        x[1, 3] = x[3, 7] = value
+        out = torch.zeros(5, 40, device=DEVICE)
+        operations.add_adapters(out, *at(DEVICE, x, slots, a, b), (40,))
+        results.append(out.cpu())
+    assert results[1][[1, 3]].isnan().all()
+    assert torch.equal(results[1][[0, 2, 4]], results[0][[0, 2, 4]])
+
+
 def test_padding_is_not_written_to_the_cache() -> None:
     q, k, v, positions, table = at(DEVICE, *rotary_inputs(3, 2, 2, 8, 8, torch.float32))
     cells = torch.tensor([-1, 6, -1], device=DEVICE)
@@ -433,6 +468,8 @@ def test_operations_accept_zero_tokens() -> None:
     assert operations.rms_norm(x, weight, 1e-5).shape == (0, 64)
     assert operations.layer_norm(x, weight, weight, 1e-5).shape == (0, 64)
     assert operations.silu_and_mul(x).shape == (0, 32)
+    slots = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    operations.add_adapters(x, x, slots, torch.ones(1, 1, 8, 64, device=DEVICE), weight.repeat(1, 8, 1), (64,))
 
 
 @DTYPES

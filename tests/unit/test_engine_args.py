@@ -40,9 +40,6 @@ NOT_SERVED = {
     "distributed_executor_backend",
     "worker_use_ray",
     "engine_use_ray",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
 }
 """The options that accept only their default."""
 SERVED = [name for name in FIELDS if name not in NOT_SERVED]
@@ -54,9 +51,12 @@ NOT_READ = {
     "parallel_config.data_parallel_size",
     "parallel_config.distributed_executor_backend",
     "lora_config.max_loras",
+    "lora_config.max_cpu_loras",
     "lora_config.max_lora_rank",
 }
-"""Fields of the configuration that belong to options that are not served."""
+"""Fields of the configuration that belong to options that are not served, and to adapters."""
+LIMITS_OF_LORA = ("max_loras", "max_cpu_loras", "max_lora_rank")
+"""The options that have an effect only with `enable_lora`."""
 _SPECIAL_VALUES: dict[str, typing.Any] = {
     "chat_template": "{{ messages }}",
     "download_dir": "/a b",
@@ -65,6 +65,7 @@ _SPECIAL_VALUES: dict[str, typing.Any] = {
     "fault_injection": "exit@step=3",
     "generation_config": "vllm",
     "kv_cache_memory_bytes": 2**35,
+    "logits_processors": ("some.module:Class", "name=entry-point"),
     "max_logprobs": -1,
     "override_generation_config": {"top_k": 5},
 }
@@ -77,7 +78,7 @@ BOUNDED = [
 ]
 CHOICES = [name for name, field in FIELDS.items() if field.metadata["choices"]]
 WRONG_TYPE = {"str": (3, True, ["x"]), "int": ("3", 1.5, True, [3]), "float": ("0.5", True, [0.5])}
-WRONG_TYPE |= {"bool": ("yes", 1, [True]), "dict": ("{}", 3, [1])}
+WRONG_TYPE |= {"bool": ("yes", 1, [True]), "dict": ("{}", 3, [1]), "tuple": ("x", 3, [1])}
 
 
 def types_of(name):
@@ -107,6 +108,8 @@ def flags_for(name, value):
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, tuple):
+        return [text for element in value for text in (f"--{flag}", element)]
     return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
@@ -173,7 +176,7 @@ def test_every_option_has_a_flag_whose_help_shows_default_and_choices():
         assert ("not served" in action.help) == (name in NOT_SERVED)
         if isinstance(field.default, bool):
             assert f"(default: {'on' if field.default else 'off'})" in action.help, name
-        elif field.default not in (None, ""):
+        elif field.default not in (None, "", ()):
             assert f"(default: {field.default})" in action.help, name
         elif name in SERVED:
             assert "by default" in action.help, name
@@ -204,7 +207,24 @@ def test_all_flags_together_mean_the_same_as_all_arguments():
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in FINDS_FILES])
 def test_every_served_option_changes_the_configuration(model, name):
     folder = model(generation={"eos_token_id": 7})
-    assert config_of(folder, **{name: other_value(name)}) != config_of(folder)
+    others = {"enable_lora": True} if name in LIMITS_OF_LORA else {}
+    assert config_of(folder, **others, **{name: other_value(name)}) != config_of(folder, **others)
+
+
+def test_configuration_of_adapters_keeps_as_many_in_host_memory_as_on_the_device_by_default(model):
+    assert config_of(model(), enable_lora=True, max_loras=3).lora_config.max_cpu_loras == 3
+    assert config_of(model(), max_loras=3).lora_config is None
+
+
+def test_fewer_adapters_in_host_memory_than_on_the_device_are_refused(model):
+    with pytest.raises(ValueError, match="max_cpu_loras=2 is below max_loras=3; raise the first or lower the second"):
+        config_of(model(), enable_lora=True, max_loras=3, max_cpu_loras=2)
+
+
+def test_adapters_are_refused_for_a_model_that_takes_none(model):
+    folder = model(architectures=["BertModel"], layer_norm_eps=1e-12, type_vocab_size=2, hidden_act="gelu")
+    with pytest.raises(ValueError, match=r"enable_lora=True.*BertModel"):
+        config_of(folder, enable_lora=True)
 
 
 def test_every_field_of_the_configuration_is_read_by_the_product():

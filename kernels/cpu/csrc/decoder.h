@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "lora.h"
 #include "team.h"
 
 namespace vmp {
@@ -19,6 +20,15 @@ struct DecoderLayer {
     Linear<T> down;
     Heads heads;
     int64_t inner;
+};
+
+// The adapters of a layer's projections.
+template <class T>
+struct LayerAdapters {
+    const AdapterStack<T>* qkv;
+    const AdapterStack<T>* o;
+    const AdapterStack<T>* gate_up;
+    const AdapterStack<T>* down;
 };
 
 template <class T>
@@ -46,6 +56,8 @@ struct Buffers {
     RowBuffer<T> normed;
     std::vector<T> qkv, attended, inner;
     std::vector<float> partials;
+    AdapterRows adapter_rows;
+    std::vector<T> ranked;
 };
 
 // Up to this many rows, every thread norms and quantizes all rows itself, which is faster than waiting for the others.
@@ -53,8 +65,8 @@ constexpr int64_t FEW = 2;
 
 // Computes one layer with all members of a team, and adds its output to `x` [num_tokens, hidden].
 template <class T>
-void add_layer(Member& member, const DecoderLayer<T>& layer, const AttentionMetadata& step, const Attention& todo,
-               float eps, T* x, const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<T>& b) {
+void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters<T>& adapters,
+               const AttentionMetadata& step, const Attention& todo, float eps, T* x, const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<T>& b) {
     const Heads& heads = layer.heads;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
     const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
@@ -77,12 +89,16 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const AttentionMeta
         if (next.scales) each_row([&](int64_t i) { normed.quantize_row(some.data() + i * next.inputs, next.inputs, i); });
         return normed.rows(some.data(), tokens);
     };
+    auto added = [&](const AdapterStack<T>* stack, const Rows<T>& rows) {
+        return additions(member, stack, b.adapter_rows, rows.values, b.ranked.data());
+    };
     auto add_to_x = [&](int64_t row, int64_t column, vf sums, int count) {
         T* out = x + row * hidden + column;
         store_some(out, load_some(out, count) + rounded<T>(sums), count);
     };
 
-    multiply_all(member, layer.qkv, norm(layer.input_norm, layer.qkv),
+    const Rows<T> attention_rows = norm(layer.input_norm, layer.qkv);
+    multiply_all(member, layer.qkv, attention_rows, added(adapters.qkv, attention_rows),
                  [&](int64_t row, int64_t column, vf sums, int count) {
                      store_some(b.qkv.data() + row * qkv_size + column, sums, count);
                  });
@@ -103,31 +119,37 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const AttentionMeta
     });
     attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, k_cache, v_cache, b.attended.data(), attended_size,
                b.partials.data());
-    multiply_all(member, layer.o, rows_of(b.attended, layer.o), add_to_x);
+    const Rows<T> attended_rows = rows_of(b.attended, layer.o);
+    multiply_all(member, layer.o, attended_rows, added(adapters.o, attended_rows), add_to_x);
 
-    const Rows<T> rows = norm(layer.post_attention_norm, layer.gate_up);
+    const Rows<T> mlp_rows = norm(layer.post_attention_norm, layer.gate_up);
+    const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
     each_panel(member, layer.gate_up, tokens, [&](int64_t i) {
         const int64_t column = i * W;
         const int count = int(std::min<int64_t>(W, layer.inner - column));
-        products(layer.gate_up, i, rows, [&](int64_t row, vf gate, vf up) {
+        products(layer.gate_up, i, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
             vf product = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(up);
             store_some(b.inner.data() + row * layer.inner + column, product, count);
         });
     });
-    multiply_all(member, layer.down, rows_of(b.inner, layer.down), add_to_x);
+    const Rows<T> inner_rows = rows_of(b.inner, layer.down);
+    multiply_all(member, layer.down, inner_rows, added(adapters.down, inner_rows), add_to_x);
 }
 
 // Computes layers `first` up to `end`, and after the last layer the norm into `out`. `x` [num_tokens, hidden] holds the
 // embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; `cos_sin` [max_position,
-// head_dim]; one cache for each layer of the decoder; `out` has the shape of `x`.
+// head_dim]; one cache for each layer of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the
+// decoder, and `slots` [num_tokens] are null if no token has an adapter.
 template <class T>
 void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
-         const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads) {
+         const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads,
+         const LayerAdapters<T>* adapters, const int32_t* slots) {
     static Buffers<T> b;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);
     std::vector<const Attention*> plan_of(end - first);
     auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
+    b.adapter_rows.group(adapters ? slots : nullptr, tokens);
     for (int64_t i = first; i < end; ++i) {
         const DecoderLayer<T>& layer = decoder.layers[i];
         int64_t same = first;  // the first layer with the same window
@@ -138,12 +160,15 @@ void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionM
         fit(b.attended, tokens * layer.o.inputs);
         fit(b.inner, tokens * layer.inner);
         fit(b.partials, plans[same - first].partials * layer.heads.queries * layer.heads.partial_size());
+        if (adapters)
+            for (auto* stack : {adapters[i].qkv, adapters[i].o, adapters[i].gate_up, adapters[i].down})
+                fit(b.ranked, b.adapter_rows.rows.size() * stack->panels() * W);
         if (tokens > FEW) b.normed.fit(tokens, std::max({hidden, layer.o.inputs, layer.inner}));
     }
     team().run(threads, [&](Member& member) {
         for (int64_t i = first; i < end; ++i)
-            add_layer(member, decoder.layers[i], step, *plan_of[i - first], decoder.eps, x, positions, cos_sin,
-                      k_caches[i], v_caches[i], b);
+            add_layer(member, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step, *plan_of[i - first],
+                      decoder.eps, x, positions, cos_sin, k_caches[i], v_caches[i], b);
         if (end == decoder.num_layers)
             member.each(tokens, [&](int64_t i) {
                 rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, out + i * hidden);

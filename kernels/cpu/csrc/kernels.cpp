@@ -40,11 +40,20 @@ Rows<T> input(Member& member, const Linear<T>& w, const T* x, int64_t rows, Byte
 }
 
 template <class T, class Out>
-void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads) {
+void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads,
+            const AdapterStack<T>* adapters = nullptr, const int32_t* slots = nullptr) {
     ByteRows<T> bytes;
     if (w.scales) bytes.fit(rows, w.inputs);
+    AdapterRows adapter_rows;
+    std::vector<T> ranked;
+    if (adapters) {
+        adapter_rows.group(slots, rows);
+        ranked.resize(adapter_rows.rows.size() * adapters->panels() * W);
+    }
     team().run(threads, [&](Member& member) {
-        multiply_all(member, w, input(member, w, x, rows, bytes), [&](int64_t row, int64_t column, vf sums, int count) {
+        const Rows<T> given = input(member, w, x, rows, bytes);
+        const Additions<T> added = additions(member, adapters, adapter_rows, x, ranked.data());
+        multiply_all(member, w, given, added, [&](int64_t row, int64_t column, vf sums, int count) {
             store_some(out + row * w.outputs + column, sums, count);
         });
     });
@@ -123,8 +132,9 @@ int64_t vmp_panel_columns() { return NR; }
                          int32_t* sums, int threads) {                                                                \
         pack(weight, outputs, inputs, is_pair, packed, scales, sums, threads);                                        \
     }                                                                                                                 \
-    void vmp_linear_##NAME(const Linear<T>* w, const T* x, int64_t rows, T* out, int threads) {                       \
-        linear(*w, x, rows, out, threads);                                                                            \
+    void vmp_linear_##NAME(const Linear<T>* w, const T* x, int64_t rows, T* out, int threads,                         \
+                           const AdapterStack<T>* adapters, const int32_t* slots) {                                   \
+        linear(*w, x, rows, out, threads, adapters, slots);                                                           \
     }                                                                                                                 \
     void vmp_logits_##NAME(const Linear<T>* w, const T* x, int64_t rows, float* out, int threads) {                   \
         linear(*w, x, rows, out, threads);                                                                            \
@@ -135,8 +145,8 @@ int64_t vmp_panel_columns() { return NR; }
     }                                                                                                                 \
     void vmp_decoder_##NAME(const Decoder<T>* decoder, int64_t first, int64_t end, const AttentionMetadata* step, T* x,\
                             const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches,       \
-                            T* out, int threads) {                                                                    \
-        run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads);                    \
+                            T* out, int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {            \
+        run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads, adapters, slots);   \
     }                                                                                                                 \
     void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {              \
         argmax(*w, x, rows, places, threads);                                                                         \

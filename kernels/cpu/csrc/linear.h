@@ -338,18 +338,4 @@ inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) 
         member.each_guided(w.panels(), f);
 }
 
-// Multiplies all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
-template <class T, class Put>
-inline void multiply_all(Member& member, const Linear<T>& w, const Rows<T>& x, Put&& put) {
-    each_panel(member, w, x.count, [&](int64_t i) {
-        const int64_t column = i * NR;
-        const int count0 = int(std::min<int64_t>(W, w.outputs - column));
-        const int count1 = int(std::min<int64_t>(W, w.outputs - column - W));
-        products(w, i, x, [&](int64_t row, vf first, vf second) {
-            put(row, column, first, count0);
-            if (count1 > 0) put(row, column + W, second, count1);
-        });
-    });
-}
-
 }  // namespace vmp

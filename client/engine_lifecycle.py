@@ -1,0 +1,174 @@
+"""What an engine holds in the process of its client, the end of its use, and forks of that process."""
+
+import os
+import types
+import weakref
+from typing import Any, Self
+
+from vllm_mp import wire
+from vllm_mp.client.engine.core_client import EngineCoreClient
+from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.engine_end import EngineEnd
+from vllm_mp.client.engine_readings import EngineReadings
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.prompt_tokenizer import PromptTokenizer
+from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggers
+from vllm_mp.client.stats import EngineStats
+from vllm_mp.client.tracing import RequestTracer
+from vllm_mp.errors import EngineDeadError, EngineError
+
+_engines: "weakref.WeakSet[EngineLifecycle]" = weakref.WeakSet()
+"""The engines of this process."""
+
+
+class EngineLifecycle:
+    """The state of an `AsyncLLM`, and the part of its methods that begins and ends its use."""
+
+    def __init__(
+        self,
+        supervisor: CoreSupervisor,
+        prompt_tokenizer: PromptTokenizer | None,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        """`prompt_tokenizer` is None with skip_tokenizer_init; both it and `tracer` are closed with the engine."""
+        self.vllm_config = supervisor.core.config
+        self.model_config = self.vllm_config.model_config
+        self._supervisor = supervisor
+        self._prompt_tokenizer = prompt_tokenizer
+        self._tracer = tracer
+        self.stats = EngineStats(self.model_config.max_model_len, self.vllm_config.cache_config.enable_prefix_caching)
+        """What this client counts; it needs no core to be read."""
+        if tracer is not None:
+            self.stats.add_listener(tracer)
+        self._requests = OutputProcessor(self.stats.note_end)
+        self._core_client = EngineCoreClient(supervisor, self._requests, self.stats)
+        self.readings = EngineReadings(self.vllm_config, self.stats, self._requests, self._core_client)
+        """The counters and the load of the core, for readers in any thread."""
+        self._stat_loggers = StatLoggers(self.readings)
+        if not self.vllm_config.observability_config.disable_log_stats:
+            self._stat_loggers.add_all({LoggingStatLogger.default_name: LoggingStatLogger})
+        self._accepts = True
+        self._end = EngineEnd(self, supervisor, prompt_tokenizer, tracer, self._stat_loggers)
+        self._is_shut_down = False
+        self._owner = os.getpid()
+        _engines.add(self)
+
+    @property
+    def is_running(self) -> bool:
+        return self._accepts and not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_shut_down or self.errored
+
+    @property
+    def errored(self) -> bool:
+        """The core is gone for good."""
+        return self._supervisor.end is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the core is gone for good; None while it is not."""
+        return self._core_client.dead_error
+
+    def start_background_loop(self) -> None:
+        """Accept requests, after `start_engine_loop=False`."""
+        self._check_process()
+        self._accepts = True
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the core, by force after `timeout` seconds, and remove its files; live streams fail. Idempotent.
+
+        A shared core, as with `connect`, continues without this client's requests.
+        """
+        if self._begin_shutdown():
+            self._end.run(timeout)
+        else:
+            self._end.wait()
+
+    async def aclose(self, timeout: float | None = None) -> None:
+        """Do what `shutdown` does, beside the event loop; a further call waits for the first.
+
+        Cancelling the call does not undo it: the core ends all the same.
+        """
+        if self._begin_shutdown():
+            self._end.begin(timeout)
+        if not self.is_forked:
+            await self._end.done()
+
+    def shutdown_background_loop(self) -> None:
+        """Call `shutdown`, of which this is the older name."""
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        self._check_process()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def is_forked(self) -> bool:
+        """This process was forked after the engine was made, and cannot use it."""
+        return os.getpid() != self._owner
+
+    def _check_process(self) -> None:
+        """Raise RuntimeError if this process was forked after the engine was made."""
+        if self.is_forked:
+            raise self._fork_error()
+
+    def _fork_error(self) -> RuntimeError:
+        return RuntimeError(
+            f"this engine belongs to process {self._owner}, and this process, {os.getpid()}, was forked from it later; "
+            "make an engine after the fork (with gunicorn, leave --preload out)"
+        )
+
+    def _begin_shutdown(self) -> bool:
+        """End all streams; return whether this is the first call, after which the core must be ended."""
+        if self._is_shut_down or self.is_forked:
+            return False
+        self._is_shut_down = True
+        self._core_client.fail_all(EngineDeadError("the engine was shut down"))
+        return True
+
+    def _attach(self) -> None:
+        """Receive from the core on the running loop.
+
+        Raises EngineDeadError if the core is gone for good, and RuntimeError in a forked child.
+        """
+        self._check_process()
+        self._core_client.attach()
+        if not self._accepts:
+            raise EngineError("start_engine_loop was False: call start_background_loop() first")
+
+    async def _call(self, name: str, *args: wire.CallArgument) -> Any:
+        """Run an operation that may take any time; raises EngineError if the core answers with an error."""
+        self._attach()
+        return await self._core_client.call(name, None, *args)
+
+    async def _ask(self, name: str, *args: wire.CallArgument) -> Any:
+        """Run an operation that a core answers between two steps; raises EngineError also if it does not."""
+        self._attach()
+        limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
+        try:
+            return await self._core_client.call(name, limit, *args)
+        except TimeoutError as error:
+            raise EngineError(f"the core has not answered for {limit:g} s: {self._supervisor.status()}") from error
+
+
+def _fail_streams() -> None:
+    """End the streams of all engines in a forked child, which has no thread and no socket that could go on with them.
+
+    No consumer is woken, because the event loop in which it waits is the parent's.
+    """
+    for engine in list(_engines):
+        for stream in engine._requests.streams():
+            stream.error = engine._fork_error()
+
+
+os.register_at_fork(after_in_child=_fail_streams)

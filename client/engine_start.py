@@ -1,0 +1,168 @@
+"""The ways to get an engine: start a core of its own, or attach to a core that runs."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+from vllm_mp.client.background_call import call_in_thread
+from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
+from vllm_mp.client.engine.restart_limit import RestartLimit
+from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.engine_lifecycle import EngineLifecycle
+from vllm_mp.client.prompt_tokenizer import PromptTokenizer
+from vllm_mp.client.stat_loggers import StatLoggerArgument, requested_loggers
+from vllm_mp.client.tokenizer import load_awaitable_tokenizer
+from vllm_mp.client.tokenizer_data import tokenizer_of_connected
+from vllm_mp.client.tracing import RequestTracer
+from vllm_mp.config import ModelConfig, VllmConfig
+from vllm_mp.engine_args import EngineArgs
+from vllm_mp.operator_key import read_operator_key
+
+
+class EngineStart(EngineLifecycle):
+    """The part of `AsyncLLM` that makes engines."""
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: StatLoggerArgument = None,
+    ) -> Self:
+        """Start a core and return when it is ready; works with and without a running event loop.
+
+        With `start_engine_loop=False` the core starts too, but requests are refused until `start_background_loop` is
+        called. `usage_context` is accepted for older callers and has no effect. `stat_loggers` is a list of factories
+        (classes, as a rule) that are called with the configuration and 0, or a dict of loggers by name. They are called
+        beside the logger "logging", which `disable_log_stats` leaves out. Raises ValueError or TypeError for options
+        that cannot work and EngineStartError, with the cause, if the core does not start.
+        """
+        return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop, usage_context, stat_loggers)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: StatLoggerArgument = None,
+    ) -> Self:
+        """Start a core from a resolved configuration, as `from_engine_args` does."""
+        makers = requested_loggers(stat_loggers)
+        engine = cls._launch(vllm_config, lambda: None)
+        engine._stat_loggers.add_all(makers)
+        engine._accepts = start_engine_loop
+        return engine
+
+    @classmethod
+    async def start(cls, engine_args: EngineArgs, stat_loggers: StatLoggerArgument = None) -> Self:
+        """Start a core as `from_engine_args` does, without blocking the running loop; cancelling the call ends it.
+
+        Raises what `from_engine_args` raises.
+        """
+        makers = requested_loggers(stat_loggers)
+        is_cancelled = threading.Event()
+
+        def check() -> None:
+            if is_cancelled.is_set():
+                raise _Cancelled
+
+        def launch() -> Any:
+            config = engine_args.create_engine_config()
+            check()
+            return cls._launch(config, check)
+
+        starting = call_in_thread(launch)
+        try:
+            engine: Self = await asyncio.shield(starting)
+            engine._stat_loggers.add_all(makers)
+            return engine
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            with contextlib.suppress(Exception):  # the start has failed, because of the cancellation or on its own
+                await (await starting).aclose()
+            raise
+
+    @classmethod
+    def _launch(cls, vllm_config: VllmConfig, check: Callable[[], None]) -> Self:
+        """Start a core and return the engine when it is ready. `check` is called meanwhile, and raises to end that."""
+        limits = vllm_config.liveness_config
+        restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
+        tracer = _tracer(vllm_config, vllm_config.observability_config.otlp_traces_endpoint)
+        source, core = CoreLauncher(vllm_config), None
+        try:
+            source.begin()
+            # The tokenizer loads while the core starts.
+            prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
+            core = source.finish(check)
+            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer, tracer)
+        except BaseException:
+            source.close(None, core)
+            if tracer is not None:
+                tracer.close()
+            raise
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        key_file: str | None = None,
+        core_owner: str | None = None,
+        operator_key_file: str | None = None,
+        timeout: float = 30.0,
+        tokenizer: str | None = None,
+        trust_remote_code: bool = False,
+        reconnect_timeout: float = 300.0,
+        disable_log_requests: bool = True,
+        max_log_len: int | None = None,
+        otlp_traces_endpoint: str | None = None,
+    ) -> Self:
+        """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
+
+        Over a Unix socket, time in which the core gets on with its load does not count.
+
+        `key_file`, made by `vllm-mp keys client`, is needed for TCP. A Unix socket must belong to this user, to root or
+        to `core_owner`, and its folder must not be writable by others, unless it is sticky. `operator_key_file`, a copy
+        of the core's, makes this client an operator, which may pause the core and make other calls that affect all its
+        clients; without it such a call raises NotOperatorError. Several clients may share a core; `shutdown` leaves it
+        running. After its death, streams wait up to `reconnect_timeout` seconds for another core of the same model at
+        the address, and continue there.
+
+        `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
+        Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
+        `otlp_traces_endpoint` are the engine's options of these names; the core's options do not apply to this client.
+
+        Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
+        that cannot be used.
+        """
+        operator_key = read_operator_key(operator_key_file) if operator_key_file is not None else b""
+        source = RemoteCore(address, key_file, timeout, operator_key, core_owner, reconnect_timeout)
+        core = source.finish(lambda: None)
+        core.config.observability_config.disable_log_requests = disable_log_requests
+        core.config.observability_config.max_log_len = max_log_len
+        try:
+            loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
+            prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None
+            tracer = _tracer(core.config, otlp_traces_endpoint)
+            return cls(CoreSupervisor(source, core, None), prompt_tokenizer, tracer)
+        except BaseException:
+            core.connection.close()
+            raise
+
+
+def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:
+    """Return the model's tokenizer; None with skip_tokenizer_init. Raises what `load_tokenizer` raises."""
+    tokenizer = load_awaitable_tokenizer(config)
+    return PromptTokenizer(tokenizer) if tokenizer is not None else None
+
+
+class _Cancelled(Exception):
+    """The start of an engine was cancelled."""
+
+
+def _tracer(config: VllmConfig, endpoint: str | None) -> RequestTracer | None:
+    return None if endpoint is None else RequestTracer(endpoint, config.model_config.served_model_name)

@@ -1,0 +1,1 @@
+"""LoRA adapters: reading them, and their memory on the device."""

@@ -1,0 +1,189 @@
+// Low-rank adapters (LoRA, Hu et al. 2021): rows of a product get B (A x) added, each with A and B of its own adapter.
+//
+// The rows of a step are grouped by adapter once for all layers, as in S-LoRA (Sheng et al. 2023). A x is computed for
+// the rows of an adapter at once. B (A x) is computed for one panel of the product, and added to its sums before they
+// are rounded. Each output is summed in the order of the inputs, so results are batch-invariant.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "linear.h"
+
+namespace vmp {
+
+// The adapters of one projection, which may fuse several parts, such as q, k and v; mirrors CAdapterStack. Both matrices
+// are packed in panels of W columns. Memory past the rank of an adapter is not read.
+template <class T>
+struct AdapterStack {
+    const T* a;                  // [num_slots, panels()]: the columns are the ranks of all parts, one after the other
+    const T* b;                  // [2 for each panel of the product, num_slots]: the inputs are the ranks of `span` parts
+    const int32_t* ranks;        // [num_slots], multiples of KP; 0: the adapter does not change this projection
+    const int32_t* first_parts;  // for each W columns of the product, the first of the `span` parts
+    int64_t num_slots;
+    int64_t max_rank;
+    int64_t parts;
+    int64_t span;
+    int64_t inputs;
+
+    int64_t panels() const { return (parts * max_rank + W - 1) / W; }
+
+    const T* a_panel(int64_t slot, int64_t i) const { return a + (slot * panels() + i) * W * inputs; }
+    const T* b_panel(int64_t slot, int64_t i) const { return b + (i * num_slots + slot) * W * span * max_rank; }
+};
+
+// Up to MR rows that have the same adapter, as places in `AdapterRows::rows`.
+struct AdapterTile {
+    int32_t slot;
+    int64_t first;
+    int64_t end;
+};
+
+// The rows of a step that have an adapter, in the order of their slots.
+struct AdapterRows {
+    std::vector<int64_t> rows;
+    std::vector<int64_t> places;  // of each row of the step in `rows`; -1: the row has no adapter
+    std::vector<AdapterTile> tiles;
+
+    // Groups `count` rows; `slots` has the slot of each, -1 for none, or is null if no row has an adapter.
+    void group(const int32_t* slots, int64_t count) {
+        rows.clear();
+        tiles.clear();
+        if (!slots) return;
+        places.assign(count, -1);
+        for (int64_t i = 0; i < count; ++i)
+            if (slots[i] >= 0) rows.push_back(i);
+        std::stable_sort(rows.begin(), rows.end(), [&](int64_t a, int64_t b) { return slots[a] < slots[b]; });
+        const int64_t size = rows.size();
+        for (int64_t first = 0, end; first < size; first = end) {
+            const int32_t slot = slots[rows[first]];
+            for (end = first; end < size && slots[rows[end]] == slot; ++end) places[rows[end]] = end;
+            const int64_t count = end - first, parts = (count + MR - 1) / MR;
+            for (int64_t i = 0; i < parts; ++i)
+                tiles.push_back({slot, first + count * i / parts, first + count * (i + 1) / parts});
+        }
+    }
+};
+
+// Panels of W columns, `size` bytes apart.
+struct NarrowPanels {
+    const void* at;
+    int64_t size;
+
+    template <int VECTORS>
+    ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v) words[v] = read<vi>((const char*)at + v * size + step * (STEP / 2));
+    }
+};
+
+struct NoPrefetch {
+    void ask() const {}
+};
+
+// Multiplies the rows of a tile with one or two panels of W columns: calls `take(row, column, vector)`.
+template <class T, class Take>
+inline void multiply_narrow(int rows, const T* x, int64_t stride, const T* panel, int64_t next, int count,
+                            int64_t inputs, Take&& take) {
+    const NarrowPanels panels{panel, next * int64_t(sizeof(T))};
+    if (count == 2)
+        multiply_rows<MR, 2>(rows, x, stride, panels, inputs, NoPrefetch{}, [&](int r, const vf(&sums)[2]) {
+            take(r, 0, sums[0]);
+            take(r, W, sums[1]);
+        });
+    else
+        multiply_rows<MR, 1>(rows, x, stride, panels, inputs, NoPrefetch{},
+                             [&](int r, const vf(&sums)[1]) { take(r, 0, sums[0]); });
+}
+
+// What adapters add to one product.
+template <class T>
+struct Additions {
+    const AdapterStack<T>* stack = nullptr;
+    const AdapterRows* rows = nullptr;  // null: nothing is added
+    const T* ranked = nullptr;          // A x by place, `stack->panels() * W` elements each
+
+    // Returns the sums to add to panel `i` of the product, NR for each place; null if there are none.
+    const float* panel(int64_t i) const {
+        if (!rows) return nullptr;
+        thread_local std::vector<float> sums;
+        sums.resize(std::max(sums.size(), rows->rows.size() * NR));
+        const AdapterStack<T>& w = *stack;
+        const int64_t stride = w.panels() * W, next = w.num_slots * W * w.span * w.max_rank;
+        const int64_t part0 = w.first_parts[2 * i], part1 = w.first_parts[2 * i + 1];
+        for (const AdapterTile& tile : rows->tiles) {
+            const int64_t rank = w.ranks[tile.slot];
+            float* out = sums.data() + tile.first * NR;
+            const T* x = ranked + tile.first * stride;
+            auto multiply = [&](int64_t part, int64_t vector, int count) {
+                multiply_narrow(int(tile.end - tile.first), x + part * rank, stride, w.b_panel(tile.slot, 2 * i + vector),
+                                next, count, w.span * rank, [&](int row, int64_t column, vf some) {
+                                    store(out + row * NR + vector * W + column, some);
+                                });
+            };
+            if (part0 == part1) {
+                multiply(part0, 0, 2);
+            } else {
+                multiply(part0, 0, 1);
+                multiply(part1, 1, 1);
+            }
+        }
+        return sums.data();
+    }
+};
+
+// Computes A x with all members of a team into `ranked`, which grows; `x` [rows, inputs].
+template <class T>
+Additions<T> additions(Member& member, const AdapterStack<T>* stack, const AdapterRows& rows, const T* x, T* ranked) {
+    if (!stack || rows.tiles.empty()) return {};
+    const AdapterStack<T>& w = *stack;
+    const int64_t panels = w.panels(), stride = panels * W, pairs = (panels + 1) / 2;
+    thread_local std::vector<T> gathered;
+    gathered.resize(std::max<int64_t>(gathered.size(), MR * w.inputs));
+    member.each(int64_t(rows.tiles.size()) * pairs, [&](int64_t i) {
+        const AdapterTile& tile = rows.tiles[i / pairs];
+        const int64_t left = w.parts * w.ranks[tile.slot] - i % pairs * NR, count = tile.end - tile.first;
+        if (left <= 0) return;
+        const int64_t* which = rows.rows.data() + tile.first;
+        const T* from = x + which[0] * w.inputs;
+        if (which[count - 1] != which[0] + count - 1) {
+            for (int64_t r = 0; r < count; ++r)
+                std::memcpy(gathered.data() + r * w.inputs, x + which[r] * w.inputs, sizeof(T) * w.inputs);
+            from = gathered.data();
+        }
+        T* out = ranked + tile.first * stride + i % pairs * NR;
+        multiply_narrow(int(count), from, w.inputs, w.a_panel(tile.slot, i % pairs * 2), W * w.inputs, left > W ? 2 : 1,
+                        w.inputs, [&](int row, int64_t column, vf some) { store(out + row * stride + column, some); });
+    });
+    return {stack, &rows, ranked};
+}
+
+// Does what `products` does, with additions.
+template <class T, class Take>
+inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, const Additions<T>& added, Take&& take) {
+    const float* sums = added.panel(i);
+    products(w, i, x, [&](int64_t row, vf first, vf second) {
+        const int64_t place = sums ? added.rows->places[row] : -1;
+        if (place >= 0) {
+            first += load(sums + place * NR);
+            second += load(sums + place * NR + W);
+        }
+        take(row, first, second);
+    });
+}
+
+// Multiplies all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
+template <class T, class Put>
+inline void multiply_all(Member& member, const Linear<T>& w, const Rows<T>& x, const Additions<T>& added, Put&& put) {
+    each_panel(member, w, x.count, [&](int64_t i) {
+        const int64_t column = i * NR;
+        const int count0 = int(std::min<int64_t>(W, w.outputs - column));
+        const int count1 = int(std::min<int64_t>(W, w.outputs - column - W));
+        products(w, i, x, added, [&](int64_t row, vf first, vf second) {
+            put(row, column, first, count0);
+            if (count1 > 0) put(row, column + W, second, count1);
+        });
+    });
+}
+
+}  // namespace vmp

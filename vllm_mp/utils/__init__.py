@@ -1,0 +1,21 @@
+"""The helpers of `vllm.utils` that programs around an engine use; `vllm_mp.utils.async_utils` has the other ones."""
+
+import uuid
+
+from vllm_mp.argument_parser import FlexibleArgumentParser
+from vllm_mp.async_iterators import collect_from_async_generator, merge_async_iterators
+from vllm_mp.event_loops import in_loop, make_async
+
+__all__ = [
+    "FlexibleArgumentParser",
+    "collect_from_async_generator",
+    "in_loop",
+    "make_async",
+    "merge_async_iterators",
+    "random_uuid",
+]
+
+
+def random_uuid() -> str:
+    """Return a new id for a request: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
