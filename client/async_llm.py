@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.engine_adapters import EngineAdapters
 from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.engine_loggers import EngineLoggers
@@ -31,7 +32,7 @@ from vllm_mp.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTokenizer, EngineClient):
+class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAdapters, EngineTokenizer, EngineClient):
     """An engine: this asyncio half, and the core process that runs the model.
 
     Create it with `from_engine_args`, or attach to a running core with `connect`. It may be created before any event
@@ -200,17 +201,19 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
         """
         self._check_process()
         check_unserved(
-            lora_request=lora_request,
             data_parallel_rank=data_parallel_rank,
             prompt_adapter_request=prompt_adapter_request,
         )
         trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
         self._attach()
+        lora = await self._prepare(lora_request)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         arrival_time = time.time() if arrival_time is None else float(arrival_time)
         self._requests.reserve(request_id)
-        given = CallerRequest(request_id, prompt, prompt_token_ids, priority, arrival_time, tokenization_kwargs or {})
+        given = CallerRequest(
+            request_id, prompt, prompt_token_ids, priority, arrival_time, tokenization_kwargs or {}, lora
+        )
         try:
             try:
                 if isinstance(params, PoolingParams):
