@@ -9,7 +9,7 @@ from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
-from vllm_mp.request_validation import validate_generation, validate_pooling
+from vllm_mp.request_validation import checked_arrival_time, validate_generation, validate_pooling
 
 
 def new_request(
@@ -52,6 +52,7 @@ def _pooling(
         order=order,
         isolation_group=message.isolation_group,
         after_pause=message.after_pause,
+        arrival_time=checked_arrival_time(message.arrival_time),
         num_bytes=num_bytes + REQUEST_BYTES,
     )
 
@@ -85,6 +86,7 @@ def _generation(
         order=order,
         isolation_group=message.isolation_group,
         after_pause=message.after_pause,
+        arrival_time=checked_arrival_time(message.arrival_time),
         num_bytes=num_bytes + REQUEST_BYTES,
     )
 
