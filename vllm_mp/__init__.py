@@ -11,6 +11,7 @@ from vllm_mp.unserved_names import refuse
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
     from vllm_mp.client.engine_client import EngineClient
+    from vllm_mp.client.input_preprocessor import InputPreprocessor
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
     from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
     from vllm_mp.client.request_manager import RequestManager, RequestStatus, StreamingRequest
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
     from vllm_mp.errors import (
         AsyncEngineDeadError,
+        DuplicateRequestIdError,
         EngineDeadError,
         EngineError,
         EngineGenerateError,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     )
     from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+    from vllm_mp.usage_context import UsageContext
 
 __version__ = "0.1.0"
 
@@ -69,6 +72,7 @@ _MODULE_OF = {
     "CompletionOutput": "outputs",
     "DecodingConfig": "config",
     "DeviceConfig": "config",
+    "DuplicateRequestIdError": "errors",
     "EmbeddingRequestOutput": "outputs",
     "EngineArgs": "engine_args",
     "EngineClient": "client.engine_client",
@@ -76,6 +80,7 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
+    "InputPreprocessor": "client.input_preprocessor",
     "IterationStats": "client.stats",
     "LivenessConfig": "config",
     "LoRAConfig": "config",
@@ -105,6 +110,7 @@ _MODULE_OF = {
     "StreamingRequest": "client.request_manager",
     "TextPrompt": "client.prompt",
     "TokensPrompt": "client.prompt",
+    "UsageContext": "usage_context",
     "VllmConfig": "config",
     "stream_generate": "client.text_stream",
 }
@@ -120,6 +126,7 @@ __all__ = [
     "CompletionOutput",
     "DecodingConfig",
     "DeviceConfig",
+    "DuplicateRequestIdError",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineClient",
@@ -127,6 +134,7 @@ __all__ = [
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "InputPreprocessor",
     "IterationStats",
     "LivenessConfig",
     "LoRAConfig",
@@ -156,6 +164,7 @@ __all__ = [
     "StreamingRequest",
     "TextPrompt",
     "TokensPrompt",
+    "UsageContext",
     "VllmConfig",
     "stream_generate",
 ]
