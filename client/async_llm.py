@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -147,6 +147,55 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
                 priority,
                 reasoning_ended=reasoning_ended,
                 prompt_token_ids=prompt_token_ids,
+            )
+
+        return OutputIterator(self._abandon, start)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the completions of a conversation as `generate` does, after the chat template was applied.
+
+        `messages` have a "role" and a "content" each, as in OpenAI's API. `chat_template` replaces the model's own.
+        The prompt ends where the answer begins, without `add_generation_prompt` after the last message, and with
+        `continue_final_message` inside of it. `tools` and `chat_template_kwargs` are what the template reads besides;
+        calls of tools are not parsed. The special tokens are those of the template, unless `tokenization_kwargs` has
+        add_special_tokens=True.
+
+        Raises ValueError for messages or a template that cannot be used, and what `generate` raises.
+        """
+
+        async def start() -> OutputIterator:
+            self._check_process()
+            text = await self.chat_template.render(
+                messages,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=chat_template_kwargs,
+            )
+            return await self.add_request(
+                request_id,
+                text,
+                sampling_params,
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                priority=priority,
+                tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
             )
 
         return OutputIterator(self._abandon, start)

@@ -12,7 +12,7 @@ class EngineLoggers(EngineLifecycle):
     async def do_log_stats(self, scheduler_outputs: Any = None, model_output: Any = None) -> None:
         """Have all stat loggers log now, and return when they have; without a call, they do so every 10 seconds.
 
-        The arguments are accepted for callers of older versions and have no effect: the engine counts by itself.
+        The arguments are accepted for older callers and have no effect: the engine counts by itself.
         """
         self._check_process()
         await self._stat_loggers.log()

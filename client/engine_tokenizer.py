@@ -1,7 +1,9 @@
 """The tokenizer of an engine: token ids of a text, and the text of token ids, beside the event loop."""
 
+import functools
 from typing import Any
 
+from vllm_mp.client.chat_template import ChatTemplate
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
 from vllm_mp.client.input_preprocessor import InputPreprocessor, check_lora_enabled
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
@@ -29,6 +31,11 @@ class EngineTokenizer(EngineLifecycle):
         """Return what turns a prompt into token ids as `generate` does."""
         self._check_process()
         return InputPreprocessor(self.vllm_config, self._prompt_tokenizer)
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template, which is rendered beside the event loop."""
+        return ChatTemplate(None if self._prompt_tokenizer is None else self._prompt_tokenizer.tokenizer)
 
     async def tokenize(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of `text`, as the tokenizer called with `options` gives them.

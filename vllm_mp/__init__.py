@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
     from vllm_mp.client.engine_client import EngineClient
     from vllm_mp.client.input_preprocessor import InputPreprocessor
+    from vllm_mp.client.llm import LLM
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
     from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
     from vllm_mp.client.request_manager import RequestManager, RequestStatus, StreamingRequest
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
     from vllm_mp.errors import (
         AsyncEngineDeadError,
+        BatchDeadError,
         DuplicateRequestIdError,
         EngineDeadError,
         EngineError,
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     )
     from vllm_mp.lora_request import LoRARequest
     from vllm_mp.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingRequestOutput,
         Logprob,
@@ -53,6 +57,8 @@ if TYPE_CHECKING:
         RequestFailure,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
@@ -68,7 +74,10 @@ _MODULE_OF = {
     "AsyncLLMEngine": "client.async_llm",
     "AsyncMicrobatchTokenizer": "client.microbatch_tokenizer",
     "AttentionConfig": "config",
+    "BatchDeadError": "errors",
     "CacheConfig": "config",
+    "ClassificationOutput": "outputs",
+    "ClassificationRequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "DecodingConfig": "config",
     "DeviceConfig": "config",
@@ -82,6 +91,7 @@ _MODULE_OF = {
     "EngineStartError": "errors",
     "InputPreprocessor": "client.input_preprocessor",
     "IterationStats": "client.stats",
+    "LLM": "client.llm",
     "LivenessConfig": "config",
     "LoRAConfig": "config",
     "LoRARequest": "lora_request",
@@ -105,6 +115,8 @@ _MODULE_OF = {
     "SamplingParams": "sampling_params",
     "SchedulerConfig": "config",
     "SchedulerStats": "client.stats",
+    "ScoringOutput": "outputs",
+    "ScoringRequestOutput": "outputs",
     "StatLoggerBase": "client.stat_loggers",
     "StreamGroup": "client.stream_group",
     "StreamingRequest": "client.request_manager",
@@ -116,13 +128,17 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "LLM",
     "AsyncEngineArgs",
     "AsyncEngineDeadError",
     "AsyncLLM",
     "AsyncLLMEngine",
     "AsyncMicrobatchTokenizer",
     "AttentionConfig",
+    "BatchDeadError",
     "CacheConfig",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "DecodingConfig",
     "DeviceConfig",
@@ -159,6 +175,8 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerStats",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StatLoggerBase",
     "StreamGroup",
     "StreamingRequest",

@@ -3,6 +3,8 @@
 For the caller's input it raises ValueError, TypeError or NotImplementedError: correct the value that the message names.
 """
 
+from typing import Any
+
 
 class EngineError(RuntimeError):
     """The base class of the errors below: the engine, not the caller's input, is at fault."""
@@ -25,6 +27,18 @@ class EngineDeadError(EngineError):
     Also raised for requests and `check_health` while the background loop is stopped. Then `AsyncLLM.errored` is False:
     call `start_background_loop`.
     """
+
+
+class BatchDeadError(EngineDeadError):
+    """The core died for good while `LLM` ran a batch of prompts.
+
+    Raised by `LLM.generate` and the other calls with prompts. `outputs` has an entry for each prompt, in order: its
+    output if it was finished, else a `RequestFailure`. Prompts of an iterator that were not yet taken have none.
+    """
+
+    def __init__(self, message: str, outputs: list[Any]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
 
 
 class EngineGenerateError(EngineError):

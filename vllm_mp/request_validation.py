@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import ModelConfig, VllmConfig
+from vllm_mp.model_config.architecture import Architecture
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams, check_served
 from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUEST_ID_BYTES
@@ -69,6 +70,9 @@ def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: Poo
     if len(prompt) > model.max_model_len:
         raise pooling_prompt_too_long(f"{len(prompt)} tokens", model)
     _check_token_ids("prompt_token_ids", prompt, model.architecture.vocab_size)
+    _check_second_text(params, len(prompt), model.architecture)
+    if pooling_task(params, model) == "classify":
+        _check_classification(params, model)
     if params.dimensions is not None and params.dimensions > model.architecture.hidden_size:
         raise ValueError(
             f"dimensions must be at most {model.architecture.hidden_size}, the length of the model's hidden states, "
@@ -88,6 +92,35 @@ def checked_arrival_time(arrival_time: Any) -> float:
             f"arrival_time must be a time in seconds, as time.time() gives it, got {reprlib.repr(arrival_time)}"
         )
     return float(arrival_time)
+
+
+def pooling_task(params: PoolingParams, model: ModelConfig) -> str:
+    """Return what a pooling request asks for: "embed" or "classify"."""
+    return params.task or ("classify" if model.architecture.num_classes else "embed")
+
+
+def _check_classification(params: PoolingParams, model: ModelConfig) -> None:
+    if not model.architecture.num_classes:
+        raise ValueError(
+            f"task must be 'embed' or None, got 'classify': {model.model} has no classes; use a model for sequence "
+            "classification"
+        )
+    for name in ("pooling_type", "normalize", "dimensions"):
+        if (value := getattr(params, name)) is not None:
+            raise ValueError(f"{name} must be None for classes, got {value!r}; set task='embed' for an embedding")
+
+
+def _check_second_text(params: PoolingParams, num_tokens: int, architecture: Architecture) -> None:
+    if params.second_text_at is None:
+        return
+    if getattr(architecture, "num_token_types", 0) < 2:
+        raise ValueError(
+            f"second_text_at must be None, got {params.second_text_at}: the model has no token type for second texts"
+        )
+    if params.second_text_at >= num_tokens:
+        raise ValueError(
+            f"second_text_at must be below {num_tokens}, the tokens of the prompt, got {params.second_text_at}"
+        )
 
 
 def generation_prompt_too_long(size: str, model: ModelConfig) -> ValueError:

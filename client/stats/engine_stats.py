@@ -82,8 +82,8 @@ class EngineStats(EngineCounters):
         """[num_tokens] the same as numbers."""
         self._step_time = -1.0
         """When the latest step with tokens arrived that is counted."""
-        self._usual_steps: list[float] = []
-        """When further steps with the same slots arrived, which are not counted yet."""
+        self._usual_steps: deque[float] = deque()
+        """When further steps with the same slots arrived, which are not counted yet. Added to without the lock."""
         self._settle_at = 0.0
         """When `settle` is due."""
         self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
@@ -126,11 +126,12 @@ class EngineStats(EngineCounters):
     def take_record(self) -> IterationStats | None:
         """Return what was recorded since the last call; None if nothing has happened."""
         with self._lock:
+            self._announces = self._record is not None  # before the steps are counted, so that none is left unannounced
             self.settle()
             record = self._record
-            if record is None or self._announces:
+            if record is None or record.is_empty:
                 return None
-            self._record, self._announces = IterationStats(), True
+            self._record = IterationStats()
             record.iteration_timestamp = time.time()
             return record
 
@@ -168,19 +169,17 @@ class EngineStats(EngineCounters):
 
     def note_step(self, message: wire.StepOutput) -> None:
         """Count the tokens of a message, before it is given to the streams."""
-        with self._lock:
-            if message.slots == self._step_slots and self._step_slots and not message.queued:
-                # The usual step: each request had its latest token in the step before. Counting it waits.
-                now = time.monotonic()
-                self._usual_steps.append(now)
-                if now >= self._settle_at:
-                    self.settle()
-            elif message.tokens or message.queued:
+        if message.slots == self._step_slots and self._step_slots and not message.queued:
+            # The usual step: each request had its latest token in the step before. Counting it waits.
+            now = time.monotonic()
+            self._usual_steps.append(now)
+            if now >= self._settle_at:
+                self.settle()
+        elif message.tokens or message.queued:
+            with self._lock:
                 self._note_other_step(message, time.monotonic())
-            else:
-                return
-            if self._announces:
-                self._announce()
+        if self._announces:
+            self._announce()
 
     def _note_other_step(self, message: wire.StepOutput, now: float) -> None:
         """Count a step whose requests differ from the requests of the step before."""
@@ -201,10 +200,10 @@ class EngineStats(EngineCounters):
 
     def settle(self) -> None:
         """Count the steps that wait to be counted."""
+        if not self._usual_steps:
+            return
         with self._lock:
-            steps, self._usual_steps = self._usual_steps, []
-            if not steps:
-                return
+            steps = [self._usual_steps.popleft() for _ in range(len(self._usual_steps))]
             num_tokens, previous, record = len(self._step_indexes), self._step_time, self._record
             for moment in steps:
                 self.between_tokens_s.observe(moment - previous, num_tokens)

@@ -129,6 +129,11 @@ class IterationStats:
         """Times between two tokens, each with the number of completions for which it was the same."""
 
     @property
+    def is_empty(self) -> bool:
+        """Nothing has happened."""
+        return not (self.num_generation_tokens or self.finished_requests or self.prompt_token_stats.total)
+
+    @property
     def num_prompt_tokens(self) -> int:
         return self.prompt_token_stats.total
 

@@ -9,7 +9,7 @@ from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
-from vllm_mp.request_validation import checked_arrival_time, validate_generation, validate_pooling
+from vllm_mp.request_validation import checked_arrival_time, pooling_task, validate_generation, validate_pooling
 
 
 def new_request(
@@ -33,11 +33,15 @@ def _pooling(
 ) -> Request:
     prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, config.model_config.pooling
     validate_pooling(message.request_id, prompt, params, config)
-    pooling = msgspec.structs.replace(
-        params,
-        pooling_type=params.pooling_type or defaults.pooling_type,
-        normalize=defaults.normalize if params.normalize is None else params.normalize,
-    )
+    if pooling_task(params, config.model_config) == "classify":
+        # The head reads the state of the first token.
+        pooling = msgspec.structs.replace(params, task="classify", pooling_type="cls", normalize=False)
+    else:
+        pooling = msgspec.structs.replace(
+            params,
+            pooling_type=params.pooling_type or defaults.pooling_type,
+            normalize=defaults.normalize if params.normalize is None else params.normalize,
+        )
     return Request(
         client=client,
         slot=message.slot,

@@ -25,7 +25,7 @@ from vllm_mp.core.worker.memory import available_memory, cache_blocks, check_ada
 from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
 from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.core.worker.sampler import Sampler
-from vllm_mp.core.worker.step_inputs import step_inputs
+from vllm_mp.core.worker.step_inputs import step_inputs, token_types
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.sampling_params import SamplingParams
@@ -92,7 +92,10 @@ class ModelRunner:
         """Number of parameters of the loaded model."""
         self._wrap: Callable[[Any], Any] = lambda model: model
         """Applied to each model that is loaded."""
-        self._pooler = Pooler()
+        architecture = config.model_config.architecture
+        self._pooler = Pooler(architecture.class_activation)
+        self._has_classes = architecture.num_classes > 0
+        self._has_token_types = getattr(architecture, "num_token_types", 0) > 1
         self._offloaded: OffloadedWeights | None = None
         """None unless the weights are in host memory."""
         self._graphs: DecodeGraphs | None = None
@@ -129,6 +132,8 @@ class ModelRunner:
         input_ids, positions, metadata = step_inputs(
             step, batch, self._config.cache_config.block_size, self._to_device, self._latest
         )
+        if self._has_token_types:
+            metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
         hidden = None
         if self._graphs is not None and self._graphs.fits(step):
             hidden = self._graphs.run(input_ids, positions, metadata)
@@ -138,7 +143,9 @@ class ModelRunner:
         if self._nan_check_required and has_prefill and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows would corrupt earlier tokens of its prompt, and blocks that other requests share.
             hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
-        vectors = self._pooler.pool(hidden, step, batch, copies.take)
+        vectors = self._pooler.pool(
+            hidden, step, batch, copies.take, self._model.classify if self._has_classes else None
+        )
         vocab_size = self._config.model_config.architecture.vocab_size
         prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size, copies.take)
         tokens, logprobs = self._sample(hidden, step, batch, sampler, copies)

@@ -107,8 +107,10 @@ class Worker:
         return self._runner.num_parameters
 
     def get_supported_tasks(self) -> list[str]:
-        """Return "generate", unless the model is an encoder, and "embed"."""
-        return ["embed"] if self._config.model_config.architecture.is_encoder else ["generate", "embed"]
+        """Return what requests may ask for, of "generate", "embed" and "classify"."""
+        architecture = self._config.model_config.architecture
+        tasks = ["embed"] if architecture.is_encoder else ["generate", "embed"]
+        return [*tasks, "classify"] if architecture.num_classes else tasks
 
 
 def _resident_bytes() -> int:

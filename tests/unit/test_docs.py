@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_FOLDERS = ("vllm_mp", "client", "core", "kernels", "tests", "tools", "docs", "deploy", ".ci")
+_FOLDERS = ("vllm_mp", "client", "core", "kernels", "tests", "tools", "docs", "deploy", "examples", ".ci")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"```.*?```|`([^`\n]+)`", re.DOTALL)
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, _FOLDERS))})/[\w./-]*[\w/]")

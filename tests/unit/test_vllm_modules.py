@@ -15,6 +15,7 @@ PUBLIC = {
     "engine.arg_utils": ["AsyncEngineArgs", "EngineArgs"],
     "engine.async_llm_engine": ["AsyncEngineArgs", "AsyncEngineDeadError", "AsyncLLMEngine"],
     "engine.protocol": ["EngineClient"],
+    "entrypoints.llm": ["LLM"],
     "inputs": ["PromptType", "TextPrompt", "TokensPrompt"],
     "inputs.data": ["PromptType", "TextPrompt", "TokensPrompt"],
     "lora.request": ["LoRARequest"],
