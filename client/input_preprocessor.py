@@ -51,7 +51,10 @@ class InputPreprocessor:
 
     def _parse(self, prompt: PromptType, lora_request: Any) -> ParsedPrompt:
         check_lora_enabled(self._config, lora_request)
-        return parse_prompt(prompt, None, self._max_tokens)
+        parsed = parse_prompt(prompt, None, self._max_tokens)
+        if parsed.embeds is not None:
+            raise ValueError("prompt_embeds have no token ids: give them to generate(), or a text here")
+        return parsed
 
     def _tokenizer(self) -> PromptTokenizer:
         if self._prompt_tokenizer is None:

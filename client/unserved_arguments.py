@@ -4,8 +4,10 @@ import reprlib
 from typing import Any
 
 _REASONS = {
+    "chat_template": "pairs of texts are scored without a template; leave it None",
     "kv_hints": "the prefix cache chooses by itself which blocks it keeps; leave it None",
     "lora_request": "LoRA is not served yet; leave it None",
+    "mm_processor_kwargs": "prompts have no images or sounds; leave it None",
     "prompt_adapter_request": "prompt adapters are not served, and vLLM has dropped them; give a lora_request instead",
     "reasoning_ended": "no reasoning parser runs in this engine; leave it None",
     "reasoning_parser_kwargs": "no reasoning parser runs in this engine; leave it None",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm_mp.client.input_preprocessor import InputPreprocessor
     from vllm_mp.client.llm import LLM
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
-    from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
+    from vllm_mp.client.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from vllm_mp.client.request_manager import RequestManager, RequestStatus, StreamingRequest
     from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggerBase
     from vllm_mp.client.stat_loggers.prometheus import PrometheusStatLogger
@@ -83,6 +83,7 @@ _MODULE_OF = {
     "DeviceConfig": "config",
     "DuplicateRequestIdError": "errors",
     "EmbeddingRequestOutput": "outputs",
+    "EmbedsPrompt": "client.prompt",
     "EngineArgs": "engine_args",
     "EngineClient": "client.engine_client",
     "EngineDeadError": "errors",
@@ -144,6 +145,7 @@ __all__ = [
     "DeviceConfig",
     "DuplicateRequestIdError",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineClient",
     "EngineDeadError",

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.model_config.architecture import Architecture
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.processor_registration import registered
 from vllm_mp.sampling_params import SamplingParams, check_served
 from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUEST_ID_BYTES
 
@@ -50,6 +51,8 @@ def validate_generation(
             _check_token_ids(name, np.asarray(list(ids), np.int64), vocab_size)
     _check_bad_words(params, bad_words, vocab_size)
     _check_logprobs(params, model)
+    if params.logits_processors or params.extra_args:
+        _check_registered(params, model)
     room = model.max_model_len - len(prompt)
     if params.min_tokens > room:
         raise ValueError(
@@ -176,6 +179,22 @@ def _check_bad_words(params: SamplingParams, bad_words: list[list[int]], vocab_s
     for word in bad_words:
         # An array of objects, because the wire carries integers that do not fit into int64.
         _check_token_ids("bad_words", np.asarray(word, np.object_), vocab_size)
+
+
+def _check_registered(params: SamplingParams, model: ModelConfig) -> None:
+    """Raise ValueError for logits processors that the engine has not registered, and for arguments of none."""
+    names = [registration.name for registration in registered(model.logits_processors)]
+    for name in params.logits_processors or ():
+        if name not in names:
+            raise ValueError(
+                f"logits_processors names {name!r}, and this engine has registered {', '.join(names) or 'none'}; start "
+                f"it with logits_processors=['{name}=module:Class']"
+            )
+    if params.extra_args and not names:
+        raise ValueError(
+            "extra_args must be empty, because only logits processors read it and this engine has registered none; "
+            "start it with logits_processors=['module:Class']"
+        )
 
 
 def _check_logprobs(params: SamplingParams, model: ModelConfig) -> None:

@@ -328,6 +328,8 @@ class GenerationStream(RequestStream):
             isolation_group=isolation.group,
             after_pause=self.after_pause,
             arrival_time=request.arrival_time,
+            prompt_embeds=request.prompt_embeds,
+            extra_args=request.extra_args,
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:

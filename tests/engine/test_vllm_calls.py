@@ -228,7 +228,12 @@ def test_input_preprocessor_makes_a_prompt_that_has_the_token_ids_of_generate(ll
             assert made["prompt_token_ids"] == llm.get_tokenizer()(prompt, **words).input_ids
             output = await answer(llm, made, greedy(1))
             assert (output.prompt, output.prompt_token_ids) == (prompt, made["prompt_token_ids"])
-        for wrong, words in (("word " * 5000, "max_model_len=1024"), ([1] * 1025, "too long"), ({}, "neither")):
+        for wrong, words in (
+            ("word " * 5000, "max_model_len=1024"),
+            ([1] * 1025, "too long"),
+            ({}, "neither"),
+            (embeds, "embeds"),
+        ):
             with pytest.raises(ValueError, match=words):
                 preprocessor.preprocess(wrong)
             with pytest.raises(ValueError, match=words):
