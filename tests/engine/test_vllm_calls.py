@@ -232,7 +232,7 @@ def test_input_preprocessor_makes_a_prompt_that_has_the_token_ids_of_generate(ll
             ("word " * 5000, "max_model_len=1024"),
             ([1] * 1025, "too long"),
             ({}, "neither"),
-            (embeds, "embeds"),
+            ({"prompt_embeds": [[0.0]]}, "no token ids"),
         ):
             with pytest.raises(ValueError, match=words):
                 preprocessor.preprocess(wrong)
