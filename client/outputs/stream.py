@@ -329,6 +329,7 @@ class GenerationStream(RequestStream):
             isolate_until_num_tokens=isolation.until_num_tokens,
             isolation_group=isolation.group,
             after_pause=self.after_pause,
+            arrival_time=request.arrival_time,
             prompt_embeds=request.prompt_embeds,
             extra_args=request.extra_args,
             lora=request.lora,
@@ -436,6 +437,7 @@ class PoolingStream(RequestStream):
             isolate_until_num_tokens=isolation.until_num_tokens,
             isolation_group=isolation.group,
             after_pause=self.after_pause,
+            arrival_time=request.arrival_time,
             lora=request.lora,
         )
 

@@ -1,4 +1,4 @@
-"""The order of the waiting requests: by priority, then by turns of the clients, then by arrival."""
+"""The order of the waiting requests: by priority, then by turns of the clients, then by each client's arrival times."""
 
 import bisect
 import heapq
@@ -14,7 +14,8 @@ class FairTurns:
     Clients with requests of the same priority take turns by the tokens that were computed for them: the client with the
     fewest is next. A client that begins to wait counts as many as the client whose turn was last. So it has its share
     from then on, but no credit for the time before. (Start-time fair queueing of Goyal et al., 1996, with tokens as the
-    cost, as the virtual token counter of Sheng et al., 2024.) Requests of one client keep their order of arrival.
+    cost, as the virtual token counter of Sheng et al., 2024.) Requests of one client run in the order of their
+    `arrival_time`, which the client gives.
     """
 
     def __init__(self) -> None:
@@ -102,12 +103,12 @@ class FairTurns:
         self._latest.pop(client, None)
 
 
-_Entry = tuple[tuple[int, int], int, Request]
-"""(order, number of the entry, request)"""
+_Entry = tuple[float, int, int, Request]
+"""(arrival time, arrival number, number of the entry, request)"""
 
 
 class _ClientQueue:
-    """The requests of one client and one priority, in their order."""
+    """The requests of one client and one priority, by `arrival_time`; of equal times the first to come is first."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -120,20 +121,20 @@ class _ClientQueue:
         return len(self._entry_of)
 
     def requests(self) -> list[Request]:
-        return [request for _, number, request in self._heap if self._entry_of.get(request.key) == number]
+        return [request for *_, number, request in self._heap if self._entry_of.get(request.key) == number]
 
     def add(self, request: Request) -> None:
         number = self._entry_of[request.key] = next(self._numbers)
-        heapq.heappush(self._heap, (request.order, number, request))
+        heapq.heappush(self._heap, (request.arrival_time, request.order[1], number, request))
 
     def first(self) -> Request:
         while self._is_void(self._heap[0]):
             heapq.heappop(self._heap)
-        return self._heap[0][2]
+        return self._heap[0][-1]
 
     def remove(self, request: Request) -> None:
         del self._entry_of[request.key]
-        if self._heap[0][2] is request:
+        if self._heap[0][-1] is request:
             heapq.heappop(self._heap)
         # Void entries must not become the majority: they hold requests.
         elif len(self._heap) > 2 * len(self):
@@ -141,5 +142,5 @@ class _ClientQueue:
             heapq.heapify(self._heap)
 
     def _is_void(self, entry: _Entry) -> bool:
-        _, number, request = entry
+        *_, number, request = entry
         return self._entry_of.get(request.key) != number

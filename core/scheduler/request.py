@@ -76,6 +76,9 @@ class Request:
     """The client knew of a pause when it first sent the request."""
     adapter: "CachedAdapter | None" = None
     """The LoRA adapter that changes the model for this request; None for the base model."""
+    arrival_time: float = 0.0
+    """When the request arrived at the client, by the client's clock: the order among waiting requests of the same
+    client and priority. It counts for nothing else, so that no client can get ahead of another by it."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
 

@@ -129,6 +129,7 @@ class Engine:
         client=0,
         after_pause=False,
         adapter=None,
+        arrival_time=0.0,
         **params,
     ):
         """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
@@ -157,6 +158,7 @@ class Engine:
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
             after_pause=after_pause,
+            arrival_time=arrival_time,
             isolate_until_num_tokens=isolate_until_num_tokens,
             isolation_group=slot if isolation_group is None else isolation_group,
             adapter=adapter,
