@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.engine_control import EngineControl
+from vllm_mp.client.engine_loggers import EngineLoggers
 from vllm_mp.client.engine_start import EngineStart
 from vllm_mp.client.engine_status import EngineStatus
 from vllm_mp.client.engine_tokenizer import EngineTokenizer
@@ -20,6 +21,7 @@ from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest
+from vllm_mp.client.request_log import log_request
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
@@ -29,7 +31,7 @@ from vllm_mp.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineTokenizer, EngineClient):
+class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTokenizer, EngineClient):
     """An engine: this asyncio half, and the core process that runs the model.
 
     Create it with `from_engine_args`, or attach to a running core with `connect`. It may be created before any event
@@ -128,6 +130,55 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineTokenizer, Engine
 
         return OutputIterator(self._abandon, start)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the completions of a conversation as `generate` does, after the chat template was applied.
+
+        `messages` have a "role" and a "content" each, as in OpenAI's API. `chat_template` replaces the model's own.
+        The prompt ends where the answer begins, without `add_generation_prompt` after the last message, and with
+        `continue_final_message` inside of it. `tools` and `chat_template_kwargs` are what the template reads besides;
+        calls of tools are not parsed. The special tokens are those of the template, unless `tokenization_kwargs` has
+        add_special_tokens=True.
+
+        Raises ValueError for messages or a template that cannot be used, and what `generate` raises.
+        """
+
+        async def start() -> OutputIterator:
+            self._check_process()
+            text = await self.chat_template.render(
+                messages,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=chat_template_kwargs,
+            )
+            return await self.add_request(
+                request_id,
+                text,
+                sampling_params,
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                priority=priority,
+                tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
+            )
+
+        return OutputIterator(self._abandon, start)
+
     async def add_request(
         self,
         request_id: str | None,
@@ -176,7 +227,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineTokenizer, Engine
             raise
         if is_sent:
             self.stats.note_sent(stream, arrival_time, trace_context)
-            self._stat_logger.log_request(stream)
+            log_request(self.vllm_config.observability_config, stream)
         else:
             self.stats.note_unsent()
         return OutputIterator(self._abandon, None, stream)

@@ -80,6 +80,7 @@ class EngineControl(EngineLifecycle):
         """
         check_sleep(level, mode)
         await self._call("sleep", level, mode)
+        self._stat_loggers.note_sleep(1, level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """End a sleep, whichever client began it; no-op if the engine is awake.
@@ -90,6 +91,8 @@ class EngineControl(EngineLifecycle):
         read: then the engine stays asleep, the memory that this call took is released, and the call may be repeated.
         """
         await self._call("wake_up", *check_wake_up(tags))
+        if not (await self._ask("status"))["is_sleeping"]:
+            self._stat_loggers.note_sleep(0, 0)
 
 
 def _device_type(device: Any) -> str:

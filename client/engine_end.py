@@ -8,11 +8,12 @@ from concurrent.futures import Future
 
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
+from vllm_mp.client.stat_loggers import StatLoggers
 from vllm_mp.client.tracing import RequestTracer
 
 
 class EngineEnd:
-    """Releases the core, the tokenizer's threads and the tracer of an engine.
+    """Releases the core, the tokenizer's threads, the tracer and the stat loggers of an engine.
 
     It happens at the latest when the engine is garbage-collected or when the interpreter exits; never in a forked
     child, which holds none of them.
@@ -24,8 +25,9 @@ class EngineEnd:
         supervisor: CoreSupervisor,
         prompt_tokenizer: PromptTokenizer | None,
         tracer: RequestTracer | None,
+        stat_loggers: StatLoggers,
     ) -> None:
-        self._held = (os.getpid(), supervisor, prompt_tokenizer, tracer)
+        self._held = (os.getpid(), supervisor, prompt_tokenizer, tracer, stat_loggers)
         self._finalizer = weakref.finalize(engine, _release, *self._held)
         self._outcome: Future[None] = Future()
         self._thread: threading.Thread | None = None
@@ -66,6 +68,7 @@ def _release(
     supervisor: CoreSupervisor,
     prompt_tokenizer: PromptTokenizer | None,
     tracer: RequestTracer | None,
+    stat_loggers: StatLoggers,
     timeout: float | None = None,
 ) -> None:
     """End everything that an engine of the process `owner` holds; no-op in another process."""
@@ -76,3 +79,4 @@ def _release(
     supervisor.stop(timeout)
     if tracer is not None:
         tracer.close()
+    stat_loggers.close()

@@ -9,9 +9,10 @@ from vllm_mp import wire
 from vllm_mp.client.engine.core_client import EngineCoreClient
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_end import EngineEnd
+from vllm_mp.client.engine_readings import EngineReadings
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
-from vllm_mp.client.stat_logger import StatLogger
+from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggers
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.client.tracing import RequestTracer
 from vllm_mp.errors import EngineDeadError, EngineError
@@ -40,11 +41,14 @@ class EngineLifecycle:
         if tracer is not None:
             self.stats.add_listener(tracer)
         self._requests = OutputProcessor(self.stats.note_end)
-        observability = self.vllm_config.observability_config
-        self._stat_logger = StatLogger(observability, supervisor, self._requests, self.stats)
         self._core_client = EngineCoreClient(supervisor, self._requests, self.stats)
+        self.readings = EngineReadings(self.vllm_config, self.stats, self._requests, self._core_client)
+        """The counters and the load of the core, for readers in any thread."""
+        self._stat_loggers = StatLoggers(self.readings)
+        if not self.vllm_config.observability_config.disable_log_stats:
+            self._stat_loggers.add_all({LoggingStatLogger.default_name: LoggingStatLogger})
         self._accepts = True
-        self._end = EngineEnd(self, supervisor, prompt_tokenizer, tracer)
+        self._end = EngineEnd(self, supervisor, prompt_tokenizer, tracer, self._stat_loggers)
         self._is_shut_down = False
         self._owner = os.getpid()
         _engines.add(self)

@@ -10,8 +10,8 @@ from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
-from vllm_mp.client.input_processor import check_unserved
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
+from vllm_mp.client.stat_loggers import StatLoggerArgument, requested_loggers
 from vllm_mp.client.tokenizer import load_awaitable_tokenizer
 from vllm_mp.client.tokenizer_data import tokenizer_of_connected
 from vllm_mp.client.tracing import RequestTracer
@@ -29,13 +29,15 @@ class EngineStart(EngineLifecycle):
         engine_args: EngineArgs,
         start_engine_loop: bool = True,
         usage_context: Any = None,
-        stat_loggers: Any = None,
+        stat_loggers: StatLoggerArgument = None,
     ) -> Self:
         """Start a core and return when it is ready; works with and without a running event loop.
 
         With `start_engine_loop=False` the core starts too, but requests are refused until `start_background_loop` is
-        called. `usage_context` is accepted for older callers and has no effect. Raises ValueError for options that
-        cannot work and EngineStartError, with the cause, if the core does not start.
+        called. `usage_context` is accepted for older callers and has no effect. `stat_loggers` is a list of factories
+        (classes, as a rule) that are called with the configuration and 0, or a dict of loggers by name. They are called
+        beside the logger "logging", which `disable_log_stats` leaves out. Raises ValueError or TypeError for options
+        that cannot work and EngineStartError, with the cause, if the core does not start.
         """
         return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop, usage_context, stat_loggers)
 
@@ -45,20 +47,22 @@ class EngineStart(EngineLifecycle):
         vllm_config: VllmConfig,
         start_engine_loop: bool = True,
         usage_context: Any = None,
-        stat_loggers: Any = None,
+        stat_loggers: StatLoggerArgument = None,
     ) -> Self:
         """Start a core from a resolved configuration, as `from_engine_args` does."""
-        check_unserved(stat_loggers=stat_loggers or None)
+        makers = requested_loggers(stat_loggers)
         engine = cls._launch(vllm_config, lambda: None)
+        engine._stat_loggers.add_all(makers)
         engine._accepts = start_engine_loop
         return engine
 
     @classmethod
-    async def start(cls, engine_args: EngineArgs) -> Self:
+    async def start(cls, engine_args: EngineArgs, stat_loggers: StatLoggerArgument = None) -> Self:
         """Start a core as `from_engine_args` does, without blocking the running loop; cancelling the call ends it.
 
         Raises what `from_engine_args` raises.
         """
+        makers = requested_loggers(stat_loggers)
         is_cancelled = threading.Event()
 
         def check() -> None:
@@ -73,6 +77,7 @@ class EngineStart(EngineLifecycle):
         starting = call_in_thread(launch)
         try:
             engine: Self = await asyncio.shield(starting)
+            engine._stat_loggers.add_all(makers)
             return engine
         except asyncio.CancelledError:
             is_cancelled.set()

@@ -6,13 +6,12 @@ import time
 from typing import Any
 
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
+from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.stats import CoreReading
 from vllm_mp.config import DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm_mp.errors import EngineError
 
 _DRAIN_POLL_S = 0.01
-_LOAD_ON_PAGE = ("num_running", "num_waiting", "free_blocks", "total_blocks")
-"""The fields of a `CoreReading` that the status page has too."""
 
 
 class EngineStatus(EngineLifecycle):
@@ -84,17 +83,10 @@ class EngineStatus(EngineLifecycle):
         """
         self._check_process()
         self._core_client.count_drops()
-        with contextlib.suppress(EngineError, TimeoutError):
+        with contextlib.suppress(EngineError):
             self._attach()
-            status = await self._core_client.call("status", timeout)
-            self.stats.core = CoreReading.of(self._core_client.incarnation, status)
-            return self.stats.core
-        page = self._supervisor.status()
-        if page is not None:
-            known = {} if self.stats.core is None else self.stats.core._asdict()
-            seen = {name: getattr(page, name) for name in _LOAD_ON_PAGE}
-            self.stats.core = CoreReading.of(page.incarnation, known | seen)
-        return self.stats.core
+            await self.readings.ask_core(timeout)
+        return self.readings.core_load()
 
     async def is_paused(self) -> bool:
         """Return whether any client has called `pause_generation` and none has called `resume_generation` since."""
@@ -121,15 +113,15 @@ class EngineStatus(EngineLifecycle):
             await asyncio.sleep(_DRAIN_POLL_S)
             self._attach()
 
-    async def do_log_stats(self) -> None:
-        """Log a line about throughput and load now; without a call, there is a line every 10 seconds."""
-        self._check_process()
-        self._stat_logger.write()
-
     async def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose streams have not ended."""
         self._check_process()
         return len(self._requests)
+
+    @property
+    def output_processor(self) -> OutputProcessor:
+        """The live requests, which callers of vLLM ask `has_unfinished_requests()`."""
+        return self._requests
 
     async def is_tracing_enabled(self) -> bool:
         """Return whether spans of requests are sent to a collector."""

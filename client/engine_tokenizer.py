@@ -1,7 +1,9 @@
 """The tokenizer of an engine: token ids of a text, and the text of token ids, beside the event loop."""
 
+import functools
 from typing import Any
 
+from vllm_mp.client.chat_template import ChatTemplate
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
@@ -18,6 +20,11 @@ class EngineTokenizer(EngineLifecycle):
         if lora_request is not None:
             raise ValueError(f"lora_request must be None, got {lora_request!r}: LoRA is not enabled; leave it None")
         return self._tokenizes().tokenizer
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template, which is rendered beside the event loop."""
+        return ChatTemplate(None if self._prompt_tokenizer is None else self._prompt_tokenizer.tokenizer)
 
     async def tokenize(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of `text`, as the tokenizer called with `options` gives them.

@@ -14,17 +14,19 @@ from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_tex
 from vllm_mp.client.outputs.logprob_columns import TokenText
 from vllm_mp.client.outputs.stream import GenerationStream, PoolingStream
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
+from vllm_mp.client.prompt_embeds import pack_prompt_embeds
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request import CallerRequest, GenerationRequest, PoolingRequest
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.request_validation import (
     generation_prompt_too_long,
     pooling_prompt_too_long,
     validate_generation,
     validate_pooling,
 )
-from vllm_mp.sampling_params import SEED_LIMIT, SamplingParams
+from vllm_mp.sampling_params import EXTRA_ARGS, SEED_LIMIT, SamplingParams
 
 
 def check_unserved(**arguments: Any) -> None:
@@ -53,9 +55,14 @@ class InputProcessor:
         params = SamplingParams(**defaults) if params is None else params.clone()
         limit = self._truncation_limit(params)
         max_tokens = self._config.model_config.max_model_len - 1 if limit is None else None
+        packed_embeds: PromptEmbeds | None = None
         try:
-            text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
-            if token_ids is None:
+            text, token_ids, cache_salt, embeds = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
+            if embeds is not None:
+                model = self._config.model_config
+                packed_embeds = await pack_prompt_embeds(embeds, limit, max_tokens, params, model)
+                token_ids = [0] * packed_embeds.num_tokens
+            elif token_ids is None:
                 token_ids = await self._tokenize(text, given.tokenization_kwargs, max_tokens)
         except TooManyTokensError as error:
             raise generation_prompt_too_long(error.size, self._config.model_config) from None
@@ -74,7 +81,7 @@ class InputProcessor:
             request_id=given.request_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            packed_prompt=ids.tobytes(),
+            packed_prompt=ids.tobytes() if packed_embeds is None else b"",
             params=params,
             arrival_time=given.arrival_time,
             priority=given.priority,
@@ -83,6 +90,8 @@ class InputProcessor:
             group=secrets.token_hex(16) if params.n > 1 else "",
             bad_words=bad_words,
             seed_is_drawn=seed_is_drawn,
+            prompt_embeds=packed_embeds,
+            extra_args=EXTRA_ARGS.packed("extra_args", params.extra_args) if params.extra_args else b"",
         )
         completions = [self._completion(index, params.seed, request) for index in range(params.n)]
         interval = self._config.scheduler_config.stream_interval
@@ -99,7 +108,9 @@ class InputProcessor:
             limit = self._config.model_config.max_model_len
         max_tokens = self._config.model_config.max_model_len if limit is None else None
         try:
-            text, token_ids, cache_salt = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
+            text, token_ids, cache_salt, embeds = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
+            if embeds is not None:
+                raise ValueError("prompt_embeds makes text, not vectors: call generate(), or give text or token ids")
             if token_ids is not None:
                 token_ids = token_ids[:limit]
             elif limit is None:
@@ -152,7 +163,7 @@ class InputProcessor:
 
     def _completion(self, index: int, seed: int, request: GenerationRequest) -> Completion:
         params = copy.copy(request.params)  # which is not validated a second time
-        params.n, params.best_of = 1, None
+        params.n, params.best_of, params.extra_args = 1, None, None
         params.seed = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         if index:
             params.prompt_logprobs = None  # the first completion brings them for all
@@ -160,7 +171,7 @@ class InputProcessor:
         if params.detokenize and self._tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
                 self._tokenizer,
-                request.prompt_token_ids,
+                request.prompt_token_ids if request.prompt_embeds is None else (),
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )

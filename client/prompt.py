@@ -29,6 +29,17 @@ class TokensPrompt(TypedDict, total=False):
     """Not served yet."""
 
 
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt as embeddings, for an engine with `enable_prompt_embeds`; its text is only repeated in the outputs."""
+
+    prompt_embeds: Any
+    """A torch tensor or NumPy array [num_tokens, hidden_size] of float32, float16 or bfloat16, as the model's embedding
+    layer returns it."""
+    prompt: str
+    cache_salt: str
+    """Only prompts with the same salt share cached prefixes."""
+
+
 LONG_TEXT_CHARS = 2**18
 """Number of characters above which `parse_prompt` does not check a text to tokenize, because it takes milliseconds."""
 _MAX_SALT = 1024
@@ -36,15 +47,17 @@ _MAX_SALT = 1024
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
-PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 
 class ParsedPrompt(NamedTuple):
-    """Text to tokenize, or token ids. If both are given, the text is only repeated in the outputs."""
+    """Text to tokenize, or token ids, or embeddings. Text beside one of these is only repeated in the outputs."""
 
     text: str | None
     token_ids: list[int] | None
     cache_salt: str = ""
+    embeds: Any = None
+    """What the caller gave as `prompt_embeds`, not validated."""
 
 
 class TooManyTokensError(Exception):
@@ -65,9 +78,10 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
     """
     text: Any = None
     ids: Any = prompt_token_ids
+    embeds: Any = None
     salt: Any = ""
     if isinstance(prompt, dict):
-        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"}
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data"}
         if unknown:
             raise ValueError(f"a prompt has no field {sorted(unknown)[0]!r}; give 'prompt' or 'prompt_token_ids'")
         if prompt.get("multi_modal_data"):
@@ -75,22 +89,27 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
         text = prompt.get("prompt")
         salt = prompt.get("cache_salt") or ""
         ids = prompt.get("prompt_token_ids", ids)
+        embeds = prompt.get("prompt_embeds")
+        if embeds is not None and ids is not None:
+            raise ValueError("the prompt has prompt_embeds and prompt_token_ids; give one of them")
     elif isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, bytes | bytearray):
         raise TypeError("the prompt is bytes; decode it to str first")
     elif prompt is not None:
         ids = prompt
-    if text is None and ids is None:
+    if text is None and ids is None and embeds is None:
         raise ValueError("the prompt has neither text nor token ids; give one of them")
     if not isinstance(salt, str) or len(salt) > _MAX_SALT:
         raise ValueError(f"cache_salt must be a str of at most {_MAX_SALT} characters, got {salt!r:.100}")
-    if text is not None and not (ids is None and isinstance(text, str) and len(text) > LONG_TEXT_CHARS):
+    is_tokenized = ids is None and embeds is None
+    if text is not None and not (is_tokenized and isinstance(text, str) and len(text) > LONG_TEXT_CHARS):
         check_text("the prompt", text)
     return ParsedPrompt(
         text,
         None if ids is None else check_token_ids(ids, max_tokens),
         check_text("cache_salt", salt),
+        embeds,
     )
 
 

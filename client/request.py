@@ -9,6 +9,7 @@ import msgspec
 
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
 
 
@@ -45,6 +46,10 @@ class GenerationRequest(NamedTuple):
     """The token ids of each spelling of each bad word."""
     seed_is_drawn: bool = False
     """The client drew the seed, because the caller gave none."""
+    prompt_embeds: PromptEmbeds | None = None
+    """The prompt, if it is given as embeddings; then `packed_prompt` is empty and `prompt_token_ids` are zeros."""
+    extra_args: bytes = b""
+    """`params.extra_args` as the wire carries them."""
 
 
 class PoolingRequest(NamedTuple):
@@ -62,9 +67,11 @@ class PoolingRequest(NamedTuple):
 
 def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:
     """Return a digest that requests share if prompt, parameters and cache salt are equal; a drawn seed is left out."""
-    params = request.params
-    if isinstance(request, GenerationRequest) and request.seed_is_drawn:
-        params = copy.copy(request.params)
-        params.seed = None
-    content = type(params).__name__, request.packed_prompt, params, request.cache_salt
+    params, embeds = request.params, None
+    if isinstance(request, GenerationRequest):
+        embeds = request.prompt_embeds
+        if request.seed_is_drawn:
+            params = copy.copy(request.params)
+            params.seed = None
+    content = type(params).__name__, request.packed_prompt, params, request.cache_salt, embeds
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()

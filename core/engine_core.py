@@ -24,6 +24,7 @@ from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
+from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.status_page import NOT_SUSPENDED, StatusPage, StepRequests, Suspension
@@ -59,9 +60,11 @@ class EngineCore:
         stop: StopSignal,
         page: StatusPage,
         suspension: Suspension = NOT_SUSPENDED,
+        processors: RegisteredProcessors | None = None,
     ) -> None:
         """`socket` is polled for messages, which `handler` reads. `page` gets every change of state.
 
+        `processors` are the operator's logits processors.
         The core enters `suspension`, the pause and the sleep of its predecessor.
         """
         scheduler_config, cache = config.scheduler_config, config.cache_config
@@ -69,7 +72,7 @@ class EngineCore:
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size)
         self._scheduler = Scheduler(scheduler_config, self._batch, self._cache)
-        self._sampler = Sampler(self._batch, device)
+        self._sampler = Sampler(self._batch, device, processors)
         self._suspension = record = SuspensionRecord(page, suspension, handler.tell_pause)
         self._pause = Pause(self._scheduler, handler.send_ends, record.note_pause)
         self._profiler = Profiler(device)

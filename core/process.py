@@ -150,6 +150,7 @@ def _load(
     )
     from vllm_mp.core.worker.memory import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
+    from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 
     # Imported objects stay. A garbage collection that visits them would take 0.1 s, now or within a step.
     gc.freeze()
@@ -162,6 +163,7 @@ def _load(
     choose_overlap(config, device)
     set_threads(config)
     page.enter(CoreState.LOADING)
+    processors = RegisteredProcessors(config, device) if config.model_config.logits_processors else None
     faults = None
     if config.liveness_config.fault_injection:
         from vllm_mp.fault_injection.hooks import FaultHooks
@@ -183,6 +185,7 @@ def _load(
     if faults is not None:
         faults.install(runner, handler)
     handler.model_digest = model_digest(config.model_config)
+    handler.processors = processors
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
         config.model_config.model,
@@ -193,7 +196,7 @@ def _load(
         time.monotonic() - started,
         launch.address if launch.public is None else launch.public.address,
     )
-    return EngineCore(config, device, runner, handler, bound.socket, stop, page, launch.suspension)
+    return EngineCore(config, device, runner, handler, bound.socket, stop, page, launch.suspension, processors)
 
 
 def _read_launch() -> CoreLaunch:

@@ -33,6 +33,8 @@ class AttentionMetadata(NamedTuple):
 
     A graph keeps the number with which it was captured, while contexts grow.
     """
+    token_types: Tensor | None = None
+    """Int64 [num_tokens], 1 for tokens of the second text of a pair, else 0; None if all are 0. Encoders read it."""
     adapter_slots: Tensor | None = None
     """int32 [num_tokens], the adapter slot of each token (`ops.add_adapters`), -1 for the model without an adapter.
 

@@ -1,11 +1,13 @@
 """Measure what the client's statistics cost: processor time per message, per token and per request, without a core.
 
 Each case is a number of running requests. "same": each message has a token for the same requests. "changing": each
-message leaves out another request than the message before. The figures are the lowest of several rounds, because other
+message leaves out another request than the message before. "recorded": the same, while a stat logger wants records, of
+which each has 100 messages. The figures are the lowest of several rounds, because other
 work on the machine only adds to them.
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,6 +23,7 @@ from vllm_mp.sampling_params import SamplingParams
 _ROUNDS = 7
 _MESSAGES = 300
 """Messages of a round."""
+_MESSAGES_OF_A_RECORD = 100
 
 
 def message(slots: Sequence[int], queued: Sequence[tuple[int, float]] = ()) -> wire.StepOutput:
@@ -48,9 +51,11 @@ def lowest(work: Callable[[], None]) -> float:
     return 1e6 * min(times)
 
 
-def per_message(num_requests: int, changing: bool) -> float:
+def per_message(num_requests: int, changing: bool, recorded: bool) -> float:
     """Return the microseconds that a message costs."""
     stats = EngineStats(max_model_len=8192)
+    if recorded:
+        stats.begin_records(lambda: None)
     slots = range(num_requests)
     messages = [
         message([slot for slot in slots if slot != number % num_requests or not changing])
@@ -58,8 +63,10 @@ def per_message(num_requests: int, changing: bool) -> float:
     ]
 
     def receive() -> None:
-        for each in messages:
+        for number, each in enumerate(messages):
             stats.note_step(each)
+            if recorded and number % _MESSAGES_OF_A_RECORD == 0:
+                stats.take_record()
 
     return lowest(receive) / _MESSAGES
 
@@ -83,12 +90,11 @@ def per_request(num_requests: int) -> float:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(f"{'requests':>8}  {'kind':<9}{'us a message':>14}{'ns a token':>12}")
-    for num_requests in (256, 1024):
-        for changing in (False, True):
-            cost = per_message(num_requests, changing)
-            kind = "changing" if changing else "same"
-            print(f"{num_requests:>8,}  {kind:<9}{cost:>14.1f}{1e3 * cost / num_requests:>12.1f}")
+    print(f"{'requests':>8}  {'kind':<18}{'us a message':>14}{'ns a token':>12}")
+    for num_requests, changing, recorded in itertools.product((256, 1024), (False, True), (False, True)):
+        cost = per_message(num_requests, changing, recorded)
+        kind = ("changing" if changing else "same") + (" recorded" if recorded else "")
+        print(f"{num_requests:>8,}  {kind:<18}{cost:>14.2f}{1e3 * cost / num_requests:>12.2f}")
     print(f"a request: {per_request(256):.1f} us")
 
 

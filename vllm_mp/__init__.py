@@ -11,9 +11,13 @@ from vllm_mp.unserved_names import refuse
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
     from vllm_mp.client.engine_client import EngineClient
+    from vllm_mp.client.llm import LLM
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
-    from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
+    from vllm_mp.client.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from vllm_mp.client.request_manager import RequestManager, RequestStatus, StreamingRequest
+    from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggerBase
+    from vllm_mp.client.stat_loggers.prometheus import PrometheusStatLogger
+    from vllm_mp.client.stats import IterationStats, SchedulerStats
     from vllm_mp.client.stream_group import StreamGroup
     from vllm_mp.client.text_stream import stream_generate
     from vllm_mp.config import (
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
     from vllm_mp.errors import (
         AsyncEngineDeadError,
+        BatchDeadError,
         EngineDeadError,
         EngineError,
         EngineGenerateError,
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
     )
     from vllm_mp.lora_request import LoRARequest
     from vllm_mp.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingRequestOutput,
         Logprob,
@@ -48,6 +55,8 @@ if TYPE_CHECKING:
         RequestFailure,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
@@ -61,21 +70,28 @@ _MODULE_OF = {
     "AsyncLLM": "client.async_llm",
     "AsyncLLMEngine": "client.async_llm",
     "AsyncMicrobatchTokenizer": "client.microbatch_tokenizer",
+    "BatchDeadError": "errors",
+    "ClassificationOutput": "outputs",
+    "ClassificationRequestOutput": "outputs",
     "AttentionConfig": "config",
     "CacheConfig": "config",
     "CompletionOutput": "outputs",
     "DecodingConfig": "config",
     "DeviceConfig": "config",
     "EmbeddingRequestOutput": "outputs",
+    "EmbedsPrompt": "client.prompt",
     "EngineArgs": "engine_args",
     "EngineClient": "client.engine_client",
     "EngineDeadError": "errors",
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
+    "LLM": "client.llm",
+    "IterationStats": "client.stats",
     "LivenessConfig": "config",
     "LoRAConfig": "config",
     "LoRARequest": "lora_request",
+    "LoggingStatLogger": "client.stat_loggers",
     "Logprob": "outputs",
     "ModelConfig": "config",
     "NotOperatorError": "errors",
@@ -84,6 +100,7 @@ _MODULE_OF = {
     "PoolingOutput": "outputs",
     "PoolingParams": "pooling_params",
     "PoolingRequestOutput": "outputs",
+    "PrometheusStatLogger": "client.stat_loggers.prometheus",
     "PromptType": "client.prompt",
     "RequestFailure": "outputs",
     "RequestManager": "client.request_manager",
@@ -92,7 +109,11 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestStatus": "client.request_manager",
     "SamplingParams": "sampling_params",
+    "ScoringOutput": "outputs",
+    "ScoringRequestOutput": "outputs",
     "SchedulerConfig": "config",
+    "SchedulerStats": "client.stats",
+    "StatLoggerBase": "client.stat_loggers",
     "StreamGroup": "client.stream_group",
     "StreamingRequest": "client.request_manager",
     "TextPrompt": "client.prompt",
@@ -102,26 +123,33 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "LLM",
     "AsyncEngineArgs",
     "AsyncEngineDeadError",
     "AsyncLLM",
     "AsyncLLMEngine",
     "AsyncMicrobatchTokenizer",
     "AttentionConfig",
+    "BatchDeadError",
     "CacheConfig",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "DecodingConfig",
     "DeviceConfig",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineClient",
     "EngineDeadError",
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "IterationStats",
     "LivenessConfig",
     "LoRAConfig",
     "LoRARequest",
+    "LoggingStatLogger",
     "Logprob",
     "ModelConfig",
     "NotOperatorError",
@@ -130,6 +158,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PrometheusStatLogger",
     "PromptType",
     "RequestFailure",
     "RequestManager",
@@ -139,6 +168,10 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "SchedulerConfig",
+    "SchedulerStats",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "StatLoggerBase",
     "StreamGroup",
     "StreamingRequest",
     "TextPrompt",

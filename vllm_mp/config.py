@@ -44,6 +44,12 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     eos_token_ids: list[int]
     max_logprobs: int = 20
     """Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary."""
+    enable_prompt_embeds: bool = False
+    """Requests may give their prompt as embeddings."""
+    logits_processors: list[str] = []
+    """The logits processors that the core loads, as `processor_registration.registered` reads them."""
+    logits_processor_folders: list[str] = []
+    """Folders in which the core looks for their modules after all others."""
     default_sampling_params: dict[str, Any] = {}
     """Fields of `SamplingParams` that the model's generation_config.json sets for requests that do not set them."""
     pooling: PoolingConfig

@@ -28,6 +28,7 @@ from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_store import resolve_model
+from vllm_mp.processor_registration import import_folders
 
 if TYPE_CHECKING:
     from vllm_mp.engine_args import EngineArgs
@@ -77,6 +78,8 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             max_model_len=max_model_len,
             hf_config=hf_config,
             eos_token_ids=eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
+            logits_processors=list(args.logits_processors or ()),
+            logits_processor_folders=import_folders(args.logits_processors or ()),
             default_sampling_params=default_sampling_params(generation, overrides),
             pooling=read_pooling_config(folder, is_encoder),
         ),
@@ -157,6 +160,9 @@ def _check_encoder_options(args: "EngineArgs") -> None:
                 f"{name}=True: {args.model} is an encoder, where each token attends to the whole prompt, so that no "
                 "part of a prompt can be computed before the rest; leave it None"
             )
+    for name in ("enable_prompt_embeds", "logits_processors"):
+        if value := getattr(args, name):
+            raise ValueError(f"{name}={value!r}: {args.model} is an encoder, which generates no text; leave it out")
     if args.kv_cache_dtype != "auto":
         raise ValueError(
             f"kv_cache_dtype={args.kv_cache_dtype!r}: {args.model} is an encoder, which has no cache; leave it 'auto'"

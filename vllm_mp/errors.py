@@ -3,6 +3,8 @@
 For the caller's input it raises ValueError, TypeError or NotImplementedError: correct the value that the message names.
 """
 
+from typing import Any
+
 
 class EngineError(Exception):
     """The base class of the errors below: the engine, not the caller's input, is at fault."""
@@ -22,6 +24,18 @@ class EngineDeadError(EngineError):
     Raised by every running stream and by every later call of the `AsyncLLM`. The message carries the signal or exit
     code, the last log lines and the path of the log: make a new `AsyncLLM`.
     """
+
+
+class BatchDeadError(EngineDeadError):
+    """The core died for good while `LLM` ran a batch of prompts.
+
+    Raised by `LLM.generate` and the other calls with prompts. `outputs` has an entry for each prompt, in order: its
+    output if it was finished, else a `RequestFailure`. Prompts of an iterator that were not yet taken have none.
+    """
+
+    def __init__(self, message: str, outputs: list[Any]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
 
 
 class EngineGenerateError(EngineError):

@@ -5,7 +5,7 @@ does not track them.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -79,12 +79,17 @@ class RequestOutput(msgspec.Struct, gc=False):
 
 
 class RequestFailure(msgspec.Struct, gc=False):
-    """The end of a request that failed, in place of an output, from `StreamGroup`."""
+    """The end of a request that failed, in place of an output, from `StreamGroup` and `LLM`."""
 
     request_id: str
     error: Exception
     """What `AsyncLLM.generate` would raise."""
     finished: bool = True
+
+    @property
+    def outputs(self) -> NoReturn:
+        """Raise `error`, so that code which expects an output fails with the cause."""
+        raise self.error
 
 
 @dataclass(slots=True)
@@ -113,6 +118,48 @@ class PoolingRequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     """Number of prompt tokens that the prefix cache held."""
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """The output of `LLM.score` for a pair of texts."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """The token ids of both texts."""
+    finished: bool = True
+    num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The classes of a prompt."""
+
+    probs: list[float]
+    """A probability for each class."""
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """The output of `LLM.classify` for a prompt."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int | None = None
 
 
 EmbeddingRequestOutput = PoolingRequestOutput

@@ -7,6 +7,8 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 _MAX_CHARACTERS = 256
 """Bound on the length of a string."""
 _BIAS_LIMIT = 1e6
@@ -168,14 +170,48 @@ class TokenBiases(Parameter):
 
 
 @dataclass(frozen=True)
-class AlwaysEmpty(Parameter):
-    """A field of vLLM's that this engine does not read: only None and the empty value are accepted."""
+class ProcessorNames(Strings):
+    """A list of at most `max_count` names of registered logits processors, or None."""
 
-    def checked(self, name: str, value: Any) -> Any:
-        if value:
-            raise ValueError(
-                f"{name} must be empty, got {reprlib.repr(value)}: this engine does not read it; leave it out"
-            )
+    def checked(self, name: str, value: Any) -> list[str] | None:  # type: ignore[override]
+        for processor in value if isinstance(value, list | tuple) else (value,):
+            if callable(processor):
+                raise TypeError(
+                    f"{name} must hold names of logits processors, got {reprlib.repr(processor)}: no code travels to "
+                    "the core; start the engine with logits_processors=['name=module:Class'], and give the name here"
+                )
+        return None if value is None else super().checked(name, value)
+
+
+@dataclass(frozen=True)
+class PlainData(Parameter):
+    """A dict with strings as keys, of numbers, strings, bytes, lists and dicts, within a number of bytes; or None."""
+
+    max_bytes: int
+
+    def checked(self, name: str, value: Any) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise TypeError(f"{name} must be a dict, got {reprlib.repr(value)}")
+        return self.unpacked(name, self.packed(name, value))
+
+    def packed(self, name: str, value: dict[str, Any] | None) -> bytes:
+        """Return `value` as the wire carries it. Raises TypeError or ValueError as `checked` does."""
+        try:
+            data = msgspec.msgpack.encode(value) if value else b""
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TypeError(f"{name} must be a dict of plain data: {error}; got {reprlib.repr(value)}") from error
+        if len(data) > self.max_bytes:
+            raise ValueError(f"{name} must be of at most {self.max_bytes} bytes, got {len(data)}")
+        return data
+
+    def unpacked(self, name: str, data: bytes) -> dict[str, Any]:
+        """Return the dict that `packed` made into `data`. Raises ValueError for other data."""
+        try:
+            value: dict[str, Any] = msgspec.msgpack.decode(data, type=dict[str, Any]) if data else {}
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{name} must be a dict of plain data with strings as keys: {error}") from error
         return value
 
 

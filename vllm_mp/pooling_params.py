@@ -5,6 +5,7 @@ import numbers
 import msgspec
 
 POOLING_TYPES = ("last", "mean", "cls")
+POOLING_TASKS = ("embed", "classify")
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True):
@@ -17,6 +18,10 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
     prompts to that many tokens, -1 to the model's context: the tokenizer truncates text in its own way; of token ids
     the first ones are kept.
 
+    A model with classes, such as BertForSequenceClassification, returns their probabilities in place of an embedding
+    unless `task` is "embed". `use_activation=False` returns the outputs of its head as they are. In a pair of texts,
+    `second_text_at` is the place of the first token that has the token type of the second text.
+
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError when it
     is of the wrong type.
     """
@@ -26,7 +31,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
     task: str | None = None
-    """"embed" or None, which means the same."""
+    """"embed", "classify", or None for what the model is made for."""
+    use_activation: bool | None = None
+    second_text_at: int | None = None
 
     def __post_init__(self) -> None:
         if self.pooling_type is not None:
@@ -35,9 +42,10 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
             if self.pooling_type.lower() not in POOLING_TYPES:
                 raise ValueError(f"pooling_type must be one of {', '.join(POOLING_TYPES)}, got {self.pooling_type!r}")
             self.pooling_type = self.pooling_type.lower()
-        if self.normalize is not None and not isinstance(self.normalize, bool):
-            raise TypeError(f"normalize must be True, False or None, got {self.normalize!r}")
-        for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+        for name in ("normalize", "use_activation"):
+            if (given := getattr(self, name)) is not None and not isinstance(given, bool):
+                raise TypeError(f"{name} must be True, False or None, got {given!r}")
+        for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1), ("second_text_at", 1)):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -49,5 +57,5 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
             setattr(self, name, number)
         if self.task is not None and not isinstance(self.task, str):
             raise TypeError(f"task must be a string or None, got {self.task!r}")
-        if self.task not in (None, "embed"):
-            raise ValueError(f"task must be 'embed' or None, got {self.task!r}")
+        if self.task not in (None, *POOLING_TASKS):
+            raise ValueError(f"task must be 'embed', 'classify' or None, got {self.task!r}")

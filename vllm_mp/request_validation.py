@@ -6,7 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import ModelConfig, VllmConfig
+from vllm_mp.model_config.architecture import Architecture
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.processor_registration import registered
 from vllm_mp.sampling_params import SamplingParams, check_served
 from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUEST_ID_BYTES
 
@@ -46,6 +48,8 @@ def validate_generation(
             _check_token_ids(name, np.asarray(list(ids), np.int64), vocab_size)
     _check_bad_words(params, bad_words, vocab_size)
     _check_logprobs(params, model)
+    if params.logits_processors or params.extra_args:
+        _check_registered(params, model)
     room = model.max_model_len - len(prompt)
     if params.min_tokens > room:
         raise ValueError(
@@ -66,10 +70,42 @@ def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: Poo
     if len(prompt) > model.max_model_len:
         raise pooling_prompt_too_long(f"{len(prompt)} tokens", model)
     _check_token_ids("prompt_token_ids", prompt, model.architecture.vocab_size)
+    _check_second_text(params, len(prompt), model.architecture)
+    if pooling_task(params, model) == "classify":
+        _check_classification(params, model)
     if params.dimensions is not None and params.dimensions > model.architecture.hidden_size:
         raise ValueError(
             f"dimensions must be at most {model.architecture.hidden_size}, the length of the model's hidden states, "
             f"got {params.dimensions}"
+        )
+
+
+def pooling_task(params: PoolingParams, model: ModelConfig) -> str:
+    """Return what a pooling request asks for: "embed" or "classify"."""
+    return params.task or ("classify" if model.architecture.num_classes else "embed")
+
+
+def _check_classification(params: PoolingParams, model: ModelConfig) -> None:
+    if not model.architecture.num_classes:
+        raise ValueError(
+            f"task must be 'embed' or None, got 'classify': {model.model} has no classes; use a model for sequence "
+            "classification"
+        )
+    for name in ("pooling_type", "normalize", "dimensions"):
+        if (value := getattr(params, name)) is not None:
+            raise ValueError(f"{name} must be None for classes, got {value!r}; set task='embed' for an embedding")
+
+
+def _check_second_text(params: PoolingParams, num_tokens: int, architecture: Architecture) -> None:
+    if params.second_text_at is None:
+        return
+    if getattr(architecture, "num_token_types", 0) < 2:
+        raise ValueError(
+            f"second_text_at must be None, got {params.second_text_at}: the model has no token type for second texts"
+        )
+    if params.second_text_at >= num_tokens:
+        raise ValueError(
+            f"second_text_at must be below {num_tokens}, the tokens of the prompt, got {params.second_text_at}"
         )
 
 
@@ -126,6 +162,22 @@ def _check_bad_words(params: SamplingParams, bad_words: list[list[int]], vocab_s
     for word in bad_words:
         # An array of objects, because the wire carries integers that do not fit into int64.
         _check_token_ids("bad_words", np.asarray(word, np.object_), vocab_size)
+
+
+def _check_registered(params: SamplingParams, model: ModelConfig) -> None:
+    """Raise ValueError for logits processors that the engine has not registered, and for arguments of none."""
+    names = [registration.name for registration in registered(model.logits_processors)]
+    for name in params.logits_processors or ():
+        if name not in names:
+            raise ValueError(
+                f"logits_processors names {name!r}, and this engine has registered {', '.join(names) or 'none'}; start "
+                f"it with logits_processors=['{name}=module:Class']"
+            )
+    if params.extra_args and not names:
+        raise ValueError(
+            "extra_args must be empty, because only logits processors read it and this engine has registered none; "
+            "start it with logits_processors=['module:Class']"
+        )
 
 
 def _check_logprobs(params: SamplingParams, model: ModelConfig) -> None:

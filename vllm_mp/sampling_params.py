@@ -14,11 +14,12 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from vllm_mp.parameters import (
-    AlwaysEmpty,
     Integer,
     NotServed,
     Number,
     Parameter,
+    PlainData,
+    ProcessorNames,
     Strings,
     Switch,
     TokenBiases,
@@ -27,6 +28,8 @@ from vllm_mp.parameters import (
 from vllm_mp.unserved_names import refuse
 
 MAX_BAD_WORDS = 1024
+MAX_EXTRA_ARGS_BYTES = 2**14
+_MAX_PROCESSORS = 64
 _MAX_STOP_STRINGS = 64
 _MAX_STOP_IDS = 1024
 _MAX_VOCAB_IDS = 2**18
@@ -60,6 +63,10 @@ class OutputKind(Parameter):
             raise ValueError(f"{name} must be a RequestOutputKind, got {value!r}") from error
 
 
+EXTRA_ARGS = PlainData(MAX_EXTRA_ARGS_BYTES)
+"""The declaration of `SamplingParams.extra_args`."""
+
+
 def _at_most(count: int) -> msgspec.Meta:
     """Return a bound that a decoder enforces before it builds the list."""
     return msgspec.Meta(max_length=count)
@@ -69,9 +76,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling parameters of one request; names, defaults and meanings are vLLM's.
 
     `temperature` 0 takes the most likely token at each position. The logits change in this order: allowed tokens, stop
-    tokens barred below `min_tokens`, bad words, `logit_bias`, penalties (repetition, over prompt and completion;
-    then frequency and presence, over the completion), temperature, typical-p, min-p, top-k, top-p. Each of the last
-    four, the filters, works on the tokens that the filter before it left. `typical_p` 1, `min_p` 0, `top_k` 0 or -1 and
+    tokens barred below `min_tokens`, bad words, `logit_bias`, registered logits processors, penalties (repetition, over
+    prompt and completion; then frequency and presence, over the completion), temperature, registered logits processors
+    that are argmax-invariant, typical-p, min-p, top-k, top-p. Each of the last four, the filters, works on the tokens
+    that the filter before it left. `typical_p` 1, `min_p` 0, `top_k` 0 or -1 and
     `top_p` 1 switch them off. `typical_p` is no parameter of vLLM's: it is locally typical sampling (Meister et al.
     2022), with the meaning that it has in transformers.
 
@@ -80,7 +88,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     the model's context. `min_tokens` also delays the search for `stop` strings. `seed` None draws a seed for the
     request; with `n` completions, completion i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens from the
     end of the prompt; -1 keeps as many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the
-    context. `best_of` is only accepted if it is equal to `n`, where it changes nothing.
+    context. `best_of` is only accepted if it is equal to `n`, where it changes nothing. `logits_processors` names
+    processors that the engine has registered for the requests that name them; `extra_args` holds the arguments of
+    registered processors, plain data of at most 16 KiB.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError
     when it is of the wrong type.
@@ -197,7 +207,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     ] = None
     guided_decoding: Annotated[Any, NotServed()] = None
     structured_outputs: Annotated[Any, NotServed()] = None
-    extra_args: Annotated[dict[str, Any] | None, AlwaysEmpty()] = None
+    extra_args: Annotated[dict[str, Any] | None, EXTRA_ARGS] = None
     typical_p: Annotated[
         float,
         Number(
@@ -209,6 +219,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             column="float32",
         ),
     ] = 1.0
+    logits_processors: Annotated[
+        Annotated[list[str], _at_most(_MAX_PROCESSORS)] | None,
+        ProcessorNames(_MAX_PROCESSORS),
+    ] = None
 
     def __post_init__(self) -> None:
         for name, default, checked in _CHECKS:

@@ -27,7 +27,8 @@ import numpy.typing as npt
 from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
 from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.sampling_params import MAX_BAD_WORDS, SamplingParams
+from vllm_mp.prompt_embeds import PromptEmbeds
+from vllm_mp.sampling_params import MAX_BAD_WORDS, MAX_EXTRA_ARGS_BYTES, SamplingParams
 
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -97,7 +98,8 @@ class AddRequest(_Message, tag=2):
     was in the step during which an earlier core died: then the request shares its steps only with requests of this
     client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
     dies with it. `after_pause`: the client knew of a pause in force when it first sent the request, so that a core that
-    has inherited a pause with mode "wait" holds the request back.
+    has inherited a pause with mode "wait" holds the request back. `prompt_embeds` takes the place of `prompt`, which is
+    then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
     """
 
     incarnation: int
@@ -116,6 +118,8 @@ class AddRequest(_Message, tag=2):
     isolate_until_num_tokens: int = 0
     isolation_group: int = 0
     after_pause: bool = False
+    prompt_embeds: PromptEmbeds | None = None
+    extra_args: Annotated[bytes, msgspec.Meta(max_length=MAX_EXTRA_ARGS_BYTES)] = b""
 
 
 class AddPooling(_Message, tag=6):

@@ -100,6 +100,11 @@ class EngineCoreClient:
         return self._core.connection.incarnation
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that receives from the core, if any."""
+        return self._core.connection.loop
+
+    @property
     def _has_core(self) -> bool:
         """There is a core that messages can be sent to."""
         return self._recovers_from is None and self._closed_with is None and self.supervisor.end is None

@@ -194,7 +194,8 @@ class CoreSupervisor:
 
     def status(self) -> CoreStatus | None:
         """Return a reading of the latest core's status page; None if it is not visible."""
-        return self.core.page.read() if self.core.page else None
+        page = self.core.page  # read once: the core may be replaced in another thread
+        return page.read() if page else None
 
     @property
     def standby_pid(self) -> int | None:

@@ -41,6 +41,10 @@ class OutputProcessor:
         """Return the number of requests whose streams have not ended."""
         return len(self._by_id)
 
+    def has_unfinished_requests(self) -> bool:
+        """Return whether there is a request whose stream has not ended."""
+        return bool(self._by_id)
+
     @property
     def num_slots_in_use(self) -> int:
         return len(self._entries) - len(self._free_slots)

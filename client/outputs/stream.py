@@ -327,6 +327,8 @@ class GenerationStream(RequestStream):
             isolate_until_num_tokens=isolation.until_num_tokens,
             isolation_group=isolation.group,
             after_pause=self.after_pause,
+            prompt_embeds=request.prompt_embeds,
+            extra_args=request.extra_args,
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:

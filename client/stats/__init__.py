@@ -4,6 +4,14 @@ from vllm_mp.client.stats.cells import Cells
 from vllm_mp.client.stats.core_reading import CoreReading
 from vllm_mp.client.stats.engine_stats import EngineStats, Restart
 from vllm_mp.client.stats.finished_request import FinishedRequest
+from vllm_mp.client.stats.iteration_stats import (
+    FinishedRequestStats,
+    FinishReason,
+    IterationStats,
+    PrefixCacheStats,
+    PromptTokenStats,
+    SchedulerStats,
+)
 from vllm_mp.client.stats.metrics import Counter, Histogram
 from vllm_mp.client.stats.restart_counter import RestartCounter
 
@@ -12,8 +20,14 @@ __all__ = [
     "CoreReading",
     "Counter",
     "EngineStats",
+    "FinishReason",
     "FinishedRequest",
+    "FinishedRequestStats",
     "Histogram",
+    "IterationStats",
+    "PrefixCacheStats",
+    "PromptTokenStats",
     "Restart",
     "RestartCounter",
+    "SchedulerStats",
 ]

@@ -4,6 +4,7 @@ The work is per message, or per request, never per token. Moments are in seconds
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,33 +17,13 @@ import numpy.typing as npt
 
 from vllm_mp import wire
 from vllm_mp.client.outputs.stream import PoolingStream, RequestStream
-from vllm_mp.client.stats.cells import Cells
-from vllm_mp.client.stats.core_reading import CoreReading
+from vllm_mp.client.stats.engine_counters import FINISH_REASONS, EngineCounters
 from vllm_mp.client.stats.finished_request import FinishedRequest
-from vllm_mp.client.stats.metrics import Counter, Histogram
-from vllm_mp.client.stats.restart_counter import RestartCounter
+from vllm_mp.client.stats.iteration_stats import FinishedRequestStats, FinishReason, IterationStats
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
-# The bounds are vLLM's. Where these begin late, there are finer ones below.
-_FIRST_TOKEN_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-    *(160.0, 640.0, 2560.0),
-)
-_BETWEEN_TOKENS_S = (
-    *(0.001, 0.0025, 0.005),
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-_REQUEST_S = (
-    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2),
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
-    *(1920.0, 7680.0),
-)
-_RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_COMPLETIONS = (1, 2, 5, 10, 20)
 _MAX_RESTARTS = 20
 """Restarts that are remembered with their causes."""
 _REPORT_S = 10.0
@@ -78,44 +59,17 @@ class _LiveRequest:
     num_recoveries: int = 0
 
 
-class EngineStats:
+class EngineStats(EngineCounters):
     """Counts what a client sends and receives; the parts of the client call it, readers read its metrics.
 
-    A front process also counts its HTTP requests in `cells`.
+    The metrics, and what is recorded, may be read from any thread. A front process also counts its HTTP requests in
+    `cells`.
     """
 
     def __init__(self, max_model_len: int, has_prefix_cache: bool = True) -> None:
         """`max_model_len` is in tokens."""
-        cells = self.cells = Cells(self.settle)
-        lengths = _one_two_five(max_model_len)
-        self.prompt_tokens = Counter(cells)
-        self.generation_tokens = Counter(cells)
-        self.prefix_cache_queries = Counter(cells)
-        self.prefix_cache_hits = Counter(cells)
-        self.finished_requests = Counter(cells, FINISH_REASONS)
-        self.first_token_s = Histogram(cells, _FIRST_TOKEN_S)
-        self.between_tokens_s = Histogram(cells, _BETWEEN_TOKENS_S)
-        self.token_s = Histogram(cells, _BETWEEN_TOKENS_S)
-        """Mean time per output token after the first, of each finished request."""
-        self.e2e_s = Histogram(cells, _REQUEST_S)
-        self.queue_s = Histogram(cells, _REQUEST_S)
-        self.inference_s = Histogram(cells, _REQUEST_S)
-        self.prefill_s = Histogram(cells, _REQUEST_S)
-        self.decode_s = Histogram(cells, _REQUEST_S)
-        self.tokenize_s = Histogram(cells, _REQUEST_S)
-        self.request_prompt_tokens = Histogram(cells, lengths)
-        self.request_generation_tokens = Histogram(cells, lengths)
-        self.longest_completion_tokens = Histogram(cells, lengths)
-        self.params_max_tokens = Histogram(cells, lengths)
-        self.params_n = Histogram(cells, _COMPLETIONS)
-        self.step_tokens = Histogram(cells, _STEP_TOKENS)
-        self.core_restarts = RestartCounter()
-        self.recovered_requests = Counter(cells)
-        self.recovery_s = Histogram(cells, _RECOVERY_S)
-        self.dropped_messages = Counter(cells)
+        super().__init__(max_model_len)
         self._has_prefix_cache = has_prefix_cache
-        self.core: CoreReading | None = None
-        """The core's last answer; None before the first."""
         self._live: dict[RequestStream, _LiveRequest] = {}
         self._awaited: dict[int, tuple[RequestStream, bool]] = {}
         """By slot: the stream of a completion or vector that no step has begun, and whether it is its first."""
@@ -128,8 +82,8 @@ class EngineStats:
         """[num_tokens] the same as numbers."""
         self._step_time = -1.0
         """When the latest step with tokens arrived that is counted."""
-        self._usual_steps: list[float] = []
-        """When further steps with the same slots arrived, which are not counted yet."""
+        self._usual_steps: deque[float] = deque()
+        """When further steps with the same slots arrived, which are not counted yet. Added to without the lock."""
         self._settle_at = 0.0
         """When `settle` is due."""
         self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
@@ -139,16 +93,47 @@ class EngineStats:
         self._recovers_since: float | None = None
         """The moment of the death after which no token has arrived; None otherwise."""
         self._listeners: list[Callable[[FinishedRequest], None]] = []
-        self._reports: list[Callable[[], None]] = []
+        self._reports: list[Callable[[], object]] = []
         self._reported_at = time.monotonic()
+        self._lock = threading.RLock()
+        """Held while steps and requests are counted, and while what waits to be counted is read."""
+        self._record: IterationStats | None = None
+        """What has happened since `take_record`; None if it is not recorded."""
+        self._on_news: Callable[[], None] | None = None
+        self._announces = False
+        """`_on_news` must be called when something is recorded."""
 
     def add_listener(self, listener: Callable[[FinishedRequest], None]) -> None:
         """Call `listener` with each request that ends. A listener that raises is reported, and not called again."""
         self._listeners.append(listener)
 
-    def add_report(self, report: Callable[[], None]) -> None:
+    def add_report(self, report: Callable[[], object]) -> None:
         """Call `report` every 10 seconds, or when the next tokens arrive after that time."""
         self._reports.append(report)
+
+    def begin_records(self, on_news: Callable[[], None]) -> None:
+        """Record what happens, for `take_record`; `on_news` is called when the first of it happens after each."""
+        with self._lock:
+            self.settle()
+            self._record = self._record or IterationStats()
+            self._on_news, self._announces = on_news, True
+
+    def end_records(self) -> None:
+        """Record nothing any more."""
+        with self._lock:
+            self._record, self._announces = None, False
+
+    def take_record(self) -> IterationStats | None:
+        """Return what was recorded since the last call; None if nothing has happened."""
+        with self._lock:
+            self._announces = self._record is not None  # before the steps are counted, so that none is left unannounced
+            self.settle()
+            record = self._record
+            if record is None or record.is_empty:
+                return None
+            self._record = IterationStats()
+            record.iteration_timestamp = time.time()
+            return record
 
     def share(self, folder: Path, name: str) -> None:
         """Count together with other processes, from now on in files called `name` in `folder`.
@@ -163,19 +148,24 @@ class EngineStats:
         """Count a request that was given to the core; `arrival_time` is in seconds of `time.time()`."""
         now = time.monotonic()
         arrival = now - max(0.0, time.time() - arrival_time)
-        self._live[stream] = _LiveRequest(arrival, now, trace_headers)
-        self._write_step()
-        for awaited in stream.awaited:
-            self._last_token[awaited.slot] = 0.0
-            self._awaited[awaited.slot] = (stream, awaited.index == 0)
-        if isinstance(stream.params, SamplingParams):
-            self.params_n.observe(stream.params.n)
-            if stream.params.max_tokens is not None:
-                self.params_max_tokens.observe(stream.params.max_tokens)
+        with self._lock:
+            self._live[stream] = _LiveRequest(arrival, now, trace_headers)
+            self._write_step()
+            for awaited in stream.awaited:
+                self._last_token[awaited.slot] = 0.0
+                self._awaited[awaited.slot] = (stream, awaited.index == 0)
+            if isinstance(stream.params, SamplingParams):
+                self.params_n.observe(stream.params.n)
+                if stream.params.max_tokens is not None:
+                    self.params_max_tokens.observe(stream.params.max_tokens)
 
     def note_unsent(self) -> None:
         """Count a request that was aborted before it was given to the core."""
-        self.finished_requests.add(1, "abort")
+        with self._lock:
+            self.finished_requests.add(1, "abort")
+            if self._record is not None:
+                self._record.finished_requests.append(FinishedRequestStats(FinishReason.ABORT))
+                self._announce()
 
     def note_step(self, message: wire.StepOutput) -> None:
         """Count the tokens of a message, before it is given to the streams."""
@@ -185,16 +175,21 @@ class EngineStats:
             self._usual_steps.append(now)
             if now >= self._settle_at:
                 self.settle()
-            return
-        num_tokens = len(message.tokens) // 4
-        if not num_tokens and not message.queued:
-            return
-        now = time.monotonic()
-        num_prompt_tokens = 0
+        elif message.tokens or message.queued:
+            with self._lock:
+                self._note_other_step(message, time.monotonic())
+        if self._announces:
+            self._announce()
+
+    def _note_other_step(self, message: wire.StepOutput, now: float) -> None:
+        """Count a step whose requests differ from the requests of the step before."""
+        num_tokens, num_prompt_tokens = len(message.tokens) // 4, 0
         if message.queued:
             num_prompt_tokens = self._note_first(message, now)
         if num_tokens:
             self.generation_tokens.add(num_tokens)
+            if self._record is not None:
+                self._record.num_generation_tokens += num_tokens
             self._note_other_slots(message.slots, num_tokens, now)
             self._step_time = now
             if self._recovers_since is not None:
@@ -205,35 +200,45 @@ class EngineStats:
 
     def settle(self) -> None:
         """Count the steps that wait to be counted."""
-        steps, self._usual_steps = self._usual_steps, []
-        if not steps:
+        if not self._usual_steps:
             return
-        num_tokens, previous = len(self._step_indexes), self._step_time
-        for moment in steps:
-            self.between_tokens_s.observe(moment - previous, num_tokens)
-            previous = moment
-        self._step_time = previous
-        self._settle_at = previous + _SETTLE_S
-        self.generation_tokens.add(num_tokens * len(steps))
-        self.step_tokens.observe(num_tokens, len(steps))
-        self._report(previous)
+        with self._lock:
+            steps = [self._usual_steps.popleft() for _ in range(len(self._usual_steps))]
+            num_tokens, previous, record = len(self._step_indexes), self._step_time, self._record
+            for moment in steps:
+                self.between_tokens_s.observe(moment - previous, num_tokens)
+                if record is not None:
+                    record.intervals.append((moment - previous, num_tokens))
+                previous = moment
+            self._step_time = previous
+            self._settle_at = previous + _SETTLE_S
+            self.generation_tokens.add(num_tokens * len(steps))
+            self.step_tokens.observe(num_tokens, len(steps))
+            if record is not None:
+                record.num_generation_tokens += num_tokens * len(steps)
+            self._report(previous)
 
     def note_end(self, stream: RequestStream) -> None:
         """Count the end of a request, and hand its record to the listeners."""
-        live = self._live.pop(stream, None)
-        if live is None:
-            return  # it was never given to the core
-        self.settle()
-        for awaited in stream.awaited:
-            entry = self._awaited.get(awaited.slot)
-            if entry is not None and entry[0] is stream:
-                del self._awaited[awaited.slot]
-        now = time.monotonic()
-        reason = _finish_reason(stream)
-        lengths = [awaited.num_tokens for awaited in stream.awaited]
-        self.finished_requests.add(1, reason)
-        if reason == "length" or reason == "stop":
-            self._count_finished(stream, live, lengths, now)
+        with self._lock:
+            live = self._live.pop(stream, None)
+            if live is None:
+                return  # it was never given to the core
+            self.settle()
+            for awaited in stream.awaited:
+                entry = self._awaited.get(awaited.slot)
+                if entry is not None and entry[0] is stream:
+                    del self._awaited[awaited.slot]
+            now = time.monotonic()
+            reason = _finish_reason(stream)
+            lengths = [awaited.num_tokens for awaited in stream.awaited]
+            finished = _finished(stream, live, lengths, reason, now)
+            self.finished_requests.add(1, reason)
+            if reason == "length" or reason == "stop":
+                self._count_finished(finished, live, max(lengths))
+            if self._record is not None:
+                self._record.add_finished(finished, lengths)
+                self._announce()
         if self._listeners:
             self._hand_over(stream, live, sum(lengths), reason, now)
 
@@ -244,7 +249,8 @@ class EngineStats:
 
     def note_restart(self) -> None:
         """Count a restart: the next core serves, and is told every live request."""
-        self._write_step()  # so that the next step is not a usual one
+        with self._lock:
+            self._write_step()  # so that the next step is not a usual one
         died_at, self._died_at = self._died_at, None
         if died_at is None:
             return
@@ -260,7 +266,7 @@ class EngineStats:
 
     def _note_first(self, message: wire.StepOutput, now: float) -> int:
         """Count requests whose first token or vector is in `message`; return the number of their prompts' tokens."""
-        cached = dict(message.cached)
+        cached, record = dict(message.cached), self._record
         num_prompt_tokens = 0
         for slot, queue_s in message.queued:
             entry = self._awaited.pop(slot, None)
@@ -273,14 +279,24 @@ class EngineStats:
                 live.first_token, live.queue_s = now, min(max(0.0, queue_s), now - live.sent)
                 if not isinstance(stream, PoolingStream):
                     self.first_token_s.observe(now - live.arrival)
+                    if record is not None:
+                        record.time_to_first_tokens_iter.append(now - live.arrival)
             if is_first:
                 live.num_cached_tokens = min(max(0, cached.get(slot, 0)), len(stream.prompt_token_ids))
                 num_prompt_tokens += len(stream.prompt_token_ids)
                 self.prefix_cache_hits.add(live.num_cached_tokens)
+                if record is not None:
+                    record.add_prompt(len(stream.prompt_token_ids), live.num_cached_tokens, self._has_prefix_cache)
         self.prompt_tokens.add(num_prompt_tokens)
         if self._has_prefix_cache:
             self.prefix_cache_queries.add(num_prompt_tokens)
         return num_prompt_tokens
+
+    def _announce(self) -> None:
+        """Call `_on_news`, unless it has been called since the last `take_record`."""
+        if self._announces and self._on_news is not None:
+            self._announces = False
+            self._on_news()
 
     def _report(self, now: float) -> None:
         if now - self._reported_at >= _REPORT_S:
@@ -302,10 +318,16 @@ class EngineStats:
         last = self._last_token.take(indexes)
         usual = last == self._step_time
         num_usual = int(np.count_nonzero(usual))
+        record = self._record
         if num_usual:
             self.between_tokens_s.observe(now - self._step_time, num_usual)
+            if record is not None:
+                record.intervals.append((now - self._step_time, num_usual))
         if num_usual < len(last):
-            self.between_tokens_s.observe_all([now - moment for moment in last[~usual].tolist() if moment])
+            others = [now - moment for moment in last[~usual].tolist() if moment]
+            self.between_tokens_s.observe_all(others)
+            if record is not None:
+                record.intervals += [(interval, 1) for interval in others]
         self._last_token[indexes] = now
         if len(indexes) == num_tokens:
             self._step_slots, self._step_indexes = slots, indexes
@@ -318,6 +340,8 @@ class EngineStats:
         last = self._last_token.item(slot)
         if last:
             self.between_tokens_s.observe(now - last)
+            if self._record is not None:
+                self._record.intervals.append((now - last, 1))
         self._last_token[slot] = now
         self._step_slots, self._step_indexes = slots, np.array([slot])
 
@@ -328,25 +352,22 @@ class EngineStats:
             self._last_token[self._step_indexes] = self._step_time
             self._step_slots = b""
 
-    def _count_finished(self, stream: RequestStream, live: _LiveRequest, lengths: list[int], now: float) -> None:
-        """Count a request that ended `now` with "stop" or "length"; `lengths` are the tokens of its completions."""
-        self.e2e_s.observe(now - live.arrival)
+    def _count_finished(self, finished: FinishedRequestStats, live: _LiveRequest, longest: int) -> None:
+        """Count a request that ended with "stop" or "length"; `longest` is the number of tokens of a completion."""
+        self.e2e_s.observe(finished.e2e_latency)
         self.tokenize_s.observe(live.sent - live.arrival)
-        self.request_prompt_tokens.observe(len(stream.prompt_token_ids))
-        first, queue_s = live.first_token, live.queue_s
-        if first is None or queue_s is None:
+        self.request_prompt_tokens.observe(finished.num_prompt_tokens)
+        if live.first_token is None:
             return
-        scheduled = live.sent + queue_s
-        self.queue_s.observe(queue_s)
-        self.prefill_s.observe(first - scheduled)
-        self.inference_s.observe(now - scheduled)
-        longest = max(lengths)
+        self.queue_s.observe(finished.queued_time)
+        self.prefill_s.observe(finished.prefill_time)
+        self.inference_s.observe(finished.inference_time)
         if longest:
-            self.decode_s.observe(now - first)
-            self.request_generation_tokens.observe(sum(lengths))
+            self.decode_s.observe(finished.decode_time)
+            self.request_generation_tokens.observe(finished.num_generation_tokens)
             self.longest_completion_tokens.observe(longest)
         if longest > 1:
-            self.token_s.observe((now - first) / (longest - 1))
+            self.token_s.observe(finished.mean_time_per_output_token)
 
     def _hand_over(
         self, stream: RequestStream, live: _LiveRequest, num_output_tokens: int, reason: str, now: float
@@ -389,7 +410,24 @@ def _finish_reason(stream: RequestStream) -> str:
     return next((reason for reason in reversed(FINISH_REASONS) if reason in reasons), "stop")
 
 
-def _one_two_five(limit: int) -> list[int]:
-    """Return 1, 2, 5, 10, 20, 50 and so on, up to `limit`."""
-    steps = [factor * 10**exponent for exponent in range(len(str(limit))) for factor in (1, 2, 5)]
-    return [step for step in steps if step <= limit]
+def _finished(
+    stream: RequestStream, live: _LiveRequest, lengths: list[int], reason: str, now: float
+) -> FinishedRequestStats:
+    """Return what a request took that ended `now`; `lengths` are the tokens of its completions."""
+    params, longest = stream.params, max(lengths)
+    finished = FinishedRequestStats(
+        FinishReason(reason),
+        stream.request_id,
+        e2e_latency=now - live.arrival,
+        num_prompt_tokens=len(stream.prompt_token_ids),
+        num_generation_tokens=sum(lengths),
+        max_tokens_param=params.max_tokens if isinstance(params, SamplingParams) else None,
+        num_cached_tokens=live.num_cached_tokens,
+    )
+    if live.first_token is not None and live.queue_s is not None:
+        scheduled, since_first = live.sent + live.queue_s, now - live.first_token
+        finished.queued_time = live.queue_s
+        finished.prefill_time, finished.inference_time = live.first_token - scheduled, now - scheduled
+        finished.decode_time = since_first if longest else 0.0
+        finished.mean_time_per_output_token = since_first / (longest - 1) if longest > 1 else 0.0
+    return finished

@@ -9,7 +9,9 @@ from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
-from vllm_mp.request_validation import validate_generation, validate_pooling
+from vllm_mp.prompt_embeds import check_prompt_embeds
+from vllm_mp.request_validation import pooling_task, validate_generation, validate_pooling
+from vllm_mp.sampling_params import EXTRA_ARGS
 
 
 def new_request(
@@ -33,11 +35,15 @@ def _pooling(
 ) -> Request:
     prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, config.model_config.pooling
     validate_pooling(message.request_id, prompt, params, config)
-    pooling = msgspec.structs.replace(
-        params,
-        pooling_type=params.pooling_type or defaults.pooling_type,
-        normalize=defaults.normalize if params.normalize is None else params.normalize,
-    )
+    if pooling_task(params, config.model_config) == "classify":
+        # The head reads the state of the first token.
+        pooling = msgspec.structs.replace(params, task="classify", pooling_type="cls", normalize=False)
+    else:
+        pooling = msgspec.structs.replace(
+            params,
+            pooling_type=params.pooling_type or defaults.pooling_type,
+            normalize=defaults.normalize if params.normalize is None else params.normalize,
+        )
     return Request(
         client=client,
         slot=message.slot,
@@ -59,13 +65,22 @@ def _pooling(
 def _generation(
     client: int, message: wire.AddRequest, config: VllmConfig, order: tuple[int, int], num_bytes: int
 ) -> Request:
-    prompt, output = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output)
+    prompt, output, embeds = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output), message.prompt_embeds
+    if embeds is not None:
+        if len(prompt):
+            raise ValueError("the prompt has prompt_embeds and prompt_token_ids; give one of them")
+        check_prompt_embeds(embeds, message.params, config.model_config)
+        prompt = np.zeros(embeds.num_tokens, np.int32)
+    if message.params.extra_args:
+        raise ValueError("extra_args must be a field of the message, not of its parameters")
+    message.params.extra_args = EXTRA_ARGS.unpacked("extra_args", message.extra_args) or None
     max_total_tokens = validate_generation(
         message.request_id, prompt, output, message.params, message.bad_words, config
     )
     # Log-probabilities of the prompt were sent before the first token of the output.
     prompt_logprobs = None if len(output) else message.params.prompt_logprobs
-    logits_processors = LogitsProcessors.from_params(message.params, message.bad_words)
+    num_unknown = 0 if embeds is None else len(prompt)
+    logits_processors = LogitsProcessors.from_params(message.params, message.bad_words, num_unknown)
     # The processors hold these as arrays; the dict takes ten times as much memory.
     message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
     return Request(
@@ -76,6 +91,7 @@ def _generation(
         tokens=np.concatenate([prompt, output]),
         num_prompt_tokens=len(prompt),
         max_total_tokens=max_total_tokens,
+        prompt_embeds=embeds,
         logits_processors=logits_processors,
         num_logprobs=_num_logprobs(message.params.logprobs, config),
         num_prompt_logprobs=_num_logprobs(prompt_logprobs, config),

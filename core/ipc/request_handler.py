@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import zmq
@@ -24,6 +24,9 @@ from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.status_page import StatusPage
+
+if TYPE_CHECKING:
+    from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +90,8 @@ class RequestHandler:
         self._operator_key = operator_key
         self._operators: set[int] = set()
         """The clients that are operators."""
+        self.processors: RegisteredProcessors | None = None
+        """The operator's logits processors."""
         self._scheduler: Scheduler | None = None
         self._page: StatusPage | None = None
         self._calls: dict[str, Operation] = {}
@@ -304,6 +309,8 @@ class RequestHandler:
         """
         scheduler = self._scheduler_for_new(client, message.slot)
         request = new_request(client, message, self._config, scheduler.order_of(message.priority), num_bytes)
+        if self.processors is not None and request.pooling is None:
+            self.processors.enter(request)
         request.isolate_until_num_tokens = self._isolate_until(client, message)
         scheduler.add(request)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_mp.core.lora.peft_config import PeftConfig, read_peft_config
 from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, MAX_LISTED
-from vllm_mp.core.weights.safetensors_files import read_tensors
+from vllm_mp.core.weights.checkpoint_files import read_tensors
 from vllm_mp.kernels.ops import Factors
 from vllm_mp.model_config.architecture import NativeArchitecture
 

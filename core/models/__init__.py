@@ -17,7 +17,8 @@ __all__ = ["CausalLM", "NativeModel", "build_model", "import_native_models"]
 class CausalLM(Protocol):
     """A decoder over the paged KV cache. Every model is an `nn.Module` of this form.
 
-    An encoder has no cache, no `compute_logits` and no `argmax`; each token sees its row, which is a whole prompt.
+    An encoder has no cache, no `compute_logits`, no `argmax`, no `embed_input_ids`, and takes no `inputs_embeds`. Each
+    token sees its row, which is a whole prompt.
     """
 
     kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
@@ -29,12 +30,18 @@ class CausalLM(Protocol):
         positions: Tensor,
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Return the final hidden states, normalised: [num_tokens, hidden_size].
 
         `input_ids` and `positions` int64 [num_tokens]; `kv_caches` holds each layer's pair of
-        [num_blocks, block_size, heads, dim] (see `kv_shapes`), into which the new tokens are written.
+        [num_blocks, block_size, heads, dim] (see `kv_shapes`), into which the new tokens are written. `inputs_embeds`
+        [num_tokens, hidden_size] takes the place of `embed_input_ids(input_ids)`, and may be overwritten.
         """
+        ...
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens, before anything is added for their positions: [num_tokens, hidden_size]."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

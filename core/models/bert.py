@@ -1,7 +1,8 @@
 """BERT (Devlin et al. 2019) and the encoders that differ from it in names and tables: RoBERTa, XLM-R, DistilBERT.
 
-Learned positions, attention in both directions, layer norms after the residual sums. The heads of a checkpoint (a
-pooler, the masked-word head) are not needed for hidden states and are skipped.
+Learned positions, attention in both directions, layer norms after the residual sums. A head for classes is read if the
+architecture has classes; the other heads of a checkpoint (a pooler, the masked-word head) are not needed for hidden
+states and are skipped.
 """
 
 from collections.abc import Iterable
@@ -66,6 +67,20 @@ class EncoderLayer(nn.Module):
         return normed
 
 
+class ClassHead(nn.Module):
+    """From the state of the first token to an output for each class, in float32."""
+
+    def __init__(self, hidden_size: int, num_classes: int, activation: Any, device: torch.device) -> None:
+        super().__init__()
+        self.activation = activation
+        self.dense = Linear(hidden_size, hidden_size, True, torch.float32, device)
+        self.out_proj = Linear(hidden_size, num_classes, True, torch.float32, device)
+
+    def forward(self, states: Tensor) -> Tensor:
+        outputs: Tensor = self.out_proj(self.activation(self.dense(states.float())))
+        return outputs
+
+
 class BertModel(nn.Module):
     """The embeddings and the layers; `vllm_mp.core.models.NativeModel` is the contract."""
 
@@ -73,6 +88,9 @@ class BertModel(nn.Module):
     """Begins the names of a checkpoint's tensors, except in checkpoints without heads."""
     layers_name: ClassVar = "encoder.layer"
     layer_names: ClassVar = BERT_LAYER
+    head_names: ClassVar = ("pooler.dense", "classifier")
+    """Names of the two projections of the head for classes."""
+    head_activation: ClassVar[Any] = staticmethod(torch.tanh)
 
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -85,6 +103,9 @@ class BertModel(nn.Module):
         self.token_type_embeddings = nn.Parameter(torch.empty(arch.num_token_types, arch.hidden_size, **at))
         self.norm = LayerNorm(arch.hidden_size, arch.norm_eps, dtype, device)
         self.layers = nn.ModuleList(EncoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
+        self.head: ClassHead | None = None
+        if arch.num_classes:
+            self.head = ClassHead(arch.hidden_size, arch.num_classes, self.head_activation, device)
 
     def forward(
         self,
@@ -95,7 +116,8 @@ class BertModel(nn.Module):
     ) -> Tensor:
         x = F.embedding(input_ids, self.word_embeddings)
         if self.arch.num_token_types:
-            x = x + self.token_type_embeddings[0]
+            types = metadata.token_types
+            x = x + (self.token_type_embeddings[0] if types is None else F.embedding(types, self.token_type_embeddings))
         x = x + F.embedding(positions + self.arch.position_offset, self.position_embeddings)
         x = ops.layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
         row_lens = list(metadata.query_lens)
@@ -103,18 +125,27 @@ class BertModel(nn.Module):
             x = layer(x, row_lens)
         return x
 
+    def classify(self, states: Tensor) -> Tensor:
+        """Return the output of the head for each class, float32 [n, num_classes], for states [n, hidden_size]."""
+        assert self.head is not None, "only architectures with classes have a head"
+        outputs: Tensor = self.head(states)
+        return outputs
+
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        destinations = self._destinations()
         load_checkpoint(
-            self._destinations(),
-            ((_current_name(name), tensor) for name, tensor in tensors),
-            prefix=self.prefix,
+            destinations,
             # Old files contain the position ids, which were a buffer.
-            ignored=lambda name: name.startswith(HEADS) or name.endswith(".position_ids"),
+            ((_current_name(name), tensor) for name, tensor in tensors if not name.endswith(".position_ids")),
+            prefix=self.prefix,
+            ignored=lambda name: name not in destinations and name.startswith(HEADS),
             tied=None,
         )
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
-        pack_projections(self, quantization)
+        pack_projections(self.layers, quantization)
+        if self.head is not None:
+            pack_projections(self.head, None)
 
     def _destinations(self) -> dict[str, Tensor]:
         """Map checkpoint names (without `prefix`) to the parameters, or rows of fused ones, that they fill."""
@@ -126,6 +157,9 @@ class BertModel(nn.Module):
         }
         if self.arch.num_token_types:
             places["embeddings.token_type_embeddings.weight"] = self.token_type_embeddings
+        if self.head is not None:
+            for name, projection in zip(self.head_names, (self.head.dense, self.head.out_proj), strict=True):
+                places |= {f"{name}.{kind}": tensor for kind, tensor in projection.named_parameters()}
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, EncoderLayer)
             for kind, tensor in layer.qkv_proj.named_parameters():
@@ -141,6 +175,7 @@ class RobertaModel(BertModel):
     """RoBERTa and XLM-R."""
 
     prefix: ClassVar = "roberta."
+    head_names: ClassVar = ("classifier.dense", "classifier.out_proj")
 
 
 class DistilBertModel(BertModel):
@@ -149,6 +184,8 @@ class DistilBertModel(BertModel):
     prefix: ClassVar = "distilbert."
     layers_name: ClassVar = "transformer.layer"
     layer_names: ClassVar = DISTILBERT_LAYER
+    head_names: ClassVar = ("pre_classifier", "classifier")
+    head_activation: ClassVar[Any] = staticmethod(torch.relu)
 
 
 def _current_name(name: str) -> str:

@@ -82,12 +82,17 @@ class GPT2LMHeadModel(nn.Module):
         positions: Tensor,
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        x = F.embedding(input_ids, self.wte) + F.embedding(positions, self.wpe)
+        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x + F.embedding(positions, self.wpe)
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
             x = block(x, kv_cache, metadata)
         normed: Tensor = self.ln_f(x)
         return normed
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.wte)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

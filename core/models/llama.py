@@ -228,10 +228,14 @@ class LlamaForCausalLM(nn.Module):
         positions: Tensor,
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        x = F.embedding(input_ids, self.embed_tokens)
+        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         hidden: Tensor = self.decoder(x, positions, self.cos_sin, kv_caches, metadata)
         return hidden
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.embed_tokens)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

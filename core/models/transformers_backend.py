@@ -26,11 +26,12 @@ from vllm_mp.core.models.transformers_probe import (
     check_class,
     compute_logits,
     describe,
+    embed_input_ids,
     probe,
     run_decoder,
 )
+from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
-from vllm_mp.core.weights.safetensors_files import checkpoint_files, read_tensors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import Architecture
@@ -39,10 +40,11 @@ from vllm_mp.model_config.architecture import Architecture
 class TransformersForCausalLM(AttentionLayer):
     """A causal language model of transformers; `vllm_mp.core.models.CausalLM` is the contract."""
 
-    def __init__(self, causal: Any, arch: Architecture, max_model_len: int) -> None:
+    def __init__(self, causal: Any, arch: Architecture, max_model_len: int, takes_prompt_embeds: bool = False) -> None:
         """Take over `causal`, a model with its weights and our attention.
 
-        Raises ValueError, naming the architecture and the cause, if its results differ from transformers' results.
+        `takes_prompt_embeds`: `forward` will be given embeddings. Raises ValueError, naming the architecture and the
+        cause, if its results differ from transformers' results.
         """
         super().__init__()
         self._paging = Paging()
@@ -50,7 +52,7 @@ class TransformersForCausalLM(AttentionLayer):
             module.paging = self._paging
         self.causal = causal
         try:
-            self.decoder, self.kv_shapes = probe(causal, self._paging, arch, max_model_len)
+            self.decoder, self.kv_shapes = probe(causal, self._paging, arch, max_model_len, takes_prompt_embeds)
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
@@ -62,13 +64,17 @@ class TransformersForCausalLM(AttentionLayer):
         positions: Tensor,
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         paging = self._paging
         paging.attend, paging.kv_caches, paging.metadata = self.attend, kv_caches, metadata
-        hidden = run_decoder(self.decoder, input_ids, positions)
+        hidden = run_decoder(self.decoder, input_ids, positions, inputs_embeds)
         # The caches belong to the caller, which may free their memory between steps.
         paging.kv_caches, paging.metadata = [], None
         return hidden
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return embed_input_ids(self.decoder, input_ids)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return compute_logits(self.causal, hidden)
@@ -113,7 +119,8 @@ def load_model(
     except (ImportError, *FAILURES) as error:
         raise cannot_run(arch.name, describe(error)) from error
     progress(1.0)
-    return TransformersForCausalLM(causal.requires_grad_(False), arch, config.max_model_len)
+    causal.requires_grad_(False)
+    return TransformersForCausalLM(causal, arch, config.max_model_len, config.enable_prompt_embeds)
 
 
 def _find_class(arch: Architecture, folder: Path) -> tuple[Any, Any]:

@@ -80,9 +80,12 @@ def check_class(arch: Architecture, model_class: Any, hub_config: Any, max_model
 
 
 @torch.inference_mode()
-def probe(causal: Any, paging: Paging, arch: Architecture, max_model_len: int) -> Probed:
+def probe(
+    causal: Any, paging: Paging, arch: Architecture, max_model_len: int, takes_prompt_embeds: bool = False
+) -> Probed:
     """Run a few tokens through `causal`, check what the engine relies on, and enter its layers in `paging`.
 
+    `takes_prompt_embeds`: the decoder must compute the same from its own embeddings as from token ids.
     Raises ValueError, or any of `FAILURES`, naming the first property that does not hold.
     """
     device, dtype = causal.device, causal.dtype
@@ -125,6 +128,14 @@ def probe(causal: Any, paging: Paging, arch: Architecture, max_model_len: int) -
     if not all(_equal(getattr(x, n), getattr(y, n)) for x, y in zip(calls, masked, strict=True) for n in "qkv"):
         raise ValueError("its attention uses other positions than those that it is given as position_ids")
 
+    if takes_prompt_embeds:
+        embeds = embed_input_ids(decoder, torch.tensor(ids[:2], device=device))
+        by_embeds, _ = recorded(lambda tokens, positions: run_decoder(decoder, tokens, positions, embeds), start)
+        if embeds.shape[-1] != arch.hidden_size or not _equal(by_embeds, hidden):
+            raise ValueError(
+                "it computes something else from embeddings than from token ids; leave enable_prompt_embeds out"
+            )
+
     # The same three tokens twice: in another order, and beside another token.
     kept = [(ids[1], 0), (ids[2], min(2, last)), (ids[3], 1)]
     before, calls = recorded(decode, [*kept, (ids[4], 1)])
@@ -145,9 +156,21 @@ def probe(causal: Any, paging: Paging, arch: Architecture, max_model_len: int) -
     return Probed(decoder, kv_shapes)
 
 
-def run_decoder(decoder: nn.Module, input_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the hidden states [num_tokens, hidden_size] of a decoder of transformers."""
-    output = decoder(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+def embed_input_ids(decoder: Any, input_ids: Tensor) -> Tensor:
+    """Return the embeddings [num_tokens, hidden_size] of `input_ids` by the decoder's own table."""
+    embeds: Tensor = decoder.get_input_embeddings()(input_ids)
+    return embeds
+
+
+def run_decoder(
+    decoder: nn.Module, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
+) -> Tensor:
+    """Return the hidden states [num_tokens, hidden_size] of a decoder of transformers.
+
+    `inputs_embeds` [num_tokens, hidden_size] takes the place of `input_ids`.
+    """
+    name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+    output = decoder(**{name: inputs.unsqueeze(0)}, position_ids=positions.unsqueeze(0), use_cache=False)
     hidden: Tensor = output.last_hidden_state.squeeze(0)
     return hidden
 

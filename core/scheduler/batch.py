@@ -52,6 +52,10 @@ class Batch:
         self.has_logits_processors = np.zeros(max_num_seqs, np.bool_)
         self.reads_output = np.zeros(max_num_seqs, np.bool_)
         """Rows with a logits processor that reads the output tokens so far."""
+        self.is_processed = np.zeros(max_num_seqs, np.bool_)
+        """Rows with a registered logits processor."""
+        self.has_prompt_embeds = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose prompt is given as embeddings; its token ids are zeros."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.sampling = np.zeros(max_num_seqs, _SAMPLING_COLUMNS)
@@ -91,7 +95,11 @@ class Batch:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.max_total_tokens[row] = request.max_total_tokens
         self.has_logits_processors[row] = request.logits_processors is not None
-        self.reads_output[row] = request.logits_processors is not None and request.logits_processors.reads_output
+        self.is_processed[row] = request.processed is not None
+        self.reads_output[row] = request.processed is not None or (
+            request.logits_processors is not None and request.logits_processors.reads_output
+        )
+        self.has_prompt_embeds[row] = request.prompt_embeds is not None
         self.num_logprobs[row] = request.num_logprobs
         self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         if isinstance(request.params, SamplingParams):

@@ -102,9 +102,11 @@ def root_hash(salt: str) -> bytes:
     return hashlib.sha256(salt.encode()).digest()
 
 
-def chain_hash(before: bytes, tokens: bytes) -> bytes:
-    """Return the hash of a block with `tokens`, ids of equal width, that follows a block with the hash `before`.
+def chain_hash(before: bytes, content: bytes) -> bytes:
+    """Return the hash of a block that follows a block with the hash `before`.
+
+    `content` is the ids of its tokens, of equal width, and after them the embeddings in it, if there are any.
 
     SHA-256, because a client that found a collision could read another request's context.
     """
-    return hashlib.sha256(before + tokens).digest()
+    return hashlib.sha256(before + content).digest()

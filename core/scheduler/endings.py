@@ -44,7 +44,9 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
         row = int(rows[i])
         num_output_tokens = int(live.ends[i] - batch.num_prompt_tokens[row])  # without the new token
         if tokens[i] < 0:
-            endings[row] = Ending(num_output_tokens, "error", error=_NO_TOKEN_ERROR)
+            processed = batch.request(row).processed
+            error = processed.error if processed is not None else None
+            endings[row] = Ending(num_output_tokens, "error", error=error or _NO_TOKEN_ERROR)
         elif at_eos[i] or i in stopped_by:
             endings[row] = Ending(num_output_tokens + 1, "stop", stopped_by.get(i))
         else:

@@ -110,8 +110,14 @@ class KVCacheManager:
         yield from hashes[first + 1 : last + 1]
         data = tokens[known * self.block_size : last * self.block_size].tobytes()
         size = self.block_size * tokens.itemsize
-        for start in range(0, len(data), size):
-            hashes.append(chain_hash(hashes[-1], data[start : start + size]))
+        embeds = request.prompt_embeds
+        for block, start in enumerate(range(0, len(data), size), known):
+            content = data[start : start + size]
+            if embeds is not None and block * self.block_size < embeds.num_tokens:
+                # Longer than the ids of any block, so no prompt of tokens has this hash.
+                rows = embeds.rows(block * self.block_size, (block + 1) * self.block_size)
+                content = b"".join((content, rows, embeds.dtype.encode()))
+            hashes.append(chain_hash(hashes[-1], content))
             yield hashes[-1]
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -7,10 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.core.worker.logits_processors import LogitsProcessors
+    from vllm_mp.core.worker.registered_processors import ProcessedRequest
 
 NO_ROW = -1
 
@@ -35,7 +37,8 @@ class Request:
     """Sampling parameters of a request that generates; pooling parameters of a request for one vector, with
     `pooling_type` and `normalize` set."""
     tokens: npt.NDArray[np.int32]
-    """[num_tokens] prompt and output so far; up to date only while the request waits."""
+    """[num_tokens] prompt and output so far; up to date only while the request waits. Zeros stand for a prompt that is
+    given as embeddings."""
     num_prompt_tokens: int
     max_total_tokens: int
     """Number of tokens, prompt included, at which the request ends with reason "length"."""
@@ -53,7 +56,11 @@ class Request:
     """When the request entered the waiting queue for the first time, in seconds of `time.monotonic()`."""
     queue_seconds: float | None = None
     """Time from `queued_at` until the request was first admitted; None before."""
+    prompt_embeds: PromptEmbeds | None = None
+    """The prompt, if it is given as embeddings."""
     logits_processors: "LogitsProcessors | None" = None
+    processed: "ProcessedRequest | None" = None
+    """What registered logits processors know of the request; None if none is for it."""
     num_logprobs: int = -1
     """Number of most likely tokens whose log-probabilities are sent at each output position; -1: send none at all."""
     num_prompt_logprobs: int = -1

@@ -9,12 +9,14 @@ from pathlib import Path
 import msgspec
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.core.weights.safetensors_files import checkpoint_files
+from vllm_mp.core.weights.checkpoint_files import checkpoint_files
 from vllm_mp.tokenizer_files import TokenizerFiles
 from vllm_mp.wire import ModelDigest
 
 _SAMPLE_BYTES = 128
 """Bytes that are read at each of two places of every tensor."""
+_NUM_SAMPLES = 1024
+"""Number of samples of a file whose tensors are not found without reading it."""
 _WITHOUT_INFLUENCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
 """Fields of config.json that do not change what the model computes; the core's dtype is compared by itself."""
 
@@ -23,7 +25,8 @@ def model_digest(config: ModelConfig) -> ModelDigest:
     """Return the digest of the model that was just loaded, while its files are still in the system's memory.
 
     The weights' digest covers names, types and shapes of all tensors, and of each tensor a sample at its start and its
-    middle: whole files would take seconds to minutes. Names and times of files have no influence.
+    middle: whole files would take seconds to minutes. Of a .bin file it covers samples of all parts. Names and times of
+    files have no influence.
     """
     influential = {name: value for name, value in config.hf_config.items() if name not in _WITHOUT_INFLUENCE}
     return ModelDigest(
@@ -36,7 +39,11 @@ def model_digest(config: ModelConfig) -> ModelDigest:
 def _weights_digest(config: ModelConfig) -> str:
     if config.load_format == "dummy":
         return f"dummy {config.seed}"
-    tensors = [tensor for path in checkpoint_files(config.folder) for tensor in _tensors(path)]
+    tensors = [
+        tensor
+        for path in checkpoint_files(config.folder)
+        for tensor in (_samples(path) if path.suffix == ".bin" else _tensors(path))
+    ]
     return _shortened(hashlib.sha256("\n".join(sorted(tensors)).encode()))
 
 
@@ -52,6 +59,15 @@ def _tensors(path: Path) -> Iterator[str]:
                     for offset in (begin, (begin + end) // 2)
                 ]
                 yield f"{name} {tensor['dtype']} {tensor['shape']} {b''.join(samples).hex()}"
+
+
+def _samples(path: Path) -> Iterator[str]:
+    """Yield a line for a .bin file: its size, and samples at even distances."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        places = range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES))
+        samples = [os.pread(file.fileno(), _SAMPLE_BYTES, place) for place in places]
+    yield f"{size} {b''.join(samples).hex()}"
 
 
 def _shortened(digest: "hashlib._Hash") -> str:

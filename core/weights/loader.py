@@ -10,8 +10,8 @@ from torch import nn
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError
+from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
-from vllm_mp.core.weights.safetensors_files import checkpoint_files, read_tensors
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 

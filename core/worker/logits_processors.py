@@ -17,8 +17,8 @@ Ids = npt.NDArray[np.int64]
 class LogitsProcessors:
     """The logits processors of a request, with their counts of its tokens."""
 
-    def __init__(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
-        """`bad_words` are `params.bad_words` as token ids."""
+    def __init__(self, params: SamplingParams, bad_words: Sequence[Sequence[int]], num_unknown: int = 0) -> None:
+        """`bad_words` are `params.bad_words` as token ids; the first `num_unknown` tokens are given as embeddings."""
         self.allowed = None if params.allowed_token_ids is None else as_ids(params.allowed_token_ids)
         bias = params.logit_bias or {}
         self.bias_ids = as_ids(bias)
@@ -32,14 +32,16 @@ class LogitsProcessors:
         self.repetition = params.repetition_penalty
         self.frequency = params.frequency_penalty
         self.presence = params.presence_penalty
-        self.counts = TokenCounts() if _penalizes(params) else None
+        self.counts = TokenCounts(num_unknown) if _penalizes(params) else None
 
     @classmethod
-    def from_params(cls, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> "LogitsProcessors | None":
-        """Return the processors of `params`, None without any; `bad_words` are `params.bad_words` as token ids."""
+    def from_params(
+        cls, params: SamplingParams, bad_words: Sequence[Sequence[int]], num_unknown: int = 0
+    ) -> "LogitsProcessors | None":
+        """Return the processors of `params`, None without any; the arguments are as for the constructor."""
         if params.allowed_token_ids is None and not params.logit_bias and not bad_words and not _penalizes(params):
             return None
-        return cls(params, bad_words)
+        return cls(params, bad_words, num_unknown)
 
     @property
     def reads_output(self) -> bool:
@@ -58,11 +60,12 @@ class LogitsProcessors:
 class TokenCounts:
     """The distinct tokens of a request's prompt and output, with the number of times that each occurs in the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_unknown: int = 0) -> None:
+        """The first `num_unknown` tokens, which are the whole prompt or none, are not counted."""
         self._ids = np.zeros(64, np.int64)
         self._counts = np.zeros(64, np.float32)
         self._place_of: dict[int, int] = {}
-        self._num_seen = 0
+        self._num_seen = num_unknown
 
     def catch_up(self, tokens: npt.NDArray[np.int32], num_prompt_tokens: int) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Return the ids [n] and counts [n] of `tokens`, which begin with the tokens of the call before."""

@@ -24,9 +24,11 @@ from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, w
 from vllm_mp.core.worker.memory import available_memory, cache_blocks, check_adapter_memory, free_cuda_memory
 from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
 from vllm_mp.core.worker.pooler import Pooler
+from vllm_mp.core.worker.prompt_embeds import StepEmbeds, step_embeds
 from vllm_mp.core.worker.sampler import Sampler
-from vllm_mp.core.worker.step_inputs import step_inputs
+from vllm_mp.core.worker.step_inputs import step_inputs, token_types
 from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.sampling_params import SamplingParams
 
@@ -90,7 +92,10 @@ class ModelRunner:
         self._beat = beat
         self._wrap: Callable[[Any], Any] = lambda model: model
         """Applied to each model that is loaded."""
-        self._pooler = Pooler()
+        architecture = config.model_config.architecture
+        self._pooler = Pooler(architecture.class_activation)
+        self._has_classes = architecture.num_classes > 0
+        self._has_token_types = getattr(architecture, "num_token_types", 0) > 1
         self._offloaded: OffloadedWeights | None = None
         """None unless the weights are in host memory."""
         self._graphs: DecodeGraphs | None = None
@@ -127,21 +132,36 @@ class ModelRunner:
         input_ids, positions, metadata = step_inputs(
             step, batch, self._config.cache_config.block_size, self._to_device, self._latest
         )
+        if self._has_token_types:
+            metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
+        embeds = step_embeds(step, batch, self._dtype, self._to_device)
         hidden = None
-        if self._graphs is not None and self._graphs.fits(step):
+        if self._graphs is not None and embeds is None and self._graphs.fits(step):
             hidden = self._graphs.run(input_ids, positions, metadata)
         if hidden is None:
-            hidden = self._model(input_ids, positions, self._kv_caches, metadata)
+            hidden = self._forward(input_ids, positions, metadata, embeds)
         has_prefill = step.num_decodes < len(step.rows)
         if self._nan_check_required and has_prefill and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows would corrupt earlier tokens of its prompt, and blocks that other requests share.
-            hidden = self._model(input_ids, positions, self._kv_caches, metadata._replace(isolates=True))
-        vectors = self._pooler.pool(hidden, step, batch, copies.take)
+            hidden = self._forward(input_ids, positions, metadata._replace(isolates=True), embeds)
+        vectors = self._pooler.pool(
+            hidden, step, batch, copies.take, self._model.classify if self._has_classes else None
+        )
         vocab_size = self._config.model_config.architecture.vocab_size
         prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size, copies.take)
         tokens, logprobs = self._sample(hidden, step, batch, sampler, copies)
         copies.end()
         return PendingOutput(tokens, logprobs, prompts, vectors, copies)
+
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, embeds: StepEmbeds | None
+    ) -> Tensor:
+        """Return the hidden states [num_tokens, hidden_size] of the model, which gets `embeds` for their tokens."""
+        inputs: list[Tensor] = []
+        if embeds is not None:
+            inputs.append(self._model.embed_input_ids(input_ids).index_copy_(0, embeds.places, embeds.values))
+        hidden: Tensor = self._model(input_ids, positions, self._kv_caches, metadata, *inputs)
+        return hidden
 
     def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
         """Call `wrap(model)` instead of the model in every step, without CUDA graphs."""

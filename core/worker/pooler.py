@@ -1,4 +1,4 @@
-"""From hidden states to one vector per prompt."""
+"""From hidden states to one vector per prompt: an embedding, or the probabilities of classes."""
 
 from collections.abc import Callable
 
@@ -22,16 +22,24 @@ class Pooler:
     aborted or preempted request is never read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, class_activation: str = "softmax") -> None:
+        """`class_activation` is a member of `model_config.architecture.CLASS_ACTIVATIONS`."""
+        self._class_activation = class_activation
         self._partial: dict[int, Tensor] = {}
         """Float32 [hidden_size] by row."""
 
     def pool(
-        self, hidden: Tensor, step: ScheduledStep, batch: Batch, to_host: ToHost = on_host
+        self,
+        hidden: Tensor,
+        step: ScheduledStep,
+        batch: Batch,
+        to_host: ToHost = on_host,
+        classify: Callable[[Tensor], Tensor] | None = None,
     ) -> Callable[[], list[Vector]]:
         """Return a function for the vectors of the rows that `step.pools` marks, in order.
 
-        `hidden` is [num_tokens, hidden_size]. Must be called with every step as it is launched, before
+        `hidden` is [num_tokens, hidden_size]. `classify` is the head of a model with classes: it returns
+        [n, num_classes] for pooled states [n, hidden_size]. Must be called with every step as it is launched, before
         `batch.num_computed_tokens` counts its chunks. Call the function once the copies of `to_host` are complete.
         """
         is_pooled = batch.is_pooled[step.rows]
@@ -53,8 +61,22 @@ class Pooler:
         if not pooled:
             return list
         params = [_pooling_of(batch, row) for row in step.rows[step.pools].tolist()]
-        vectors = to_host(torch.stack(pooled))
-        return lambda: [_finish(vector, pooling) for vector, pooling in zip(vectors.numpy(), params, strict=True)]
+        values = torch.stack(pooled)
+        vectors, classes = to_host(values), torch.zeros(0)
+        chosen = [place for place, pooling in enumerate(params) if pooling.task == "classify"]
+        if chosen and classify is not None:
+            classes = to_host(classify(values[chosen]))
+
+        def finish() -> list[Vector]:
+            outputs: list[Vector] = [
+                _finish(vector, pooling) for vector, pooling in zip(vectors.numpy(), params, strict=True)
+            ]
+            for place, outputs_of_head in zip(chosen, classes.numpy(), strict=True):
+                activation = "none" if params[place].use_activation is False else self._class_activation
+                outputs[place] = _activated(outputs_of_head, activation)
+            return outputs
+
+        return finish
 
     def _value(self, row: int, states: Tensor, pooling_type: str | None, continues: bool) -> Tensor:
         """Return `states` [count, hidden_size] pooled with earlier chunks, [hidden_size]; for "mean", their sum."""
@@ -73,6 +95,18 @@ def _pooling_of(batch: Batch, row: int) -> PoolingParams:
     if pooling is None:
         raise RuntimeError(f"row {row} has no pooling request")
     return pooling
+
+
+def _activated(outputs: Vector, activation: str) -> Vector:
+    """Return the probabilities or scores of `outputs` [num_classes] of a head."""
+    if activation == "none":
+        return outputs
+    if activation == "sigmoid":
+        probabilities = 1 / (1 + np.exp(-outputs.astype(np.float64)))
+    else:
+        weights = np.exp(outputs.astype(np.float64) - outputs.max())
+        probabilities = weights / weights.sum()
+    return probabilities.astype(np.float32)
 
 
 def _finish(vector: Vector, pooling: PoolingParams) -> Vector:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_mp.core.scheduler.batch import Batch, Rows
 from vllm_mp.core.worker.host_copies import to_device
 from vllm_mp.core.worker.logits_processors import Ids, as_ids
+from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import DrawParams
 
@@ -29,9 +30,11 @@ class Sampler:
     stopped.
     """
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
+    def __init__(self, batch: Batch, device: torch.device, registered: RegisteredProcessors | None = None) -> None:
+        """`registered`: the logits processors of the operator, if there are any."""
         self._batch = batch
         self._device = device
+        self._registered = registered
 
     def sample(self, logits: Tensor, rows: Rows) -> Tensor:
         """Return token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; may overwrite `logits`.
@@ -41,10 +44,13 @@ class Sampler:
         batch = self._batch
         if self._changes_logits(rows):
             logits = logits.float().contiguous()
-            apply_logits_processors(logits, batch, rows)
+            apply_logits_processors(logits, batch, rows, self._registered)
         if not self._draws(rows):
             return ops.argmax(logits)
-        return ops.sample(logits, self._draw_params(rows))
+        params = self._draw_params(rows)
+        if self._registered is not None:
+            params = self._registered.apply_to_random(logits, batch, rows, params)
+        return ops.sample(logits, params)
 
     def is_argmax(self, rows: Rows) -> bool:
         """Return whether `sample` would give each of `rows` [n] the token that `ops.argmax` finds in its logits."""
@@ -52,6 +58,8 @@ class Sampler:
 
     def _changes_logits(self, rows: Rows) -> bool:
         batch = self._batch
+        if self._registered is not None and batch.is_processed[rows].any():
+            return True
         return bool((batch.has_logits_processors[rows] | (batch.num_tokens[rows] < batch.min_total_tokens[rows])).any())
 
     def _draws(self, rows: Rows) -> bool:
@@ -75,10 +83,12 @@ class Sampler:
         )
 
 
-def apply_logits_processors(logits: Tensor, batch: Batch, rows: Rows) -> None:
+def apply_logits_processors(
+    logits: Tensor, batch: Batch, rows: Rows, registered: RegisteredProcessors | None = None
+) -> None:
     """Change `logits` float32 [n, vocab], contiguous, of the batch's `rows` [n] in place.
 
-    The order is as in `SamplingParams`: allowed tokens, barred tokens, biases, penalties.
+    The order is as in `SamplingParams`: allowed tokens, barred tokens, biases, `registered` processors, penalties.
     """
     flat, vocab_size = logits.view(-1), logits.shape[-1]
     allowed, barred, biased, penalized = _Entries(), _Entries(), _Entries(), _Entries()
@@ -115,6 +125,8 @@ def apply_logits_processors(logits: Tensor, batch: Batch, rows: Rows) -> None:
         # No token occurs twice among the entries of a row, so this sum loses no term.
         index = biased.index(vocab_size, logits.device)
         flat[index] = flat[index] + biased.terms(logits.device)
+    if registered is not None:
+        registered.apply(logits, batch, rows)
     if penalized:
         index = penalized.index(vocab_size, logits.device)
         repetition, frequency, presence = penalized.terms(logits.device)

@@ -47,3 +47,20 @@ def step_inputs(
         max_seq_len=max_seq_len,
     )
     return input_ids, to_device(positions), metadata
+
+
+def token_types(step: ScheduledStep, batch: Batch, to_device: Callable[[npt.NDArray[Any]], Tensor]) -> Tensor | None:
+    """Return the type of each token, int64 [num_tokens], on the device: 1 in the second text of a pair.
+
+    None if all are 0. Each row of the step must hold its whole prompt, as those of encoders do.
+    """
+    first = np.zeros(len(step.rows), np.int64)
+    for place, row in enumerate(step.rows.tolist()):
+        pooling = batch.request(row).pooling
+        first[place] = pooling.second_text_at or 0 if pooling is not None else 0
+    if not first.any():
+        return None
+    counts = step.counts
+    first[first == 0] = counts.max()
+    positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return to_device((positions >= np.repeat(first, counts)).astype(np.int64))

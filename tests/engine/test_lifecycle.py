@@ -325,6 +325,7 @@ def test_forked_child_is_refused_at_once_and_its_end_does_not_harm_the_engine_of
             arguments = {
                 "generate": ["Hello"], "encode": ["Hello"], "add_request": [None, "Hello"], "abort": ["x"],
                 "tokenize": ["Hello"], "detokenize": [[1]], "ping": [1.0], "has_room": ["Hello", 1],
+                "add_logger": ["x", None], "remove_logger": ["x"],
             }
             usable = {"shutdown", "shutdown_background_loop", "aclose"}
             for name, method in inspect.getmembers(type(llm), inspect.isfunction):

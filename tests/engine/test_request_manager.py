@@ -27,10 +27,11 @@ def test_pieces_of_text_make_the_text_of_the_completion(llm):
 def test_leaving_the_text_early_aborts_the_request(llm):
     async def run():
         async for _ in stream_generate(llm, PROMPT, LONG, "left"):
+            assert llm.output_processor.has_unfinished_requests()
             break
 
         async def is_over():
-            return await llm.get_num_unfinished_requests() == 0
+            return not llm.output_processor.has_unfinished_requests()
 
         await eventually(is_over)
 

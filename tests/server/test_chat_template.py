@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from vllm_mp.client import chat_template
+from vllm_mp.client.chat_template import ChatTemplate, ChatTemplateError
 from vllm_mp.client.tokenizer import load_tokenizer
 from vllm_mp.model_store import cache_root
-from vllm_mp.server import chat_template
-from vllm_mp.server.chat_template import ChatTemplate, ChatTemplateError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"

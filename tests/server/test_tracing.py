@@ -3,16 +3,14 @@
 import asyncio
 import itertools
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from support.otlp_collector import Collector, attributes_of, running_collector
 
 from vllm_mp import AsyncLLM, SamplingParams
+from vllm_mp.client import tracing
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers, trace_url
 from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
@@ -24,55 +22,10 @@ PROMPT = [1, 2, 3, 4, 5]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.5)
 
 
-class Collector:
-    """An OTLP/HTTP collector that keeps the spans it is sent."""
-
-    def __init__(self) -> None:
-        spans = self.spans = []
-        self.services: set[str] = set()
-        services = self.services
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                assert self.path == "/v1/traces"
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    services.update(attributes_of(resource.resource)["service.name"].split())
-                    spans.extend(span for scope in resource.scope_spans for span in scope.spans)
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def requests(self) -> list[Any]:
-        return [span for span in self.spans if span.name == "llm_request"]
-
-    def phases_of(self, request: Any) -> list[Any]:
-        return [span for span in self.spans if span.parent_span_id == request.span_id]
-
-
-def attributes_of(thing: Any) -> dict[str, Any]:
-    values = {}
-    for attribute in thing.attributes:
-        kind = attribute.value.WhichOneof("value")
-        value = getattr(attribute.value, kind)
-        values[attribute.key] = [item.string_value for item in value.values] if kind == "array_value" else value
-    return values
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever, args=(0.01,))
-    thread.start()
-    yield collector
-    collector.server.shutdown()
-    collector.server.server_close()
-    thread.join()
+    with running_collector() as collector:
+        yield collector
 
 
 @pytest.fixture
@@ -145,6 +98,31 @@ def test_a_request_continues_the_trace_of_its_caller(traced, collector):
     assert len(collector.requests()) == 3, "the request with an invalid header begins a trace of its own"
 
 
+def test_every_way_to_generate_continues_the_trace(traced, collector):
+    headers, prompt = {"traceparent": TRACEPARENT}, {"prompt_token_ids": PROMPT}
+
+    async def run() -> None:
+        await consume(await traced.add_request("add_request", prompt, PARAMS, trace_headers=headers))
+        async with traced.stream_group() as group:
+            await group.add(prompt, PARAMS, "stream_group", trace_headers=headers)
+            await consume(group)
+        app = build_app(traced, ServerOptions())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            bodies = {
+                "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 2},
+                "/v1/responses": {"input": "a", "max_output_tokens": 16},
+            }
+            for path, body in bodies.items():
+                response = await client.post(path, json=body, headers=headers)
+                assert response.status_code == 200, response.text
+        traced.shutdown()
+
+    asyncio.run(run())
+    assert [span.trace_id.hex() for span in collector.requests()] == [TRACE] * 4
+    ids = [attributes_of(span)["gen_ai.request.id"] for span in collector.requests()]
+    assert ids[:2] == ["add_request", "stream_group"]
+
+
 def test_spans_of_aborted_requests_end_with_an_error_status(traced, collector):
     async def run() -> None:
         await traced.pause_generation("keep")
@@ -168,6 +146,19 @@ def test_a_collector_that_cannot_be_reached_fails_no_request(replay_address, col
         asyncio.run(consume(engine.generate({"prompt_token_ids": PROMPT}, PARAMS)))
     finally:
         engine.shutdown()
+
+
+def test_a_collector_that_does_not_answer_delays_neither_requests_nor_the_end(traced, collector, monkeypatch):
+    monkeypatch.setattr(tracing, "_CLOSE_TIMEOUT_S", 0.1)
+    collector.answers.clear()
+
+    async def run() -> None:
+        for _ in range(3):
+            await consume(traced.generate({"prompt_token_ids": PROMPT}, PARAMS))
+
+    asyncio.run(run())
+    traced.shutdown()
+    assert not collector.answers.is_set(), "the engine has ended before the collector has answered"
 
 
 def test_the_missing_extra_is_named(monkeypatch):

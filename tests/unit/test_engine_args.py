@@ -65,6 +65,7 @@ _SPECIAL_VALUES: dict[str, typing.Any] = {
     "fault_injection": "exit@step=3",
     "generation_config": "vllm",
     "kv_cache_memory_bytes": 2**35,
+    "logits_processors": ("some.module:Class", "name=entry-point"),
     "max_logprobs": -1,
     "override_generation_config": {"top_k": 5},
 }
@@ -77,7 +78,7 @@ BOUNDED = [
 ]
 CHOICES = [name for name, field in FIELDS.items() if field.metadata["choices"]]
 WRONG_TYPE = {"str": (3, True, ["x"]), "int": ("3", 1.5, True, [3]), "float": ("0.5", True, [0.5])}
-WRONG_TYPE |= {"bool": ("yes", 1, [True]), "dict": ("{}", 3, [1])}
+WRONG_TYPE |= {"bool": ("yes", 1, [True]), "dict": ("{}", 3, [1]), "tuple": ("x", 3, [1])}
 
 
 def types_of(name):
@@ -107,6 +108,8 @@ def flags_for(name, value):
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, tuple):
+        return [text for element in value for text in (f"--{flag}", element)]
     return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
@@ -173,7 +176,7 @@ def test_every_option_has_a_flag_whose_help_shows_default_and_choices():
         assert ("not served" in action.help) == (name in NOT_SERVED)
         if isinstance(field.default, bool):
             assert f"(default: {'on' if field.default else 'off'})" in action.help, name
-        elif field.default not in (None, ""):
+        elif field.default not in (None, "", ()):
             assert f"(default: {field.default})" in action.help, name
         elif name in SERVED:
             assert "by default" in action.help, name

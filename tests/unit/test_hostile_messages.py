@@ -16,6 +16,7 @@ from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.core.scheduler.memory_quota import MAX_BYTES, MemoryQuota
+from vllm_mp.prompt_embeds import MAX_EMBEDS_BYTES, PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
 
@@ -88,14 +89,16 @@ def test_untyped_field_of_a_large_message_is_refused_before_it_is_decoded(field)
         wire.decode_client_message(frame)
 
 
-def test_untyped_fields_are_exactly_the_refused_fields():
+def test_untyped_fields_are_exactly_those_that_large_messages_must_not_have():
     untyped = {field.name for field in msgspec.structs.fields(SamplingParams) if "Any" in str(field.type)}
     assert untyped == {*UNTYPED_FIELDS}
 
 
 def test_large_request_arrives_unchanged():
     params = SamplingParams(seed=1, logit_bias=dict.fromkeys(range(2**16), 0.5), stop=["x"])
-    sent = wire.AddRequest(1, 2, "id", wire.pack_ids([5] * 2**16), params, isolate_until_num_tokens=1)
+    sent = wire.AddRequest(
+        1, 2, "id", wire.pack_ids([5] * 2**16), params, isolate_until_num_tokens=1, extra_args=b"\x81\xa1x\x01"
+    )
     arrived = wire.decode_client_message(wire.encode(sent))
     assert isinstance(arrived, wire.AddRequest)
     assert msgspec.to_builtins(arrived) == msgspec.to_builtins(sent)
@@ -112,6 +115,12 @@ def test_large_request_arrives_unchanged():
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {"logit_bias": dict.fromkeys(range(2**18 + 1), 0)}]),
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[]] * 2049]),
         msgspec.msgpack.encode([2, 1, 0, "x", b"", {}, 0, b"", "", "", [[0] * 1025]]),
+        wire.encode(wire.AddRequest(1, 0, "x", b"", SamplingParams(), extra_args=bytes(2**14 + 1))),
+        wire.encode(
+            wire.AddRequest(
+                1, 0, "x", b"", SamplingParams(), prompt_embeds=PromptEmbeds("float32", 1, bytes(MAX_EMBEDS_BYTES + 1))
+            )
+        ),
     ],
     ids=[
         "slots",
@@ -122,6 +131,8 @@ def test_large_request_arrives_unchanged():
         "logit_bias",
         "bad_words",
         "tokens of a bad word",
+        "extra_args",
+        "prompt_embeds",
     ],
 )
 def test_lists_are_bounded_before_they_are_decoded(frame):

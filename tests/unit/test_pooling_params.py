@@ -21,7 +21,9 @@ from vllm_mp.pooling_params import PoolingParams
         ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens must be -1 or in [1, 2**31), got 0"),
         ({"truncate_prompt_tokens": -2}, ValueError, "truncate_prompt_tokens must be -1 or in [1, 2**31), got -2"),
         ({"truncate_prompt_tokens": "5"}, TypeError, "truncate_prompt_tokens must be an integer, got '5'"),
-        ({"task": "score"}, ValueError, "task must be 'embed' or None, got 'score'"),
+        ({"task": "score"}, ValueError, "task must be 'embed', 'classify' or None, got 'score'"),
+        ({"use_activation": 1}, TypeError, "use_activation must be True, False or None, got 1"),
+        ({"second_text_at": 0}, ValueError, "second_text_at must be in [1, 2**31), got 0"),
         ({"task": 5}, TypeError, "task must be a string or None, got 5"),
     ],
     ids=str,
@@ -39,6 +41,6 @@ def test_pooling_type_in_any_case_and_numpy_integers_are_accepted():
 
 
 def test_parameters_cross_the_wire_unchanged():
-    for params in (PoolingParams(), PoolingParams("mean", False, 3, -1, "embed")):
+    for params in (PoolingParams(), PoolingParams("mean", False, 3, -1, "embed", True, 4)):
         message = wire.AddPooling(1, 0, "id", b"", params)
         assert wire.decode_client_message(wire.encode(message)).params == params

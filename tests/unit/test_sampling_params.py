@@ -243,12 +243,36 @@ def test_min_tokens_may_equal_max_tokens_and_has_no_limit_without_max_tokens():
     assert SamplingParams(min_tokens=5000, max_tokens=None).min_tokens == 5000
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, ["a"], 5], ids=repr)
-def test_extra_args_are_refused(value):
-    message = refusal(ValueError, extra_args=value)
-    assert message.startswith("extra_args must be empty, got")
-    assert repr(value) in message
-    assert SamplingParams(extra_args={}) is not None
+def test_extra_args_are_copied_as_plain_data():
+    given = {"a": (1, 2.5), "b": {"c": [None, True, b"x"]}}
+    found = SamplingParams(extra_args=given).extra_args
+    assert found == {"a": [1, 2.5], "b": {"c": [None, True, b"x"]}}
+    given["b"]["c"].append(1)
+    assert len(found["b"]["c"]) == 3
+    assert SamplingParams(extra_args={}).extra_args == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "why"),
+    [
+        (["a"], TypeError, "extra_args must be a dict, got ['a']"),
+        ({"a": object}, TypeError, "extra_args must be a dict of plain data"),
+        ({1: 2}, ValueError, "extra_args must be a dict of plain data with strings as keys"),
+        ({"a": "x" * 2**14}, ValueError, "extra_args must be of at most 16384 bytes, got 16390"),
+    ],
+    ids=["list", "class", "key", "size"],
+)
+def test_other_extra_args_are_refused(value, error, why):
+    assert refusal(error, extra_args=value).startswith(why)
+
+
+def test_logits_processors_are_names_and_a_callable_is_refused_with_the_remedy():
+    assert SamplingParams(logits_processors=("a", "b")).logits_processors == ["a", "b"]
+    for value in (lambda logits: logits, [lambda logits: logits], [Integer]):
+        message = refusal(TypeError, logits_processors=value)
+        assert message.startswith("logits_processors must hold names of logits processors, got ")
+        assert "no code travels to the core; start the engine with logits_processors=['name=module:Class']" in message
+    assert "must be a list, got 'a'" in refusal(TypeError, logits_processors="a")
 
 
 def test_seed_of_minus_one_means_no_seed():
@@ -295,6 +319,8 @@ FULL = every_field() | {
     "spaces_between_special_tokens": False,
     "logit_bias": {0: -1e6, 2**31 - 1: 0.1},
     "allowed_token_ids": [2, 1, 2],
+    "extra_args": {"a": 1},
+    "logits_processors": ["a"],
 }
 
 

@@ -15,11 +15,14 @@ PUBLIC = {
     "engine.arg_utils": ["AsyncEngineArgs", "EngineArgs"],
     "engine.async_llm_engine": ["AsyncEngineArgs", "AsyncEngineDeadError", "AsyncLLMEngine"],
     "engine.protocol": ["EngineClient"],
-    "inputs": ["PromptType", "TextPrompt", "TokensPrompt"],
-    "inputs.data": ["PromptType", "TextPrompt", "TokensPrompt"],
+    "entrypoints.llm": ["LLM"],
+    "inputs": ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"],
+    "inputs.data": ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"],
     "lora.request": ["LoRARequest"],
     "utils.async_utils": ["AsyncMicrobatchTokenizer"],
     "v1.engine.async_llm": ["AsyncEngineArgs", "AsyncLLM"],
+    "v1.metrics.loggers": ["LoggingStatLogger", "PrometheusStatLogger", "StatLoggerBase"],
+    "v1.metrics.stats": ["IterationStats", "SchedulerStats"],
     "v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
     "version": ["__version__"],
     # Modules that have the same name in both packages.
@@ -30,7 +33,16 @@ PUBLIC = {
 }
 """The names of `vllm_mp` that each module has too."""
 HELPERS = {
+    "engine.metrics_types": ["StatLoggerBase", "Stats"],
     "logger": ["init_logger"],
+    "logits_processor": [
+        "AdapterLogitsProcessor",
+        "BatchUpdate",
+        "LogitsProcessor",
+        "MoveDirectionality",
+        "RequestLogitsProcessor",
+        "process_dict_updates",
+    ],
     "tokenizers": ["get_tokenizer"],
     "transformers_utils.tokenizer": ["get_tokenizer"],
     "utils": [
@@ -52,6 +64,18 @@ HELPERS = {
         "merge_async_iterators",
         "run_in_loop",
     ],
+    "v1.sample.logits_processor": [
+        "AdapterLogitsProcessor",
+        "BatchUpdate",
+        "LogitsProcessor",
+        "MoveDirectionality",
+        "RequestLogitsProcessor",
+    ],
+    "v1.sample.logits_processor.builtin": ["process_dict_updates"],
+    "v1.sample.logits_processor.interface": ["BatchUpdate", "LogitsProcessor", "MoveDirectionality"],
+    "v1.engine": ["FinishReason"],
+    "v1.metrics.loggers": ["AggregateStatLoggerBase", "StatLoggerFactory"],
+    "v1.metrics.stats": ["FinishedRequestStats", "MultiModalCacheStats", "PrefixCacheStats"],
 }
 """Names that `vllm_mp` itself does not have."""
 REFUSED = [
@@ -71,6 +95,8 @@ REFUSED = [
     ("v1.engine.llm_engine", "LLMEngine"),
     ("v1.engine.output_processor", "OutputProcessor"),
     ("v1.engine.output_processor", "RequestOutputCollector"),
+    ("v1.metrics.loggers", "AggregatedLoggingStatLogger"),
+    ("v1.metrics.loggers", "PerEngineStatLoggerAdapter"),
 ]
 
 

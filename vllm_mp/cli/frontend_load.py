@@ -143,11 +143,11 @@ class Load:
             for prompt in self._prompts:
                 texts[await group.add({"prompt_token_ids": prompt}, params)] = []
             async for outputs in group:
-                count = len(outputs[0].outputs[0].token_ids)  # type: ignore[union-attr]
+                count = len(outputs[0].outputs[0].token_ids)
                 self._taken[0] += count if is_delta else count - before
                 before = count
                 for output in outputs:
-                    texts[output.request_id].append(output.outputs[0].text)  # type: ignore[union-attr]
+                    texts[output.request_id].append(output.outputs[0].text)
                 self._num_outputs += len(outputs)
         return list(texts.values())
 

@@ -11,6 +11,7 @@ import msgspec
 from vllm_mp.model_config.quantization import Fp8Scales
 from vllm_mp.model_config.rope import Rope
 
+CLASS_ACTIVATIONS: Final = ("softmax", "sigmoid", "none")
 ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
@@ -26,6 +27,10 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     max_position: int
     dtype: str | None
+    num_classes: int = 0
+    """Classes that the model's head tells apart; 0: it has no such head."""
+    class_activation: str = "softmax"
+    """A member of `CLASS_ACTIVATIONS`: what makes probabilities, or scores, of the outputs of the head."""
     is_encoder: bool = False
     """True: every token sees the whole prompt, the model has no KV cache, and it generates no text."""
 
@@ -54,7 +59,8 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     attention_scale: tuple[float, ...]
     rope: Rope | None
     num_token_types: int = 0
-    """Rows of an encoder's table of token types, of which the first row is used; 0: no table."""
+    """Rows of an encoder's table of token types: the first row is of all tokens, except that the second is of the
+    second text of a pair; 0: no table."""
     position_offset: int = 0
     """Rows of the table of learned positions before the row of the first position."""
     fp8: Fp8Scales | None = None

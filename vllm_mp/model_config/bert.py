@@ -1,12 +1,19 @@
 """Read the `config.json` of the BERT family: BERT, RoBERTa, XLM-R and DistilBERT.
 
-A field that a configuration leaves out takes the default of the transformers class that would have read it.
+The architectures with the ending ForSequenceClassification have a head that tells classes apart; with a single class
+they are cross-encoders, which score pairs of texts. A field that a configuration leaves out takes the default of the
+transformers class that would have read it.
 """
 
 import msgspec
 
 from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
 from vllm_mp.model_config.config_json import Config, choice, dtype, even_split, flag, integer, number, shorten
+
+_PROBLEM_ACTIVATIONS = {"regression": "none", "multi_label_classification": "sigmoid"}
+"""The activation of a `problem_type`; for others it depends on the number of classes."""
+_LIBRARY_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid"}
+"""The activations that sentence-transformers names for cross-encoders."""
 
 
 def read_bert(name: str, config: Config) -> NativeArchitecture:
@@ -62,6 +69,7 @@ def _encoder(
         raise ValueError(f"config field 'position_embedding_type' is {shorten(kind)}; supported is absolute")
     hidden_size, num_layers, num_heads = (integer(config, field) for field in fields)
     head_dim = even_split(config, hidden_size, num_heads, fields[0], fields[2])
+    num_classes = _num_classes(config) if name.endswith("ForSequenceClassification") else 0
     return NativeArchitecture(
         name=name,
         vocab_size=integer(config, "vocab_size"),
@@ -85,4 +93,34 @@ def _encoder(
         dtype=dtype(config),
         is_encoder=True,
         num_token_types=num_token_types,
+        num_classes=num_classes,
+        class_activation=_class_activation(config, num_classes),
     )
+
+
+def _num_classes(config: Config) -> int:
+    """Return the number of labels, which transformers leaves out if it is 2."""
+    labels = config.get("id2label")
+    if labels is None:
+        return integer(config, "num_labels", 2)
+    if not isinstance(labels, dict) or not labels:
+        raise ValueError(
+            f"config field 'id2label' is {shorten(labels)}; it must be an object with a name for each class"
+        )
+    return len(labels)
+
+
+def _class_activation(config: Config, num_classes: int) -> str:
+    """Return the activation of the classes, from the field of sentence-transformers or of transformers."""
+    settings = config.get("sentence_transformers")
+    name = settings.get("activation_fn") if isinstance(settings, dict) else None
+    name = name or config.get("sbert_ce_default_activation_function")
+    if num_classes and name is not None:
+        kind = str(name).rpartition(".")[2]
+        if not str(name).startswith("torch.nn.modules.") or kind not in _LIBRARY_ACTIVATIONS:
+            raise ValueError(
+                f"config names the activation {shorten(name)}; supported are Identity and Sigmoid of torch.nn.modules"
+            )
+        return _LIBRARY_ACTIVATIONS[kind]
+    problem = config.get("problem_type")
+    return _PROBLEM_ACTIVATIONS.get(str(problem), "softmax" if num_classes != 1 else "sigmoid")

@@ -39,13 +39,17 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
     "GPT2LMHeadModel": NativeEntry(read_gpt2, "gpt2:GPT2LMHeadModel", "gpt2"),
     "BertModel": NativeEntry(read_bert, "bert:BertModel", "bert"),
     "BertForMaskedLM": NativeEntry(read_bert, "bert:BertModel"),
+    "BertForSequenceClassification": NativeEntry(read_bert, "bert:BertModel"),
     "BertForPreTraining": NativeEntry(read_bert, "bert:BertModel"),
     "RobertaModel": NativeEntry(read_roberta, "bert:RobertaModel", "roberta"),
     "RobertaForMaskedLM": NativeEntry(read_roberta, "bert:RobertaModel"),
+    "RobertaForSequenceClassification": NativeEntry(read_roberta, "bert:RobertaModel"),
     "XLMRobertaModel": NativeEntry(read_roberta, "bert:RobertaModel", "xlm-roberta"),
     "XLMRobertaForMaskedLM": NativeEntry(read_roberta, "bert:RobertaModel"),
+    "XLMRobertaForSequenceClassification": NativeEntry(read_roberta, "bert:RobertaModel"),
     "DistilBertModel": NativeEntry(read_distilbert, "bert:DistilBertModel", "distilbert"),
     "DistilBertForMaskedLM": NativeEntry(read_distilbert, "bert:DistilBertModel"),
+    "DistilBertForSequenceClassification": NativeEntry(read_distilbert, "bert:DistilBertModel"),
 }
 NATIVE_ARCHITECTURES: Final = tuple(NATIVE_MODELS)
 FP8_ARCHITECTURES: Final = tuple(name for name, entry in NATIVE_MODELS.items() if entry.has_fp8)

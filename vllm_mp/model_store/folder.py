@@ -1,23 +1,38 @@
 """The files that a model's folder must hold before an engine is started on it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 """Patterns of the files that hold a tokenizer. The first is the fast tokenizer, the others are vocabularies."""
 
-WEIGHT_INDEX = "model.safetensors.index.json"
+
+class WeightFiles(NamedTuple):
+    """The names of files with weights, of one form."""
+
+    single: str
+    """The file, if there is one only."""
+    index_name: str
+    """The file that says which of several files holds a tensor."""
+    pattern: str
+    """All of them match it."""
+
+
+SAFETENSORS: Final = WeightFiles("model.safetensors", "model.safetensors.index.json", "*.safetensors")
+PICKLED: Final = WeightFiles("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin")
+"""Read only where there are no safetensors, and only as far as they hold tensors."""
+_OTHER_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _POINTER_START = b"version https://git-lfs"
 
 
 def folder_problem(folder: Path, load_format: str) -> str | None:
     """Return the reason why `folder` cannot be loaded, with the remedy, or None if it can.
 
-    Checks that config.json can be read and, unless `load_format` is "dummy", that there are safetensors files, that
-    each file of the index exists, and that none is a Git LFS pointer. The tensors themselves are not read. With
-    "tokenizer" only a tokenizer is required.
+    Checks that config.json can be read and, unless `load_format` is "dummy", that there are safetensors files, or
+    pytorch_model.bin where there are none, that each file of the index exists, and that none is a Git LFS pointer. The
+    tensors themselves are not read. With "tokenizer" only a tokenizer is required.
     """
     if load_format == "tokenizer":
         if has_tokenizer(folder):
@@ -42,26 +57,46 @@ def has_tokenizer(folder: Path) -> bool:
     return any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
 
 
+def weight_files(folder: Path) -> WeightFiles | None:
+    """Return the form of the weights that are loaded from `folder`; None if there are none."""
+    for form in (SAFETENSORS, PICKLED):
+        if (folder / form.index_name).is_file() or any(folder.glob(form.pattern)):
+            return form
+    return None
+
+
+def no_weights(folder: Path) -> str:
+    """Return the error for a folder without weights that can be loaded, with the remedy."""
+    others = sorted(path.name for pattern in _OTHER_PICKLES for path in folder.glob(pattern))
+    if others:
+        return (
+            f"{folder} has weights only as {others[0]}, a pickle, which can run code and is not loaded; of pickles, "
+            f"only {PICKLED.single} is. Convert it with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    return (
+        f"{folder} holds no .safetensors file: load the model with transformers and write it again with "
+        "`save_pretrained`"
+    )
+
+
 def _weights_problem(folder: Path) -> str | None:
-    """Return the reason why the safetensors of `folder` cannot be loaded, or None.
+    """Return the reason why the weights of `folder` cannot be loaded, or None.
 
     Raises ValueError if the index cannot be read.
     """
-    index: dict[str, Any] = read_json(folder / WEIGHT_INDEX, dict) or {}
+    form = weight_files(folder)
+    if form is None:
+        return no_weights(folder)
+    index: dict[str, Any] = read_json(folder / form.index_name, dict) or {}
     files = set(index.get("weight_map", {}).values())
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         return (
-            f"{folder} lacks {len(missing)} of the {len(files)} files that {WEIGHT_INDEX} names, "
+            f"{folder} lacks {len(missing)} of the {len(files)} files that {form.index_name} names, "
             f"for example {missing[0]}: copy or download them again"
         )
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        return (
-            f"{folder} holds no .safetensors file: load the model with transformers and write it again with "
-            "`save_pretrained`"
-        )
-    for shard in shards:
+    for shard in sorted(folder.glob(form.pattern)):
         with shard.open("rb") as file:
             if file.read(len(_POINTER_START)) == _POINTER_START:
                 return f"{shard} is a Git LFS pointer, not the weights: run `git lfs pull` in {folder}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_mp.model_store.cache import disk_full
-from vllm_mp.model_store.folder import folder_problem, has_tokenizer
+from vllm_mp.model_store.folder import PICKLED, SAFETENSORS, folder_problem, has_tokenizer, weight_files
 from vllm_mp.model_store.package import DEFAULT_MODEL
 from vllm_mp.model_store.progress import Progress
 
@@ -18,7 +18,8 @@ _FIRST_ANSWER_TIMEOUT_S = 12.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _DESCRIPTION_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
-_WEIGHT_FILES = ["*.safetensors"]
+_WEIGHT_FILES = [SAFETENSORS.pattern]
+_PICKLED_FILES = [PICKLED.pattern]
 # Exports for other engines are in their own folders, and repeat the weights.
 _IGNORED_FILES = ["onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "*.onnx*"]
 
@@ -40,8 +41,9 @@ def hub_model(
 ) -> Path:
     """Return the local snapshot folder of the hub model `model` at `revision` (branch, tag or commit).
 
-    A complete snapshot in the hub's cache (or in `cache`) is used without any network request. No safetensors are
-    downloaded if `load_format` is "dummy" or "tokenizer". Raises ValueError naming the model and the remedy if the
+    A complete snapshot in the hub's cache (or in `cache`) is used without any network request. Weights are downloaded
+    as safetensors, as pytorch_model.bin only if the model has none, and not at all if `load_format` is "dummy" or
+    "tokenizer". Raises ValueError naming the model and the remedy if the
     model is not available, after at most about 15 seconds if the hub does not answer; OSError if the disk is full.
     """
     from huggingface_hub import constants
@@ -93,9 +95,7 @@ def _download(
         api = huggingface_hub.HfApi(token=token)
         api.model_info(model, revision=revision, timeout=_CONNECT_TIMEOUT_S)
 
-    try:
-        _within(_FIRST_ANSWER_TIMEOUT_S, ask)
-        progress.line(f"fetching {at} from the hub")
+    def fetch(patterns: list[str]) -> Path:
         return Path(
             huggingface_hub.snapshot_download(
                 model,
@@ -103,10 +103,18 @@ def _download(
                 token=token,
                 cache_dir=cache,
                 etag_timeout=_CONNECT_TIMEOUT_S,
-                allow_patterns=_DESCRIPTION_FILES + ([] if load_format in ("dummy", "tokenizer") else _WEIGHT_FILES),
+                allow_patterns=patterns,
                 ignore_patterns=_IGNORED_FILES,
             )
         )
+
+    try:
+        _within(_FIRST_ANSWER_TIMEOUT_S, ask)
+        progress.line(f"fetching {at} from the hub")
+        if load_format in ("dummy", "tokenizer"):
+            return fetch(_DESCRIPTION_FILES)
+        folder = fetch(_DESCRIPTION_FILES + _WEIGHT_FILES)
+        return folder if weight_files(folder) == SAFETENSORS else fetch(_PICKLED_FILES)
     except errors.GatedRepoError as error:
         raise ValueError(
             f"model {at} is gated: ask for access on its hub page, then pass hf_token or set HF_TOKEN"

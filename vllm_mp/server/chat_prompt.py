@@ -1,16 +1,12 @@
 """The prompt of a conversation: what the endpoints that take messages share."""
 
-import functools
-from typing import Any, Final
+from typing import Any
 
-from vllm_mp.client.background_call import call_in_thread
-from vllm_mp.server.chat_messages import ChatMessage, template_messages
-from vllm_mp.server.chat_template import ChatTemplateError
+from vllm_mp.client.chat_messages import ChatMessageError
+from vllm_mp.client.chat_template import ChatTemplateError
+from vllm_mp.server.chat_messages import ChatMessage
 from vllm_mp.server.endpoint import Call
 from vllm_mp.server.errors import ApiError
-
-_MAX_INLINE: Final = 1000
-"""Number of messages up to which they are converted on the event loop, in less than some milliseconds."""
 
 
 async def chat_prompt(
@@ -28,20 +24,19 @@ async def chat_prompt(
     `continue_final_message` inside of the last message. Raises ApiError if the template refuses the messages, or if the
     request may not bring a template.
     """
-    template = call.server.chat_template
     if chat_template is not None and not call.server.options.trust_request_chat_template:
         message = "chat_template is code, which this server does not run; leave it out, or start the server with "
         raise ApiError(400, message + "--trust-request-chat-template", param="chat_template")
     continues = bool(continue_final_message)
-    knows_developer = "developer" in (chat_template or template.source)
-    convert = functools.partial(template_messages, messages, knows_developer=knows_developer)
     try:
-        return await template.render(
-            convert() if len(messages) <= _MAX_INLINE else await call_in_thread(convert),
+        return await call.server.engine.chat_template.render(
+            messages,
             template=chat_template,
             add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continues,
             variables=chat_template_kwargs,
         )
+    except ChatMessageError as error:
+        raise ApiError(400, str(error), param=error.path) from error
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from error

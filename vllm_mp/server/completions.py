@@ -4,7 +4,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,7 +15,7 @@ from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.admission import too_many_completions
-from vllm_mp.server.body import Refused
+from vllm_mp.server.body import Refused, refused
 from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
@@ -39,6 +39,9 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
     """Repeat the prompt before the completion. With `max_tokens` 0 there is only the prompt."""
     suffix: Refused = None
+    prompt_embeds: Annotated[
+        None, refused("would be a pickle, which can run code; give text or token ids, or use the Python client")
+    ] = None
     response_format: Refused = None
 
 

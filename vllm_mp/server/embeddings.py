@@ -82,7 +82,7 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
     model = check_model(call.server, body.model)
     given = {name: value for name in _POOLING_FIELDS if (value := getattr(body, name)) is not None}
     try:
-        params = PoolingParams(**given)
+        params = PoolingParams(**given, task="embed")
     except (ValueError, TypeError) as error:
         raise as_refusal(error, _POOLING_FIELDS) from None
     prompts = _prompts(body.input, body.cache_salt or "")

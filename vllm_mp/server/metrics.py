@@ -1,181 +1,24 @@
 """The endpoint /metrics: the statistics in Prometheus' text format, with vLLM's names for what means the same."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_mp.client.async_llm import AsyncLLM
-from vllm_mp.client.stats import Counter, Histogram
-from vllm_mp.client.stats.cells import Values
+from vllm_mp.client.stat_loggers.engine_metrics import EngineCollector, add_histogram
 from vllm_mp.server.http_stats import HttpStats
 from vllm_mp.server.state import ServerState
 
 _CORE_TIMEOUT_S = 1.0
 """Time that the core gets to say its load."""
-_ENGINE_LABELS = ("model_name", "engine")
-_ENGINE = "0"
-"""The label `engine`, which vLLM numbers; an engine here has one core at a time."""
 _REJECTIONS = ("401", "403", "413", "429", "431", "503")
 """Statuses of requests that the server turns away before it works on them."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class EngineCollector(Collector):
-    """Reads the statistics of an engine's clients and the last known load of its core."""
-
-    def __init__(self, engine: AsyncLLM) -> None:
-        stats = engine.stats
-        self._engine = engine
-        self._labels = (engine.model_config.served_model_name, _ENGINE)
-        self._counters: dict[str, tuple[str, Counter]] = {
-            "vllm:prompt_tokens": ("Tokens of prompts whose first output token has arrived", stats.prompt_tokens),
-            "vllm:generation_tokens": ("Output tokens received from the core", stats.generation_tokens),
-            "vllm:prefix_cache_queries": (
-                "Tokens of prompts that were looked up in the prefix cache",
-                stats.prefix_cache_queries,
-            ),
-            "vllm:prefix_cache_hits": ("Tokens of prompts that the prefix cache held", stats.prefix_cache_hits),
-            "vllm_mp:recovered_requests": (
-                "Requests that were continued on the next core, once for each death",
-                stats.recovered_requests,
-            ),
-            "vllm_mp:client_dropped_messages": (
-                "Messages from cores that were dropped: invalid, or of an earlier core",
-                stats.dropped_messages,
-            ),
-        }
-        self._histograms: dict[str, tuple[str, Histogram]] = {
-            "vllm:time_to_first_token_seconds": ("Time from arrival to the first token", stats.first_token_s),
-            "vllm:inter_token_latency_seconds": (
-                "Time between two tokens of a completion, as they arrive from the core",
-                stats.between_tokens_s,
-            ),
-            "vllm:time_per_output_token_seconds": (
-                "The same as inter_token_latency_seconds, under the name of older versions",
-                stats.between_tokens_s,
-            ),
-            "vllm:request_time_per_output_token_seconds": (
-                "Mean time for each output token after the first, of finished requests",
-                stats.token_s,
-            ),
-            "vllm:e2e_request_latency_seconds": ("Time from arrival to the end, of finished requests", stats.e2e_s),
-            "vllm:request_queue_time_seconds": ("Time in the core's waiting queue", stats.queue_s),
-            "vllm:request_inference_time_seconds": ("Time from the first step to the end", stats.inference_s),
-            "vllm:request_prefill_time_seconds": ("Time from the first step to the first token", stats.prefill_s),
-            "vllm:request_decode_time_seconds": ("Time from the first token to the end", stats.decode_s),
-            "vllm:request_prompt_tokens": ("Tokens of the prompt, of finished requests", stats.request_prompt_tokens),
-            "vllm:request_generation_tokens": (
-                "Tokens of all completions, of finished requests",
-                stats.request_generation_tokens,
-            ),
-            "vllm:request_max_num_generation_tokens": (
-                "Tokens of the longest completion, of finished requests",
-                stats.longest_completion_tokens,
-            ),
-            "vllm:request_params_n": ("The parameter n of requests sent to the core", stats.params_n),
-            "vllm:request_params_max_tokens": (
-                "The parameter max_tokens of requests sent to the core that set it",
-                stats.params_max_tokens,
-            ),
-            "vllm:iteration_tokens_total": (
-                "Tokens in the client's part of a step: prompts that it completed, and output",
-                stats.step_tokens,
-            ),
-            "vllm_mp:request_tokenize_time_seconds": (
-                "Time from arrival until the tokenized request was sent to the core",
-                stats.tokenize_s,
-            ),
-            "vllm_mp:recovery_time_seconds": (
-                "Time from a death of the core to the next token, if requests were live",
-                stats.recovery_s,
-            ),
-        }
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
-        values = self._engine.stats.cells.total()
-        for name, (meaning, counter) in self._counters.items():
-            yield self._counter(name, meaning, counter.read(values)[""])
-        for name, (meaning, histogram) in self._histograms.items():
-            family = HistogramMetricFamily(name, meaning, labels=_ENGINE_LABELS)
-            _add_histogram(family, self._labels, histogram, values)
-            yield family
-        yield from self._by_label(values)
-        yield from self._core_load()
-        yield self._cache_config()
-
-    def _by_label(self, values: Values) -> Iterator[Metric]:
-        stats = self._engine.stats
-        finished = stats.finished_requests.read(values)
-        yield self._labelled(
-            "vllm:request_success", "Requests that have ended, by the reason", "finished_reason", finished
-        )
-        yield self._counter("vllm_mp:aborted_requests", "Requests that ended by an abort", finished["abort"])
-        yield self._counter("vllm_mp:failed_requests", "Requests that ended with an error", finished["error"])
-        restarts = stats.core_restarts.read()
-        yield self._labelled(
-            "vllm_mp:core_restarts", "Restarts of the core, by the cause of the death before", "cause", restarts
-        )
-
-    def _core_load(self) -> Iterator[Metric]:
-        """Yield what the core said last; without samples before its first answer."""
-        core = self._engine.stats.core
-        gauges = {
-            "vllm:num_requests_running": ("Requests that have a place in the core's batch", "num_running"),
-            "vllm:num_requests_waiting": ("Requests that wait in the core, also for the end of a pause", "num_waiting"),
-            "vllm:kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", "kv_cache_usage"),
-            "vllm:gpu_cache_usage_perc": (
-                "The same as kv_cache_usage_perc, under the name of older versions",
-                "kv_cache_usage",
-            ),
-            "vllm_mp:core_incarnation": ("Number of the core among those that served in turn", "incarnation"),
-            "vllm_mp:core_paused": ("1 while generation is paused", "is_paused"),
-            "vllm_mp:core_sleeping": ("1 while the core sleeps", "is_sleeping"),
-        }
-        for name, (meaning, attribute) in gauges.items():
-            gauge = GaugeMetricFamily(name, meaning, labels=_ENGINE_LABELS)
-            if core is not None:
-                gauge.add_metric(self._labels, getattr(core, attribute))
-            yield gauge
-        preemptions = core and core.num_preemptions
-        yield self._counter("vllm:num_preemptions", "Preemptions by the present core", preemptions)
-        dropped = core and core.num_dropped_messages
-        yield self._counter(
-            "vllm_mp:core_dropped_messages", "Messages from clients that the present core dropped", dropped
-        )
-
-    def _cache_config(self) -> Metric:
-        cache = self._engine.vllm_config.cache_config
-        info = {
-            "block_size": cache.block_size,
-            "cache_dtype": cache.cache_dtype,
-            "enable_prefix_caching": cache.enable_prefix_caching,
-            "gpu_memory_utilization": cache.gpu_memory_utilization,
-            # A block of padding is not for requests.
-            "num_gpu_blocks": max(0, cache.num_blocks - 1),
-        }
-        gauge = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's configuration, as labels", labels=[*_ENGINE_LABELS, *info]
-        )
-        gauge.add_metric([*self._labels, *map(str, info.values())], 1)
-        return gauge
-
-    def _counter(self, name: str, meaning: str, value: float | None) -> Metric:
-        family = CounterMetricFamily(name, meaning, labels=_ENGINE_LABELS)
-        if value is not None:
-            family.add_metric(self._labels, value)
-        return family
-
-    def _labelled(self, name: str, meaning: str, label: str, counts: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, meaning, labels=[*_ENGINE_LABELS, label])
-        for value, count in counts.items():
-            family.add_metric([*self._labels, value], count)
-        return family
 
 
 class HttpCollector(Collector):
@@ -205,7 +48,7 @@ class HttpCollector(Collector):
                 if status in rejected:
                     rejected[status] += count
             if any(counts.values()):
-                _add_histogram(duration, (endpoint,), self._stats.duration_s[endpoint], values)
+                add_histogram(duration, (endpoint,), self._stats.duration_s[endpoint], values)
         yield requests
         yield duration
         family = CounterMetricFamily(
@@ -219,14 +62,16 @@ class HttpCollector(Collector):
         lag = HistogramMetricFamily(
             "vllm_mp:event_loop_lag_seconds", "How late the event loop of a server process calls what is due", labels=()
         )
-        _add_histogram(lag, (), self._stats.lag_s, values)
+        add_histogram(lag, (), self._stats.lag_s, values)
         yield lag
 
 
 def metrics_registry(engine: AsyncLLM, stats: HttpStats) -> CollectorRegistry:
     """Return the registry with all metrics of the server."""
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
+    engines = EngineCollector()
+    engines.add(engine.readings)
+    registry.register(engines)
     registry.register(HttpCollector(engine, stats))
     return registry
 
@@ -236,17 +81,6 @@ async def show_metrics(request: Request) -> Response:
     server: ServerState = request.app.state.server
     await server.engine.read_core_load(_CORE_TIMEOUT_S)
     return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE)
-
-
-def _add_histogram(
-    family: HistogramMetricFamily, labels: tuple[str, ...], histogram: Histogram, values: Values
-) -> None:
-    reading = histogram.read(values)
-    buckets, total = [], 0.0
-    for bound, count in zip([*reading.bounds, float("inf")], reading.counts, strict=True):
-        total += count
-        buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
-    family.add_metric(labels, buckets, reading.sum)
 
 
 ROUTES = [Route("/metrics", show_metrics)]

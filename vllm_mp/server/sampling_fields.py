@@ -18,9 +18,7 @@ _REFUSED = (
     "guided_grammar",
     "guided_decoding_backend",
     "guided_whitespace_pattern",
-    "logits_processors",
     "kv_transfer_params",
-    "vllm_xargs",
 )
 """Fields of vLLM's that are not served: the older names of structured output, extensions of its engine."""
 _FIELDS = tuple(name for name in PARAMETERS if name not in _INTERNAL)
@@ -51,6 +49,7 @@ else:
             *[(name, _declaration(name, PARAMETERS[name]), None) for name in _FIELDS],
             *[(name, Refused, None) for name in _REFUSED],
             ("use_beam_search", bool | None, None),
+            ("vllm_xargs", dict[str, Any] | None, None),  # vLLM's name of extra_args
             ("length_penalty", Ignored, None),  # it only concerns beam search
         ],
         bases=(RequestBody,),
@@ -82,16 +81,18 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
             "one of them",
             param="max_completion_tokens",
         )
+    if (extra_args := getattr(body, "vllm_xargs", None)) is not None:
+        given["extra_args"] = extra_args
     kind = RequestOutputKind.DELTA if getattr(body, "stream", False) else RequestOutputKind.FINAL_ONLY
     try:
         return SamplingParams(**{"output_kind": kind, **defaults, **given, **own})
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise as_refusal(error, _FIELDS) from None
+        raise as_refusal(error, (*_FIELDS, "extra_args")) from None
 
 
 def refused_parameters(error: Exception, prompt_path: str) -> ApiError:
     """Return the ApiError for what the engine raised for a request's parameters, or for its prompt at `prompt_path`."""
-    refusal = as_refusal(error, (*_FIELDS, "priority", "cache_salt", "request_id"))
+    refusal = as_refusal(error, (*_FIELDS, "extra_args", "priority", "cache_salt", "request_id"))
     if refusal.param is None:
         refusal.param = prompt_path
     return refusal

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.server.admission import Admission
-from vllm_mp.server.chat_template import ChatTemplate
 from vllm_mp.server.live_feed import LiveFeed
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.shared_state import SharedState
@@ -23,8 +22,6 @@ class ServerState:
     """What this process shares with other front processes; None: it is the only one."""
     created: int = field(default_factory=lambda: int(time.time()))
     """When the server started, in seconds since 1970: the `created` of its models."""
-    chat_template: ChatTemplate = field(init=False)
-    """The model's chat template."""
     live_feed: LiveFeed = field(init=False)
     """What the page at `/` shows."""
 
@@ -32,8 +29,6 @@ class ServerState:
     """The latest ping of the core."""
 
     def __post_init__(self) -> None:
-        has_tokenizer = not self.engine.model_config.skip_tokenizer_init
-        self.chat_template = ChatTemplate(self.engine.get_tokenizer() if has_tokenizer else None)
         self.live_feed = LiveFeed(self.engine, self.admission)
 
     async def ping_core(self) -> None:

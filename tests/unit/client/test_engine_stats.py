@@ -290,3 +290,61 @@ def test_a_parent_that_watches_the_core_counts_its_restarts_alone(tmp_path: Any)
     parent.add("hang")
     stats.core_restarts.add("connection")
     assert {kind: count for kind, count in stats.core_restarts.read().items() if count} == {"hang": 1}
+
+
+def test_a_record_has_what_has_happened_since_the_record_before(client: Client) -> None:
+    news: list[None] = []
+    client.stats.begin_records(lambda: news.append(None))
+    assert client.stats.take_record() is None
+    slot, other = client.add("a", num_prompt_tokens=6, arrived_s_ago=0.5, max_tokens=9)[0], client.add("b")[0]
+    client.step([slot, other], 3.0, {slot: 2.0, other: 2.0}, cached=[(slot, 4)])
+    client.step([slot, other], 0.25)
+    record = client.stats.take_record()
+    assert len(news) == 1
+    assert record is not None
+    assert (record.num_prompt_tokens, record.num_generation_tokens) == (10, 4)
+    prompts, lookups = record.prompt_token_stats, record.prefix_cache
+    assert (prompts.computed, prompts.local_cache_hit, prompts.cached_tokens) == (6, 4, 4)
+    assert (lookups.requests, lookups.queries, lookups.hits) == (2, 10, 4)
+    assert record.time_to_first_tokens_iter == pytest.approx([3.5, 3.0])
+    assert record.inter_token_latencies_iter == pytest.approx([0.25, 0.25])
+    assert not record.finished_requests
+
+    client.step([slot], 0.5, finished=[finish(slot, 3)])
+    record = client.stats.take_record()
+    assert len(news) == 2
+    assert record is not None
+    assert (record.num_prompt_tokens, record.num_generation_tokens) == (0, 1)
+    assert record.inter_token_latencies_iter == pytest.approx([0.5])
+    (finished,) = record.finished_requests
+    assert (finished.request_id, finished.finish_reason, finished.max_tokens_param) == ("a", "length", 9)
+    assert (finished.num_prompt_tokens, finished.num_cached_tokens, finished.num_generation_tokens) == (6, 4, 3)
+    assert (record.n_params_iter, record.max_num_generation_tokens_iter) == ([1], [3])
+    times = (finished.queued_time, finished.prefill_time, finished.decode_time, finished.inference_time)
+    assert times == pytest.approx((2.0, 1.0, 0.75, 1.75))
+    assert (finished.e2e_latency, finished.mean_time_per_output_token) == pytest.approx((4.25, 0.375))
+
+
+def test_aborted_requests_are_recorded_without_the_phases_that_they_did_not_reach(client: Client) -> None:
+    client.stats.begin_records(lambda: None)
+    client.add("a", n=2)
+    client.requests.abort("a")
+    client.stats.note_unsent()
+    record = client.stats.take_record()
+    assert record is not None
+    assert [(each.request_id, each.finish_reason, each.inference_time) for each in record.finished_requests] == [
+        ("a", "abort", 0.0),
+        (None, "abort", 0.0),
+    ]
+    assert not record.n_params_iter
+
+
+def test_nothing_is_recorded_unless_asked_for(client: Client) -> None:
+    (slot,) = client.add("a")
+    client.step([slot], 1.0, {slot: 0.0})
+    assert client.stats.take_record() is None
+    client.stats.begin_records(lambda: None)
+    client.step([slot], 1.0)
+    client.stats.end_records()
+    client.step([slot], 1.0)
+    assert client.stats.take_record() is None

@@ -37,6 +37,46 @@ def test_first_rows_of_robertas_position_table_are_skipped() -> None:
     assert (arch.position_offset, arch.max_position) == (2, 64)
 
 
+CLASSIFIER = {**BERT, "architectures": ["BertForSequenceClassification"]}
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_classes", "activation"),
+    [
+        ({}, 2, "softmax"),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, 3, "softmax"),
+        ({"id2label": {"0": "score"}}, 1, "sigmoid"),
+        ({"id2label": {"0": "score"}, "problem_type": "regression"}, 1, "none"),
+        ({"num_labels": 4, "problem_type": "multi_label_classification"}, 4, "sigmoid"),
+        (
+            {"id2label": {"0": "score"}, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            1,
+            "none",
+        ),
+        ({"sentence_transformers": {"activation_fn": SIGMOID}}, 2, "sigmoid"),
+        ({"architectures": ["BertModel"], "id2label": {"0": "a"}}, 0, "softmax"),
+    ],
+)
+def test_classes_and_their_activation_are_read(changes: dict[str, Any], num_classes: int, activation: str) -> None:
+    arch = read(CLASSIFIER, **changes)
+    assert arch.num_classes == num_classes
+    assert not num_classes or arch.class_activation == activation
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id2label": {}}, "'id2label' is {}"),
+        ({"num_labels": 0}, "'num_labels' is 0"),
+        ({"sentence_transformers": {"activation_fn": "os.system"}}, "activation 'os.system'; supported are Identity"),
+    ],
+)
+def test_unsupported_classes_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(CLASSIFIER, **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -21,12 +21,14 @@ FILES = {
     "model.safetensors": b"\0" * 64,
     "tokenizer.json": b"{}",
     "pytorch_model.bin": b"pickled",
+    "training_args.bin": b"pickled",
+    "model.pt": b"pickled",
     "onnx/model.onnx": b"repeated",
 }
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves org/model, org/gated and org/bin, and answers 404 for any other model."""
+    """Serves org/model, org/gated, org/bin and org/pt, and answers 404 for any other model."""
 
     protocol_version = "HTTP/1.1"
 
@@ -34,17 +36,20 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path in ("/api/models/org/model", "/api/models/org/model/revision/main"):
             return self.answer(self.info("org/model"))
-        if path in ("/api/models/org/bin", "/api/models/org/bin/revision/main"):
-            return self.answer(self.info("org/bin"))
+        for model in ("org/bin", "org/pt"):
+            if path in (f"/api/models/{model}", f"/api/models/{model}/revision/main"):
+                return self.answer(self.info(model))
         if path.startswith("/api/models/org/gated"):
             return self.refuse(403, "GatedRepo")
         if path.startswith("/api/models/org/model/revision/"):
             return self.refuse(404, "RevisionNotFound")
         if path.startswith("/api/models/org/model/tree/"):
-            return self.answer(self.tree(list(FILES)))
+            return self.answer(self.tree([name for name in FILES if name != "model.pt"]))
         if path.startswith("/api/models/org/bin/tree/"):
-            return self.answer(self.tree(["config.json", "pytorch_model.bin"]))
-        for prefix in (f"/org/model/resolve/{COMMIT}/", f"/org/bin/resolve/{COMMIT}/"):
+            return self.answer(self.tree(["config.json", "tokenizer.json", "pytorch_model.bin", "training_args.bin"]))
+        if path.startswith("/api/models/org/pt/tree/"):
+            return self.answer(self.tree(["config.json", "model.pt"]))
+        for prefix in (f"/org/{model}/resolve/{COMMIT}/" for model in ("model", "bin", "pt")):
             if path.startswith(prefix) and path.removeprefix(prefix) in FILES:
                 return self.answer(FILES[path.removeprefix(prefix)])
         return self.refuse(404, "RepoNotFound")
@@ -111,6 +116,13 @@ def test_only_needed_files_are_downloaded_and_later_loads_do_not_ask_the_hub(hub
     assert resolve("org/model", "http://127.0.0.1:1", tmp_path, revision=COMMIT) == folder
 
 
+def test_pickled_weights_are_downloaded_only_where_there_are_no_safetensors(hub: str, tmp_path: Path) -> None:
+    folder = resolve("org/bin", hub, tmp_path)
+    assert names(folder) == ["config.json", "pytorch_model.bin", "tokenizer.json"]
+    assert resolve("org/bin", "http://127.0.0.1:1", tmp_path) == folder
+    assert names(resolve("org/bin", hub, tmp_path / "dummy", load_format="dummy")) == ["config.json", "tokenizer.json"]
+
+
 def test_dummy_load_downloads_no_weights_and_a_later_load_adds_them(hub: str, tmp_path: Path) -> None:
     folder = resolve("org/model", hub, tmp_path, load_format="dummy")
     assert names(folder) == ["config.json", "tokenizer.json"]
@@ -129,7 +141,7 @@ def test_download_dir_replaces_the_hubs_cache(hub: str, tmp_path: Path) -> None:
         ("org/nothing", {}, "neither a local folder nor on the hub"),
         ("org/gated", {}, "is gated: ask for access"),
         ("org/model", {"revision": "v9"}, "has no revision 'v9'"),
-        ("org/bin", {}, "holds no .safetensors file"),
+        ("org/pt", {}, "holds no .safetensors file"),
     ],
 )
 def test_each_reason_for_a_missing_model_has_its_own_message(

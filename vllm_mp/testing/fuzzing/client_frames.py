@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_mp import wire
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing.mutation import UNENCODABLE, HostileMessage, Mutator
 from vllm_mp.testing.sampling_cases import CASES, random_params
@@ -137,10 +138,21 @@ class ClientFrames:
             lambda: setattr(message.params, "logprobs", chance.choice((21, 10**6, -1, -2))),
             lambda: setattr(message.params, "structured_outputs", {"json": [[]] * 50}),
             lambda: setattr(message.params, "extra_args", {"__class__": "x"}),
+            lambda: setattr(message.params, "logits_processors", chance.choice((["x"], ["os:system"], [""] * 70))),
+            lambda: setattr(message, "extra_args", chance.choice((b"\x81", b"\x91" * 9000, b"\x81\xa1x\x01"))),
+            lambda: setattr(message, "prompt_embeds", self._embeds()),
             lambda: setattr(message.params, "stop", chance.choice(("", ["x"] * 100, "y" * 300, "\n"))),
         ]
         chance.choice(changes)()
         return wire.encode(message)
+
+    def _embeds(self) -> PromptEmbeds:
+        chance = self._chance
+        return PromptEmbeds(
+            chance.choice(("float32", "bfloat16", "float64", "")),
+            chance.choice((0, 1, -1, 3, 2**63 - 1)),
+            bytes(chance.choice((0, 1, 4, 192, 4096))),
+        )
 
     def _of_another_incarnation(self) -> bytes:
         message = self._message()

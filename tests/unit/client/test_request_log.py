@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mp import AsyncEngineArgs, SamplingParams
-from vllm_mp.client.stat_logger import StatLogger
-from vllm_mp.client.stats import EngineStats
+from vllm_mp.client.request_log import log_request
 from vllm_mp.config import ObservabilityConfig
 
 STREAM = SimpleNamespace(
@@ -29,6 +28,6 @@ def test_texts_of_requests_are_in_the_log_only_if_asked_for(caplog, options, sho
         disable_log_stats=True, disable_log_requests=args.disable_log_requests, max_log_len=args.max_log_len
     )
     with caplog.at_level(logging.INFO):
-        StatLogger(config, None, None, EngineStats(64, True)).log_request(STREAM)
+        log_request(config, STREAM)
     assert all(text in caplog.text for text in shown)
     assert not any(text in caplog.text for text in hidden)

@@ -7,8 +7,11 @@ import ctypes
 import inspect
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+from vllm_mp.client.chat_messages import ChatMessageError, template_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,29 +59,33 @@ class ChatTemplate:
 
     async def render(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[Any],
         *,
         template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
     ) -> str:
         """Return the text of `messages` in `template`, by default the tokenizer's own.
 
-        The text holds the special tokens already. `variables` are what the template can read besides. Raises
-        ChatTemplateError, which says why, if the template refuses the messages, fails, or takes too long.
+        The text holds the special tokens already. `messages` are as `template_messages` takes them; `tools` and
+        `variables` are what the template can read besides. Raises ChatMessageError for a message that no template can
+        use, and ChatTemplateError, which says why, if the template refuses the messages, fails, or takes too long.
         """
         if self._tokenizer is None:
             raise ChatTemplateError("the engine has no tokenizer; leave skip_tokenizer_init off")
         if not (template or self.source):
-            raise ChatTemplateError("the model has no chat template; start the server with --chat-template")
+            raise ChatTemplateError("the model has no chat template; give the option chat_template")
         if wrong := sorted((variables or {}).keys() & self._reserved):
             raise ChatTemplateError(f"chat_template_kwargs must not hold {wrong[0]!r}; choose another name")
         rendering = _Rendering(
             self._tokenizer.apply_chat_template,
+            messages,
+            "developer" in (template or self.source),
             {
                 **(variables or {}),
-                "conversation": messages,
+                "tools": tools,
                 "tokenize": False,
                 "chat_template": template,
                 "add_generation_prompt": add_generation_prompt,
@@ -114,22 +121,29 @@ class ChatTemplate:
 class _Rendering:
     """A call of `apply_chat_template` that another thread can end."""
 
-    def __init__(self, apply: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, apply: Any, messages: Sequence[Any], knows_developer: bool, arguments: dict[str, Any]) -> None:
+        """`knows_developer`: the template has the role "developer". `arguments` are those beside the messages."""
         self.started: float | None = None
         """When the rendering began, in seconds of `time.monotonic()`; None before."""
         self._apply = apply
+        self._messages = messages
+        self._knows_developer = knows_developer
         self._arguments = arguments
         self._lock = threading.Lock()
         self._thread: int | None = None
         """The thread of the rendering while it can be ended."""
 
     def run(self) -> str:
-        """Return the rendered text. Raises ChatTemplateError if the template fails or is stopped."""
+        """Return the rendered text. Raises ChatTemplateError if the template fails or is stopped.
+
+        Raises ChatMessageError for a message that no template can use.
+        """
         try:
             with self._lock:
                 self._thread, self.started = threading.get_ident(), time.monotonic()
             try:
-                text: str = self._apply(**self._arguments)
+                messages = template_messages(self._messages, knows_developer=self._knows_developer)
+                text: str = self._apply(messages, **self._arguments)
             finally:
                 with self._lock:
                     self._thread = None
@@ -139,6 +153,8 @@ class _Rendering:
             return text
         except _Stopped:
             raise ChatTemplateError("the rendering of the chat template was stopped") from None
+        except ChatMessageError:
+            raise
         except Exception as error:
             message = str(error) or type(error).__name__
             raise ChatTemplateError(f"the chat template failed: {message:.500}") from error

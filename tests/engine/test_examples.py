@@ -1,0 +1,113 @@
+"""The programs in `examples/` run as they are, with a small model where its text does not matter."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TESTED = {"batch", "concurrent_requests", "embeddings", "http_server", "recovery", "shared_core", "streaming"}
+TESTED |= {"timeout", "weight_update"}
+
+
+def run(name, *arguments):
+    """Return what an example prints; it must end well, and without a warning or a process that stays."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    return out
+
+
+def test_every_example_is_run():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED
+
+
+def test_batch(small_model, tmp_path):
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    out = run("batch", folder)
+    assert re.search(r"request 100 failed: the prompt is too long", out)
+    assert len(out.splitlines()) == 5
+
+
+def test_recovery(small_model):
+    lines = run("recovery", small_model).splitlines()
+    assert lines[-2:] == ["restarts: 1", "the same tokens: True"]
+    assert re.fullmatch(r"killed the core after \d+ tokens", lines[0])
+
+
+@pytest.mark.slow
+def test_streaming(small_model):
+    assert run("streaming", small_model).endswith(("(length)\n", "(stop)\n"))
+
+
+@pytest.mark.slow
+def test_concurrent_requests(default_model):
+    out = run("concurrent_requests", default_model)
+    assert "What is the capital of France?\n    " in out
+    assert "Paris" in out
+
+
+@pytest.mark.slow
+def test_timeout(default_model):
+    out = run("timeout", default_model)
+    assert re.fullmatch(
+        r"time is up after \d+ characters\nthe last request ended with abort\nrequests that still run: 0\n", out
+    )
+
+
+@pytest.mark.slow
+def test_embeddings(minilm):
+    lines = run("embeddings", minilm).splitlines()
+    assert lines[0].startswith("384 numbers")
+    assert lines[1].endswith("384,400 km.")
+    assert lines[3].endswith("made of milk.")
+
+
+@pytest.mark.slow
+def test_weight_update(small_model):
+    first, last = run("weight_update", small_model).splitlines()
+    assert first.endswith("was written with the old weights, and the rest with the new ones:")
+    assert last
+
+
+@pytest.mark.slow
+def test_shared_core(small_model):
+    lines = sorted(run("shared_core", small_model).splitlines())
+    assert [line.partition(":")[0] for line in lines] == ["first", "second"]
+    assert lines[0].partition(":")[2] == lines[1].partition(":")[2]
+
+
+@pytest.mark.slow
+def test_http_server(small_model):
+    command = [sys.executable, str(EXAMPLES / "http_server.py"), str(small_model), "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.start()
+        try:
+            for line in process.stderr:
+                if found := re.search(r"Uvicorn running on (http://[\d.:]+)", line):
+                    break
+            response = httpx.get(f"{found[1]}/generate", params={"prompt": "Once upon a time", "max_tokens": 5})
+            assert response.status_code == 200
+            assert response.text
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=30)
+            assert not any(child.is_running() for child in children)
+        finally:
+            watchdog.cancel()
+            process.kill()

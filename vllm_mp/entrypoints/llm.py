@@ -1,0 +1,5 @@
+"""The blocking engine, where programs for vLLM import it from."""
+
+from vllm_mp import LLM
+
+__all__ = ["LLM"]

@@ -1,0 +1,83 @@
+"""A prompt as embeddings: its form on the wire, and the checks that client and core make."""
+
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp.config import ModelConfig
+from vllm_mp.sampling_params import SamplingParams
+
+MAX_EMBEDS_BYTES: Final = 56 * 2**20
+"""Bound on the embeddings of a prompt. The rest of a message of the maximum size is left for its other fields."""
+EMBEDS_DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""The dtypes of embeddings, with the bytes of a value."""
+_MAX_VALUES: Final = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
+"""The largest finite value of each dtype."""
+_CHECKED_VALUES: Final = 2**18
+"""Number of values that are checked at a time, which bounds the memory of the check."""
+
+
+class PromptEmbeds(msgspec.Struct, array_like=True, frozen=True):
+    """The embeddings of a prompt, one row for each token."""
+
+    dtype: str
+    """A name in `EMBEDS_DTYPES`."""
+    num_tokens: int
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_EMBEDS_BYTES)]
+    """[num_tokens, hidden_size] values, little-endian."""
+
+    def rows(self, first: int, last: int) -> memoryview:
+        """Return the bytes of the rows [first, last); rows that do not exist are left out."""
+        size = len(self.data) // self.num_tokens
+        return memoryview(self.data)[first * size : last * size]
+
+
+def check_prompt_embeds(embeds: PromptEmbeds, params: SamplingParams, model: ModelConfig) -> None:
+    """Raise ValueError, naming the fault and the remedy, for embeddings of which the model cannot generate."""
+    if not model.enable_prompt_embeds:
+        raise ValueError(
+            "prompt_embeds needs an engine with enable_prompt_embeds=True; start the engine with that option, or give "
+            "text or token ids"
+        )
+    if params.prompt_logprobs is not None:
+        raise ValueError(
+            "prompt_logprobs must be None with prompt_embeds, because such a prompt has no tokens; leave it out"
+        )
+    if embeds.dtype not in EMBEDS_DTYPES:
+        raise ValueError(f"prompt_embeds must be of {', '.join(EMBEDS_DTYPES)}, got {embeds.dtype[:50]!r}; convert it")
+    if embeds.num_tokens < 1:
+        raise ValueError("the prompt is empty; give prompt_embeds of at least one token")
+    hidden_size, item_bytes = model.architecture.hidden_size, EMBEDS_DTYPES[embeds.dtype]
+    if len(embeds.data) != embeds.num_tokens * hidden_size * item_bytes:
+        width = len(embeds.data) / (embeds.num_tokens * item_bytes)
+        raise ValueError(
+            f"prompt_embeds must be [num_tokens, {hidden_size}], the length of the model's hidden states, got "
+            f"[{embeds.num_tokens}, {width:g}]"
+        )
+    _check_values(embeds, model.dtype)
+
+
+def _check_values(embeds: PromptEmbeds, model_dtype: str) -> None:
+    """Raise ValueError for values that are not finite in `model_dtype`, the dtype in which the model computes."""
+    limit = _MAX_VALUES.get(model_dtype, _MAX_VALUES["float32"])
+    item_bytes = EMBEDS_DTYPES[embeds.dtype]
+    data, step = memoryview(embeds.data), _CHECKED_VALUES * item_bytes
+    for start in range(0, len(data), step):
+        values = _as_float32(embeds.dtype, data[start : start + step])
+        # Written so that NaN, which compares false with everything, is refused too.
+        is_valid = np.abs(values) <= limit
+        if not is_valid.all():
+            place = int(np.argmin(is_valid))
+            row = (start + place * item_bytes) * embeds.num_tokens // len(data)
+            raise ValueError(
+                f"prompt_embeds must be finite in {model_dtype}, the model's dtype, got {values[place]} in row {row}"
+            )
+
+
+def _as_float32(dtype: str, data: memoryview) -> npt.NDArray[np.float32]:
+    """Return the values of `data` [n]."""
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.frombuffer(data, "<f4" if dtype == "float32" else "<f2").astype(np.float32, copy=False)
