@@ -12,12 +12,12 @@
 
 namespace vmp {
 
-// The adapters of one projection, which may fuse several parts, such as q, k and v; mirrors CAdapterStack. Both matrices
-// are packed in panels of W columns. Memory past the rank of an adapter is not read.
+// The adapters of one projection, which may fuse several parts, such as q, k and v; mirrored by CAdapterStack. Both
+// matrices are packed in panels of W columns. Memory past the rank of an adapter is not read.
 template <class T>
 struct AdapterStack {
     const T* a;                  // [num_slots, panels()]: the columns are the ranks of all parts, one after the other
-    const T* b;                  // [2 for each panel of the product, num_slots]: the inputs are the ranks of `span` parts
+    const T* b;                  // [2 for each panel of the product, num_slots]: its inputs are ranks of `span` parts
     const int32_t* ranks;        // [num_slots], multiples of KP; 0: the adapter does not change this projection
     const int32_t* first_parts;  // for each W columns of the product, the first of the `span` parts
     int64_t num_slots;
@@ -83,7 +83,8 @@ struct NoPrefetch {
 
 // Multiplies `rows` rows, at most ROWS, with VECTORS panels of W columns: writes [rows, VECTORS].
 template <int ROWS, int VECTORS, class T>
-inline void multiply_narrow(int64_t rows, const T* x, int64_t stride, const NarrowPanels& panels, int64_t inputs, vf* out) {
+inline void multiply_narrow(int64_t rows, const T* x, int64_t stride, const NarrowPanels& panels, int64_t inputs,
+                            vf* out) {
     if constexpr (ROWS > 0) {
         if (rows < ROWS) return multiply_narrow<ROWS - 1, VECTORS>(rows, x, stride, panels, inputs, out);
         multiply<ROWS, VECTORS>(x, stride, panels, inputs, NoPrefetch{}, *(vf(*)[ROWS][VECTORS])out);
@@ -116,13 +117,15 @@ struct Additions {
         for (const AdapterTile& tile : rows->tiles) {
             const int64_t rank = w.ranks[tile.slot], inputs = w.span * rank, count = tile.end - tile.first;
             const T* x = ranked + tile.first * stride;
+            const T *x0 = x + part0 * rank, *x1 = x + part1 * rank;
             const T *b0 = w.b_panel(tile.slot, 2 * i), *b1 = w.b_panel(tile.slot, 2 * i + 1);
+            vf* out = sums.data() + tile.first;
             if (is_one_part) {
                 const NarrowPanels both{b0, (b1 - b0) * int64_t(sizeof(T))};
-                multiply_narrow<MR, 2>(count, x + part0 * rank, stride, both, inputs, sums.data() + 2 * tile.first);
+                multiply_narrow<MR, 2>(count, x0, stride, both, inputs, out + tile.first);
             } else {
-                multiply_narrow<MR, 1>(count, x + part0 * rank, stride, {b0, 0}, inputs, sums.data() + tile.first);
-                multiply_narrow<MR, 1>(count, x + part1 * rank, stride, {b1, 0}, inputs, sums.data() + places + tile.first);
+                multiply_narrow<MR, 1>(count, x0, stride, {b0, 0}, inputs, out);
+                multiply_narrow<MR, 1>(count, x1, stride, {b1, 0}, inputs, out + places);
             }
         }
         return is_one_part ? PanelSums{sums.data(), 2, 1} : PanelSums{sums.data(), 1, places};
