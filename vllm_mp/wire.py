@@ -41,6 +41,8 @@ TOKEN_BYTES = 16
 """Length of a client's token."""
 MAX_LIVE_REQUESTS = 2**20
 """Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
+MAX_CONVICTED_DEATHS = 64
+"""Deaths of cores that a client names at a time, and that a core notes on its page."""
 MAX_BAD_WORD_TOKENS = 1024
 MAX_BAD_WORD_SPELLINGS = 2
 """A bad word is written in two ways: at the beginning of a text, and after a space."""
@@ -98,8 +100,9 @@ class AddRequest(_Message, tag=2):
     was in the step during which an earlier core died: then the request shares its steps only with requests of this
     client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
     dies with it. `after_pause`: the client knew of a pause in force when it first sent the request, so that a core that
-    has inherited a pause with mode "wait" holds the request back. `prompt_embeds` takes the place of `prompt`, which is
-    then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
+    has inherited a pause with mode "wait" holds the request back. Waiting requests of one client and one priority run
+    in the order of `arrival_time`, in seconds of the client's `time.time()`. `prompt_embeds` takes the place of
+    `prompt`, which is then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
     """
 
     incarnation: int
@@ -118,6 +121,7 @@ class AddRequest(_Message, tag=2):
     isolate_until_num_tokens: int = 0
     isolation_group: int = 0
     after_pause: bool = False
+    arrival_time: float = 0.0
     prompt_embeds: PromptEmbeds | None = None
     extra_args: Annotated[bytes, msgspec.Meta(max_length=MAX_EXTRA_ARGS_BYTES)] = b""
 
@@ -135,6 +139,7 @@ class AddPooling(_Message, tag=6):
     isolate_until_num_tokens: int = 0
     isolation_group: int = 0
     after_pause: bool = False
+    arrival_time: float = 0.0
 
 
 class AbortRequests(_Message, tag=3):
@@ -176,7 +181,17 @@ class MarkSeen(_Message, tag=7):
     mark: int
 
 
-ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen
+class Convicted(_Message, tag=8):
+    """Client to core: requests of this client are to blame for the deaths of cores with the incarnations `deaths`.
+
+    The core's parent counts such a death no longer, if a request of this client was in the pending steps.
+    """
+
+    incarnation: int
+    deaths: Annotated[list[int], msgspec.Meta(max_length=MAX_CONVICTED_DEATHS)]
+
+
+ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen | Convicted
 
 
 class LastDeath(msgspec.Struct, array_like=True, frozen=True):

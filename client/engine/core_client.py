@@ -10,15 +10,15 @@ import logging
 import os
 import secrets
 import sys
-import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
-from vllm_mp.client.engine.connection import run_on
+from vllm_mp.client.engine.connection import run_on, run_on_and_wait
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.pending_call import PendingCall
 from vllm_mp.client.engine.pings import Pings
@@ -34,8 +34,6 @@ from vllm_mp.status_page import CoreState
 logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
-_HANDOVER_TIMEOUT_S = 5.0
-"""Seconds that an event loop in another thread gets to end its streams."""
 
 
 class EngineCoreClient:
@@ -46,7 +44,7 @@ class EngineCoreClient:
     successor has entered it already. Requests and calls that are made while there is no core are recorded, and sent to
     the next core.
 
-    All methods but `fail_all` and the properties must be called in the event loop's thread.
+    All methods but `fail_all`, `run_on_loop` and the properties must be called in the event loop's thread.
     """
 
     def __init__(self, supervisor: CoreSupervisor, requests: OutputProcessor, stats: EngineStats) -> None:
@@ -73,6 +71,8 @@ class EngineCoreClient:
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
         self._refused = RefusedRequests()
+        self._convicted: deque[int] = deque(maxlen=wire.MAX_CONVICTED_DEATHS)
+        """The incarnations of shared cores for whose deaths requests of this client are to blame."""
         self._cores_work = True
         """A core has computed something since the latest conviction, so not every request ends every core."""
         self._news: deque[News] = deque()
@@ -213,6 +213,10 @@ class EngineCoreClient:
         self._closed_with = error
         self._fail_everything(error)
 
+    def run_on_loop(self, call: Callable[[], None]) -> None:
+        """Run `call` on the event loop of the streams and wait for its end; from any thread."""
+        run_on_and_wait(self._core.connection.loop, call)
+
     def _listen(self) -> None:
         # The loop must not keep a client alive that its owner has dropped.
         this = weakref.ref(self)
@@ -352,6 +356,7 @@ class EngineCoreClient:
                 is_from_outside=last.is_from_outside,
                 kind=last.kind,
                 is_step_known=True,
+                incarnation=last.incarnation,
             )
         self._blame(death)
 
@@ -365,8 +370,10 @@ class EngineCoreClient:
         culprit, why = conviction.stream, conviction.why()
         digest = culprit.digest()
         equals = [stream for stream in self.requests.streams() if stream is not culprit and stream.digest() == digest]
-        if self._cores_work:  # else the limit of restarts ends an engine in which no request can run
-            deaths = [*conviction.deaths, *(death for stream in equals for death in self._suspects.deaths_of(stream))]
+        deaths = [*conviction.deaths, *(death for stream in equals for death in self._suspects.deaths_of(stream))]
+        if self._core.process is None:
+            self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
+        elif self._cores_work:  # else the limit of restarts ends an engine in which no request can run
             self.supervisor.forgive(sorted({death.time for death in deaths}))
         self._cores_work = False
         self._refused.add(culprit, why)
@@ -386,6 +393,8 @@ class EngineCoreClient:
         self.supervisor.release(old)
         self._note_pause(core.connection.was_paused)
         self._explain_death(old, core)
+        if self._convicted:  # also if an earlier core was told, which may have died before it read that
+            self._send(wire.Convicted(self.incarnation, list(self._convicted)))
         self.requests.forget_core()
         self._held_back.clear()
         self._waits_since.clear()
@@ -428,8 +437,7 @@ class EngineCoreClient:
         self._fail_everything(EngineDeadError(end.cause))
 
     def _fail_everything(self, error: EngineDeadError) -> None:
-        """End every stream and call with `error`, on their event loop, which may run in another thread."""
-        done = threading.Event()
+        """End every stream and call with `error`; from any thread."""
 
         def fail() -> None:
             self._core.connection.detach()
@@ -437,11 +445,5 @@ class EngineCoreClient:
             for call in self._calls.values():
                 call.settle(None, EngineDeadError(str(error)))
             self._calls.clear()
-            done.set()
 
-        loop = self._core.connection.loop
-        if loop is None:
-            fail()
-        else:
-            run_on(loop, fail)
-            done.wait(_HANDOVER_TIMEOUT_S)
+        self.run_on_loop(fail)
