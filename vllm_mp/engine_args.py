@@ -255,7 +255,9 @@ class AsyncEngineArgs(EngineArgs):
     """The options that a client of a running core has too, as arguments of `AsyncLLM.connect`."""
 
     disable_log_requests: bool = option(
-        True, "Write no line to the log for each request; else a line has the request's id and its number of tokens"
+        True,
+        "Write no lines to the log about requests; else each has a line when it is added and one when it ends, with id "
+        "and number of tokens",
     )
     enable_log_requests: bool | None = option(
         None, "The opposite of disable_log_requests, which it sets; by default disable_log_requests stays as it is"
