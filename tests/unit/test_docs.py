@@ -1,13 +1,20 @@
-"""The pages name files, links and examples that exist."""
+"""The pages name files, links, commands and tests that exist, and their code blocks are valid."""
 
 import ast
+import functools
+import json
 import re
+import subprocess
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from support.code_blocks import PAGES, ROOT, CodeBlock, blocks_of, compiled
+from support.shell_blocks import NOT_RUN, check_arguments, commands, reason_not_to_run, words_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 _FOLDERS = ("vllm_mp", "client", "core", "kernels", "tests", "tools", "docs", "deploy", "examples", ".ci")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"```.*?```|`([^`\n]+)`", re.DOTALL)
@@ -19,6 +26,8 @@ _MAX_GLOSSARY_ROWS = 30
 _FUNCTION = re.compile(r"`([\w/]+\.py)`: `([\w.]+)`")
 """A file, and a function or class in it."""
 _MAX_HOPS = 25
+_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
+"""A file below tests, and a test in it."""
 
 
 def _name(page: Path) -> str:
@@ -102,11 +111,79 @@ def test_glossary_has_at_most_30_words() -> None:
     assert len(words) == len(set(words))
 
 
-def test_python_examples_in_the_readme_compile() -> None:
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert examples
-    for number, example in enumerate(examples, 1):
-        compile(example, f"README.md, example {number}", "exec")
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
+def test_code_block_is_valid_in_its_language(block: CodeBlock) -> None:
+    assert block.language in _CHECKS, f"{block.place}: use one of {', '.join(_CHECKS)}"
+    _CHECKS[block.language](block)
+
+
+def _check_shell(block: CodeBlock) -> None:
+    """Check the syntax of a shell block, and its flags as far as they are of this repository."""
+    done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), block.place
+    for command in commands(block):
+        words = words_of(command)
+        if words[0].endswith("vllm-mp"):
+            check_arguments(words[1:])
+        for word in words:
+            tool = ROOT / word
+            if word.startswith("tools/") and tool.is_file() and tool.name != "test":
+                flags = {flag.partition("=")[0] for flag in words if flag.startswith("--")}
+                unknown = [flag for flag in sorted(flags) if flag not in _source_of(tool)]
+                assert not unknown, f"{block.place}: {word} has no such flags"
+
+
+_CHECKS: dict[str, Callable[[CodeBlock], object]] = {
+    "bash": _check_shell,
+    "json": lambda block: json.loads(block.text),
+    "python": compiled,
+    "text": lambda block: block.text,
+    "toml": lambda block: tomllib.loads(block.text),
+    "yaml": lambda block: yaml.safe_load(block.text),
+}
+"""The languages of code blocks, and what raises an error for a block that is not valid."""
+
+
+def _source_of(tool: Path) -> str:
+    """Return the text of a tool and of the modules that only tools and tests use, where its flags may be."""
+    modules = [*(ROOT / "tools/shared").glob("*.py"), *(ROOT / "vllm_mp/testing").rglob("*.py")]
+    return "\n".join(path.read_text() for path in (tool, *modules))
+
+
+def test_commands_that_no_test_runs_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    shell = [(block, command) for block in BLOCKS if block.language == "bash" for command in commands(block)]
+    reasons = {(f"{block.place}: {command}", reason_not_to_run(command)) for block, command in shell}
+    with capsys.disabled():
+        for command, reason in sorted((command, reason) for command, reason in reasons if reason):
+            print(f"\nnot run: {command.strip()}\n    {reason}", end="")
+    unused = [
+        begin for begin in NOT_RUN if not any(reason_not_to_run(command) == NOT_RUN[begin] for _, command in shell)
+    ]
+    assert unused == [], "no page has these commands"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_test_that_a_page_names_with_its_function_exists(page: Path) -> None:
+    named = _TEST.findall(page.read_text())
+    missing = [f"{path}::{name}" for path, name in named if name not in _test_functions(path)]
+    assert not missing, f"{_name(page)} names tests that are not there"
+
+
+@functools.cache
+def _test_functions(path: str) -> set[str]:
+    source = ROOT / "tests" / path
+    return _definitions(source) if source.is_file() else set()
+
+
+def test_every_line_about_vllm_has_a_test_or_a_reason() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs/using/from_vllm.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    assert len(rows) > 100
+    for first, *rest in rows:
+        assert rest[-1] or rest[0].startswith("not served"), f"{first} has no test"
 
 
 def test_every_page_in_docs_is_reachable_from_the_readme() -> None:
@@ -119,6 +196,12 @@ def test_every_page_in_docs_is_reachable_from_the_readme() -> None:
         links = [link.partition("#")[0] for link in _LINK.findall(page.read_text()) if "://" not in link]
         queue += [(page.parent / path).resolve() for path in links if path.endswith(".md")]
     assert sorted(map(_name, set(PAGES) - reached)) == []
+
+
+def test_navigation_of_the_site_has_every_page() -> None:
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert sorted(listed) == sorted([*pages, "CONTRIBUTING.md"]), "list the pages under nav in mkdocs.yml"
 
 
 def test_every_page_that_code_names_exists() -> None:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: success; 1: the work failed; 2: bad arguments; 130: Ctrl-C.
     """
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         _prepare_streams()
         logging.basicConfig(
@@ -69,7 +69,7 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors=errors)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="vllm-mp",

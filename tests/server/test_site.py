@@ -1,0 +1,69 @@
+"""The documentation as a site: it builds without a warning, and opens in a browser without a server or a network."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+import vllm_mp
+
+pytest.importorskip("mkdocs", reason="MkDocs is not installed; tools/build-docs installs it")
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update"
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, built as tools/build-docs builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    built = subprocess.run(
+        [*command, "--site-dir", str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed; tools/install-chromium installs it")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield browser
+        browser.close()
+
+
+def test_every_page_is_in_the_site(site: Path) -> None:
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    pages = {path.with_name("index.html") if path.name == "README.html" else path for path in pages}
+    assert {path for path in pages if not (site / path).is_file()} == set()
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    text = (site / "api/python.html").read_text()
+    assert [name for name in vllm_mp.__all__ if f'id="vllm_mp.{name}"' not in text] == []
+
+
+def test_no_page_fetches_anything_but_files_of_the_site(site: Path, browser: Browser) -> None:
+    page = browser.new_page()
+    foreign: list[str] = []
+    here = site.as_uri()
+    page.on("request", lambda request: None if request.url.startswith((here, "data:")) else foreign.append(request.url))
+    for path in sorted(site.rglob("*.html")):
+        page.goto(path.as_uri())
+        page.wait_for_load_state()
+        assert page.locator("h1").first.is_visible(), path
+    assert foreign == []
