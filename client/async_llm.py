@@ -15,17 +15,19 @@ from vllm_mp.client.engine_loggers import EngineLoggers
 from vllm_mp.client.engine_start import EngineStart
 from vllm_mp.client.engine_status import EngineStatus
 from vllm_mp.client.engine_tokenizer import EngineTokenizer
-from vllm_mp.client.input_processor import InputProcessor, check_unserved
+from vllm_mp.client.input_processor import InputProcessor
 from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
-from vllm_mp.client.request import CallerRequest
+from vllm_mp.client.request import CallerRequest, checked_request_id
 from vllm_mp.client.request_log import log_request
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
+from vllm_mp.client.unserved_arguments import check_data_parallel_rank, check_unserved
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.request_validation import checked_arrival_time
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -52,23 +54,34 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
         self,
         prompt: PromptType | None,
         sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        prompt_token_ids: list[int] | None = None,
+        request_id: str | int | None = None,
+        prompt_text: str | None = None,
         lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
         arrival_time: float | None = None,
         prompt_adapter_request: Any = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the completions of `prompt`; leaving the loop early or cancelling the task aborts them in the core.
 
         Without `sampling_params`, the model's generation_config.json applies. Each output has all `n` completions, or
-        with DELTA the completions that have new tokens or an end.
-        Raises ValueError or TypeError for a request that cannot run, NotImplementedError for a feature that is not
-        served, EngineGenerateError if this request fails, and EngineDeadError if the core is gone for good.
+        with DELTA the completions that have new tokens or an end. An int as `request_id` becomes a str, which the
+        outputs carry. `prompt_text` is what outputs repeat as the prompt, in place of the prompt's own text.
+
+        `arrival_time`, in seconds of `time.time()`, is by default the time of this call. Requests of this client that
+        wait with the same priority run in its order; it has no effect on other clients.
+
+        Raises ValueError or TypeError for a request that cannot run, DuplicateRequestIdError if a live request has the
+        id, NotImplementedError for a feature that is not served, EngineGenerateError if this request fails, and
+        EngineDeadError if the core is gone for good or the background loop is stopped.
         """
 
         async def start() -> OutputIterator:
@@ -79,12 +92,17 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
                 prompt,
                 sampling_params,
                 arrival_time,
+                lora_request,
+                tokenization_kwargs,
+                trace_headers,
+                priority,
+                data_parallel_rank,
+                session_id,
+                prompt_text,
+                reasoning_ended,
+                reasoning_parser_kwargs,
+                kv_hints,
                 prompt_token_ids=prompt_token_ids,
-                lora_request=lora_request,
-                trace_headers=trace_headers,
-                priority=priority,
-                data_parallel_rank=data_parallel_rank,
-                tokenization_kwargs=tokenization_kwargs,
                 prompt_adapter_request=prompt_adapter_request,
             )
 
@@ -94,20 +112,22 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
         self,
         prompt: PromptType | None,
         pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        *,
-        prompt_token_ids: list[int] | None = None,
+        request_id: str | int | None = None,
         lora_request: Any = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-        truncate_prompt_tokens: int | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        truncate_prompt_tokens: int | None = None,
         arrival_time: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield one output, the vector of `prompt`; leaving early or cancelling the task aborts the request.
 
-        `truncate_prompt_tokens` overrides the field of `pooling_params`. Raises what `generate` raises, and
-        EngineGenerateError also if the request is aborted by its id, because then there is no vector to yield.
+        `truncate_prompt_tokens` overrides the field of `pooling_params`; other arguments are as in `generate`. Raises
+        what `generate` raises, and EngineGenerateError also if the request is aborted by its id, because then there is
+        no vector to yield.
         """
 
         async def start() -> OutputIterator:
@@ -121,11 +141,12 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
                 prompt,
                 params,
                 arrival_time,
+                lora_request,
+                tokenization_kwargs,
+                trace_headers,
+                priority,
+                reasoning_ended=reasoning_ended,
                 prompt_token_ids=prompt_token_ids,
-                lora_request=lora_request,
-                trace_headers=trace_headers,
-                priority=priority,
-                tokenization_kwargs=tokenization_kwargs,
             )
 
         return OutputIterator(self._abandon, start)
@@ -181,17 +202,22 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
 
     async def add_request(
         self,
-        request_id: str | None,
+        request_id: str | int | None,
         prompt: PromptType | None,
         params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
-        *,
-        prompt_token_ids: list[int] | None = None,
         lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        kv_hints: Any = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
         prompt_adapter_request: Any = None,
     ) -> OutputIterator:
         """Send a request now and return its outputs: what `generate`, or with PoolingParams `encode`, would yield.
@@ -201,16 +227,26 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
         self._check_process()
         check_unserved(
             lora_request=lora_request,
-            data_parallel_rank=data_parallel_rank,
+            session_id=session_id,
+            kv_hints=kv_hints,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
             prompt_adapter_request=prompt_adapter_request,
         )
+        check_data_parallel_rank(data_parallel_rank)
         trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
-        self._attach()
-        request_id = uuid.uuid4().hex if request_id is None else request_id
-        arrival_time = time.time() if arrival_time is None else float(arrival_time)
-        self._requests.reserve(request_id)
-        given = CallerRequest(request_id, prompt, prompt_token_ids, priority, arrival_time, tokenization_kwargs or {})
+        self._attach_to_loop()
+        given = CallerRequest(
+            request_id=uuid.uuid4().hex if request_id is None else checked_request_id(request_id),
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            priority=priority,
+            arrival_time=time.time() if arrival_time is None else checked_arrival_time(arrival_time),
+            tokenization_kwargs=tokenization_kwargs or {},
+            prompt_text=prompt_text,
+        )
+        self._requests.reserve(given.request_id)
         try:
             try:
                 if isinstance(params, PoolingParams):
@@ -218,15 +254,15 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
                 else:
                     stream = await self._inputs.generation(given, params)
             except Exception:
-                self._attach()  # raises the error to report if the engine was shut down meanwhile
+                self._attach_to_loop()  # raises the error to report if the engine was shut down meanwhile
                 raise
-            self._attach()
+            self._attach_to_loop()
             is_sent = self._core_client.add(stream)
         except BaseException:
-            self._requests.cancel(request_id)
+            self._requests.cancel(given.request_id)
             raise
         if is_sent:
-            self.stats.note_sent(stream, arrival_time, trace_context)
+            self.stats.note_sent(stream, given.arrival_time, trace_context)
             log_request(self.vllm_config.observability_config, stream)
         else:
             self.stats.note_unsent()
@@ -237,15 +273,19 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
         self._check_process()
         return StreamGroup(self.add_request, self._abandon)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    async def abort(self, request_id: str | int | Iterable[str | int]) -> None:
         """End these requests; unknown ids are ignored.
 
         Streams of text end with finish_reason "abort". Streams of vectors raise EngineGenerateError, because they have
         no finish_reason.
         """
         self._attach()
-        for each in [request_id] if isinstance(request_id, str) else list(request_id):
-            self._core_client.abort(each)
+        for each in [request_id] if isinstance(request_id, str | int) else list(request_id):
+            self._core_client.abort(checked_request_id(each))
+
+    async def abort_request(self, request_id: str | int | Iterable[str | int]) -> None:
+        """Do what `abort` does, of which this is another name."""
+        await self.abort(request_id)
 
     def _abandon(self, stream: RequestStream) -> None:
         """Abort the request of a stream that has lost its consumer; from any thread."""

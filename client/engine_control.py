@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_mp.call_validation import check_pause, check_sleep, check_wake_up
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
+from vllm_mp.worker_arguments import pack_arguments
 
 
 class EngineControl(EngineLifecycle):
@@ -14,8 +15,8 @@ class EngineControl(EngineLifecycle):
     (`operator_key_file` of `AsyncLLM.connect`).
     """
 
-    async def reset_prefix_cache(self, device: Any = None) -> None:
-        """Empty the prefix cache, so that later requests share nothing with earlier ones.
+    async def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Empty the prefix cache, so that later requests share nothing with earlier ones; return True.
 
         `device` may name the device that holds the cache, as "cpu", "cuda" or vLLM's `Device.GPU`. Raises ValueError
         for another device, because there is no cache on it.
@@ -24,6 +25,38 @@ class EngineControl(EngineLifecycle):
         if device is not None and _device_type(device) != own:
             raise ValueError(f"device must be None or {own!r}, where the KV cache is, got {device!r}")
         await self._ask("reset_prefix_cache")
+        return True
+
+    async def reset_mm_cache(self) -> None:
+        """Return at once: this version serves no images or sounds, so there is no cache of them."""
+        self._attach()
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a method of every worker, named by `method`, and return their results: a list with one result.
+
+        The methods are `check_health()`, `get_cache_block_size_bytes()`, `get_kv_cache_bytes(num_tokens)`,
+        `get_memory_info()`, `get_model_info()`, `get_num_parameters()` and `get_supported_tasks()`. Arguments and
+        results are plain data; no code travels.
+
+        Raises TypeError for arguments that are no plain data and for a function as `method`, EngineError with the
+        reason if the core refuses the call or the method fails, and TimeoutError after `timeout` seconds, by default
+        EngineError after `engine_iteration_timeout_s`.
+        """
+        if not isinstance(method, str):
+            raise TypeError(
+                f"method must be the name of a worker's method, got {method!r}: no code is sent to the core"
+            )
+        arguments = pack_arguments(args, kwargs)
+        if timeout is None:
+            return [await self._ask("collective_rpc", method, arguments)]
+        self._attach()
+        return [await self._core_client.call("collective_rpc", timeout, method, arguments)]
 
     async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """Stop generation until `resume_generation`; requests that arrive meanwhile are accepted and wait.

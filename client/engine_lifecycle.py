@@ -6,6 +6,7 @@ import weakref
 from typing import Any, Self
 
 from vllm_mp import wire
+from vllm_mp.client.completed_call import CompletedCall
 from vllm_mp.client.engine.core_client import EngineCoreClient
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_end import EngineEnd
@@ -71,10 +72,30 @@ class EngineLifecycle:
         """Why the core is gone for good; None while it is not."""
         return self._core_client.dead_error
 
-    def start_background_loop(self) -> None:
-        """Accept requests, after `start_engine_loop=False`."""
+    def start_background_loop(self) -> CompletedCall:
+        """Accept requests, after `start_engine_loop=False` or `shutdown_background_loop`; `await` is optional.
+
+        Raises RuntimeError if the loop runs, and EngineDeadError if the core is gone for good.
+        """
         self._check_process()
+        if self._is_shut_down:
+            raise EngineDeadError("the engine was shut down: make a new AsyncLLM")
+        if (error := self.dead_error) is not None:
+            raise error
+        if self._accepts:
+            raise RuntimeError("the background loop runs already: call shutdown_background_loop() first")
         self._accepts = True
+        return CompletedCall()
+
+    def shutdown_background_loop(self) -> CompletedCall:
+        """Abort all requests, as `abort` does, and refuse further ones until `start_background_loop`; idempotent.
+
+        The core keeps running, and other calls still work; `shutdown` ends the core. `await` is optional.
+        """
+        self._check_process()
+        self._accepts = False
+        self._core_client.run_on_loop(self._abort_all)
+        return CompletedCall()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the core, by force after `timeout` seconds, and remove its files; live streams fail. Idempotent.
@@ -95,10 +116,6 @@ class EngineLifecycle:
             self._end.begin(timeout)
         if not self.is_forked:
             await self._end.done()
-
-    def shutdown_background_loop(self) -> None:
-        """Call `shutdown`, of which this is the older name."""
-        self.shutdown()
 
     async def __aenter__(self) -> Self:
         self._check_process()
@@ -136,6 +153,10 @@ class EngineLifecycle:
         self._core_client.fail_all(EngineDeadError("the engine was shut down"))
         return True
 
+    def _abort_all(self) -> None:
+        for request_id in self._requests.ids():
+            self._core_client.abort(request_id)
+
     def _attach(self) -> None:
         """Receive from the core on the running loop.
 
@@ -143,8 +164,15 @@ class EngineLifecycle:
         """
         self._check_process()
         self._core_client.attach()
+
+    def _attach_to_loop(self) -> None:
+        """Do what `_attach` does, and raise EngineDeadError also if the background loop is stopped."""
+        self._attach()
         if not self._accepts:
-            raise EngineError("start_engine_loop was False: call start_background_loop() first")
+            raise EngineDeadError(
+                "the background loop is stopped, by start_engine_loop=False or shutdown_background_loop(): call "
+                "start_background_loop() first"
+            )
 
     async def _call(self, name: str, *args: wire.CallArgument) -> Any:
         """Run an operation that may take any time; raises EngineError if the core answers with an error."""

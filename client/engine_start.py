@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Self
 
+import msgspec
+
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
 from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
@@ -18,6 +20,7 @@ from vllm_mp.client.tracing import RequestTracer
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.operator_key import read_operator_key
+from vllm_mp.usage_context import UsageContext
 
 
 class EngineStart(EngineLifecycle):
@@ -28,30 +31,46 @@ class EngineStart(EngineLifecycle):
         cls,
         engine_args: EngineArgs,
         start_engine_loop: bool = True,
-        usage_context: Any = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: StatLoggerArgument = None,
     ) -> Self:
         """Start a core and return when it is ready; works with and without a running event loop.
 
         With `start_engine_loop=False` the core starts too, but requests are refused until `start_background_loop` is
-        called. `usage_context` is accepted for older callers and has no effect. `stat_loggers` is a list of factories
+        called. `usage_context` is accepted for callers of vLLM and has no effect. `stat_loggers` is a list of factories
         (classes, as a rule) that are called with the configuration and 0, or a dict of loggers by name. They are called
         beside the logger "logging", which `disable_log_stats` leaves out. Raises ValueError or TypeError for options
         that cannot work and EngineStartError, with the cause, if the core does not start.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop, usage_context, stat_loggers)
+        config = engine_args.create_engine_config(usage_context)
+        return cls.from_vllm_config(config, start_engine_loop, usage_context, stat_loggers)
 
     @classmethod
     def from_vllm_config(
         cls,
         vllm_config: VllmConfig,
         start_engine_loop: bool = True,
-        usage_context: Any = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: StatLoggerArgument = None,
+        enable_log_requests: bool | None = None,
+        aggregate_engine_logging: bool = False,
+        disable_log_stats: bool | None = None,
+        *,
+        disable_log_requests: bool | None = None,
     ) -> Self:
-        """Start a core from a resolved configuration, as `from_engine_args` does."""
+        """Start a core from a resolved configuration, as `from_engine_args` does.
+
+        `disable_log_stats` and `disable_log_requests` take precedence over the configuration, which stays unchanged;
+        `enable_log_requests` is the opposite of the latter and takes precedence over it. `aggregate_engine_logging` has
+        no effect, because there is one core.
+        """
         makers = requested_loggers(stat_loggers)
-        engine = cls._launch(vllm_config, lambda: None)
+        if enable_log_requests is not None:
+            disable_log_requests = not enable_log_requests
+        given = {"disable_log_requests": disable_log_requests, "disable_log_stats": disable_log_stats}
+        changes = {name: value for name, value in given.items() if value is not None}
+        observability = msgspec.structs.replace(vllm_config.observability_config, **changes)
+        engine = cls._launch(msgspec.structs.replace(vllm_config, observability_config=observability), lambda: None)
         engine._stat_loggers.add_all(makers)
         engine._accepts = start_engine_loop
         return engine

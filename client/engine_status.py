@@ -5,6 +5,7 @@ import contextlib
 import time
 from typing import Any
 
+from vllm_mp.client.completed_call import AwaitableInt
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.stats import CoreReading
@@ -20,10 +21,11 @@ class EngineStatus(EngineLifecycle):
     async def check_health(self) -> None:
         """Return if the core is well.
 
-        Raises EngineDeadError if the core is gone for good, and EngineError if it does not answer in time: because it
-        hangs, or because it died and its successor is not ready yet.
+        Raises EngineDeadError if the core is gone for good or the background loop is stopped, and EngineError if the
+        core does not answer in time: because it hangs, or because it died and its successor is not ready yet. Both are
+        RuntimeErrors.
         """
-        self._attach()
+        self._attach_to_loop()
         await self._core_client.check_health(self.vllm_config.liveness_config.engine_iteration_timeout_s)
 
     async def core_status(self) -> dict[str, Any]:
@@ -96,11 +98,13 @@ class EngineStatus(EngineLifecycle):
         """Return whether any client has called `sleep`, and not everything has been woken up since."""
         return bool((await self.core_status())["is_sleeping"])
 
-    async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:
+    async def wait_for_requests_to_drain(self, timeout: float = 300, *, drain_timeout: float | None = None) -> None:
         """Return when this client has no unfinished request and the core has released all its slots.
 
-        Raises TimeoutError, which says how many are left, after `timeout` seconds.
+        Raises TimeoutError, which says how many are left, after `timeout` seconds; `drain_timeout`, vLLM's name of it,
+        takes precedence.
         """
+        timeout = timeout if drain_timeout is None else drain_timeout
         self._attach()
         deadline = time.monotonic() + timeout
         # Polled, so that the code that handles every token need not announce it.
@@ -113,10 +117,10 @@ class EngineStatus(EngineLifecycle):
             await asyncio.sleep(_DRAIN_POLL_S)
             self._attach()
 
-    async def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests whose streams have not ended."""
+    def get_num_unfinished_requests(self) -> AwaitableInt:
+        """Return the number of requests whose streams have not ended; `await` is optional."""
         self._check_process()
-        return len(self._requests)
+        return AwaitableInt(len(self._requests))
 
     @property
     def output_processor(self) -> OutputProcessor:

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_mp.client.chat_template import ChatTemplate
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
+from vllm_mp.client.input_preprocessor import InputPreprocessor, check_lora_enabled
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 
@@ -15,11 +16,21 @@ class EngineTokenizer(EngineLifecycle):
     def get_tokenizer(self, lora_request: Any = None) -> Any:
         """Return the Hugging Face tokenizer; `await` on the result gives the same object.
 
-        Raises ValueError for a `lora_request`, and if the engine has no tokenizer.
+        Adapters use the model's tokenizer, so a `lora_request` changes nothing. Raises ValueError for one without LoRA,
+        and if the engine has no tokenizer.
         """
-        if lora_request is not None:
-            raise ValueError(f"lora_request must be None, got {lora_request!r}: LoRA is not enabled; leave it None")
+        check_lora_enabled(self.vllm_config, lora_request)
         return self._tokenizes().tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer; None with skip_tokenizer_init."""
+        return None if self._prompt_tokenizer is None else self._prompt_tokenizer.tokenizer
+
+    async def get_input_preprocessor(self) -> InputPreprocessor:
+        """Return what turns a prompt into token ids as `generate` does."""
+        self._check_process()
+        return InputPreprocessor(self.vllm_config, self._prompt_tokenizer)
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:

@@ -29,13 +29,6 @@ from vllm_mp.request_validation import (
 from vllm_mp.sampling_params import EXTRA_ARGS, SEED_LIMIT, SamplingParams
 
 
-def check_unserved(**arguments: Any) -> None:
-    """Raise NotImplementedError, naming the argument, unless every argument is None."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not served yet; leave it None")
-
-
 class InputProcessor:
     """Turns a caller's request into a stream that holds its record; the event loop never waits for the tokenizer."""
 
@@ -79,7 +72,7 @@ class InputProcessor:
             params.seed = secrets.randbits(63)
         request = GenerationRequest(
             request_id=given.request_id,
-            prompt=text,
+            prompt=given.text_to_repeat(text),
             prompt_token_ids=token_ids,
             packed_prompt=ids.tobytes() if packed_embeds is None else b"",
             params=params,
@@ -130,7 +123,7 @@ class InputProcessor:
         return PoolingStream(
             PoolingRequest(
                 request_id=given.request_id,
-                prompt=text,
+                prompt=given.text_to_repeat(text),
                 prompt_token_ids=token_ids,
                 packed_prompt=ids.tobytes(),
                 params=params,

@@ -6,10 +6,10 @@ from typing import Any
 
 from vllm_mp.client.batch import BatchRequest
 from vllm_mp.client.batch_inputs import BatchInputs, Message, conversations_of, prompts_of
-from vllm_mp.client.input_processor import check_unserved
 from vllm_mp.client.llm_pooling import PoolingCalls
 from vllm_mp.client.progress_bar import UseTqdm
 from vllm_mp.client.prompt import PromptType
+from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams

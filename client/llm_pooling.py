@@ -8,9 +8,9 @@ import numpy as np
 
 from vllm_mp.client.batch_inputs import BatchInputs, prompts_of
 from vllm_mp.client.blocking_engine import BlockingEngine
-from vllm_mp.client.input_processor import check_unserved
 from vllm_mp.client.progress_bar import UseTqdm
 from vllm_mp.client.prompt import PromptType
+from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,

@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ class TextPrompt(TypedDict, total=False):
 class TokensPrompt(TypedDict, total=False):
     """A prompt as token ids; its text is only repeated in the outputs."""
 
+    type: Literal["token"]
+    """In what `InputPreprocessor` returns."""
     prompt_token_ids: list[int]
     prompt: str
     cache_salt: str
@@ -81,9 +83,12 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
     embeds: Any = None
     salt: Any = ""
     if isinstance(prompt, dict):
-        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data"}
+        known = {"type", "prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data"}
+        unknown = prompt.keys() - known
         if unknown:
             raise ValueError(f"a prompt has no field {sorted(unknown)[0]!r}; give 'prompt' or 'prompt_token_ids'")
+        if prompt.get("type", "token") != "token":
+            raise NotImplementedError(f"prompts of type {prompt['type']!r:.100} are not served; give token ids or text")
         if prompt.get("multi_modal_data"):
             raise NotImplementedError("multi_modal_data is not served yet; leave it out")
         text = prompt.get("prompt")

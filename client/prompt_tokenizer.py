@@ -40,10 +40,12 @@ class PromptTokenizer:
         self._long_calls = self._calls if tokenizer.is_fast else AsyncMicrobatchTokenizer(tokenizer)
         self._token_length: TokenLength | None = None
         self._lanes: tuple[Microbatcher, Microbatcher] | None = None
+        self._backend: Tokenizer | None = None
+        """The copy of the library's tokenizer; None if there is none."""
         self._num_special = 0
         """Number of special tokens that the tokenizer puts around a text."""
         if (copy := _copy(tokenizer)) is not None:
-            backend, self._token_length = copy
+            self._backend, self._token_length = backend, _ = copy
             self._num_special = backend.num_special_tokens_to_add(False)
             run = functools.partial(_encode, backend)
             self._lanes = (
@@ -70,6 +72,15 @@ class PromptTokenizer:
         lane = short if is_short else long
         token_ids: list[int] = await lane.queues().add(job[1:], job, len(text))
         return token_ids
+
+    def ids_now(self, text: str, options: dict[str, Any], max_tokens: int | None = None) -> list[int]:
+        """Return what `ids` returns; the calling thread does the work. Raises what `ids` raises."""
+        check_text("the prompt", text)
+        job = self._job(text, options, max_tokens)
+        if self._backend is None or job is None:
+            return check_token_ids(self.tokenizer(text, **options).input_ids, max_tokens)
+        self._refuse_by_size(job)
+        return _encode(self._backend, [job])[0]
 
     def _refuse_by_size(self, job: _Text) -> None:
         """Raise TooManyTokensError if a text has more than `max_tokens` because of its size."""

@@ -2,12 +2,13 @@
 
 import copy
 import hashlib
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_mp.client.prompt import PromptType
+from vllm_mp.client.prompt import PromptType, check_text
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
@@ -24,6 +25,12 @@ class CallerRequest(NamedTuple):
     arrival_time: float
     """In seconds of `time.time()`."""
     tokenization_kwargs: dict[str, Any]
+    prompt_text: str | None = None
+    """Text that the outputs repeat as the prompt; None: the text of `prompt`, if it has one."""
+
+    def text_to_repeat(self, text: str | None) -> str | None:
+        """Return what the outputs repeat as the prompt; `text` is the text of `prompt`."""
+        return text if self.prompt_text is None else check_text("prompt_text", self.prompt_text)
 
 
 class GenerationRequest(NamedTuple):
@@ -63,6 +70,15 @@ class PoolingRequest(NamedTuple):
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
+
+
+def checked_request_id(request_id: Any) -> str:
+    """Return the id of a request as a str; an int becomes its decimal digits. Raises TypeError for other types."""
+    if isinstance(request_id, str):
+        return request_id
+    if isinstance(request_id, int) and not isinstance(request_id, bool):
+        return str(request_id)
+    raise TypeError(f"request_id must be a str or an int, got {reprlib.repr(request_id)}")
 
 
 def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:

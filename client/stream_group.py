@@ -10,6 +10,8 @@ from vllm_mp.client.output_iterator import Abandon, OutputIterator
 from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.stream import ReadyStreams, RequestStream
 from vllm_mp.client.prompt import PromptType
+from vllm_mp.client.request import checked_request_id
+from vllm_mp.errors import DuplicateRequestIdError
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
@@ -59,7 +61,7 @@ class StreamGroup:
         self,
         prompt: PromptType | None,
         sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
+        request_id: str | int | None = None,
         **arguments: Any,
     ) -> str:
         """Send a request and return its id.
@@ -68,9 +70,11 @@ class StreamGroup:
         """
         if isinstance(sampling_params, PoolingParams):
             raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
-        request_id = uuid.uuid4().hex if request_id is None else request_id
+        request_id = uuid.uuid4().hex if request_id is None else checked_request_id(request_id)
         if request_id in self._streams:
-            raise ValueError(f"request_id {request_id!r} is in use by a request of this group; choose another")
+            raise DuplicateRequestIdError(
+                f"request_id {request_id!r} is in use by a request of this group; choose another"
+            )
         self._num_being_added += 1
         try:
             stream = (await self._add(request_id, prompt, sampling_params, **arguments)).detach()

@@ -27,6 +27,7 @@ from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sleep import Sleep
+from vllm_mp.core.worker.worker import Worker
 from vllm_mp.status_page import NOT_SUSPENDED, StatusPage, StepRequests, Suspension
 from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 
@@ -106,6 +107,7 @@ class EngineCore:
                 "stop_profile": OperatorCall(self._between_steps(self._profiler.stop)),
                 "sleep": OperatorCall(self._sleep.sleep, record),
                 "wake_up": OperatorCall(self._sleep.wake_up, record),
+                "collective_rpc": OperatorCall(self._between_steps(Worker(config, device, runner).call)),
             },
             page,
         )

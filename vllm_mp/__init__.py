@@ -11,6 +11,7 @@ from vllm_mp.unserved_names import refuse
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
     from vllm_mp.client.engine_client import EngineClient
+    from vllm_mp.client.input_preprocessor import InputPreprocessor
     from vllm_mp.client.llm import LLM
     from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
     from vllm_mp.client.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vllm_mp.errors import (
         AsyncEngineDeadError,
         BatchDeadError,
+        DuplicateRequestIdError,
         EngineDeadError,
         EngineError,
         EngineGenerateError,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     )
     from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+    from vllm_mp.usage_context import UsageContext
 
 __version__ = "0.1.0"
 
@@ -70,14 +73,15 @@ _MODULE_OF = {
     "AsyncLLM": "client.async_llm",
     "AsyncLLMEngine": "client.async_llm",
     "AsyncMicrobatchTokenizer": "client.microbatch_tokenizer",
+    "AttentionConfig": "config",
     "BatchDeadError": "errors",
+    "CacheConfig": "config",
     "ClassificationOutput": "outputs",
     "ClassificationRequestOutput": "outputs",
-    "AttentionConfig": "config",
-    "CacheConfig": "config",
     "CompletionOutput": "outputs",
     "DecodingConfig": "config",
     "DeviceConfig": "config",
+    "DuplicateRequestIdError": "errors",
     "EmbeddingRequestOutput": "outputs",
     "EmbedsPrompt": "client.prompt",
     "EngineArgs": "engine_args",
@@ -86,8 +90,9 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
-    "LLM": "client.llm",
+    "InputPreprocessor": "client.input_preprocessor",
     "IterationStats": "client.stats",
+    "LLM": "client.llm",
     "LivenessConfig": "config",
     "LoRAConfig": "config",
     "LoRARequest": "lora_request",
@@ -109,15 +114,16 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestStatus": "client.request_manager",
     "SamplingParams": "sampling_params",
-    "ScoringOutput": "outputs",
-    "ScoringRequestOutput": "outputs",
     "SchedulerConfig": "config",
     "SchedulerStats": "client.stats",
+    "ScoringOutput": "outputs",
+    "ScoringRequestOutput": "outputs",
     "StatLoggerBase": "client.stat_loggers",
     "StreamGroup": "client.stream_group",
     "StreamingRequest": "client.request_manager",
     "TextPrompt": "client.prompt",
     "TokensPrompt": "client.prompt",
+    "UsageContext": "usage_context",
     "VllmConfig": "config",
     "stream_generate": "client.text_stream",
 }
@@ -137,6 +143,7 @@ __all__ = [
     "CompletionOutput",
     "DecodingConfig",
     "DeviceConfig",
+    "DuplicateRequestIdError",
     "EmbeddingRequestOutput",
     "EmbedsPrompt",
     "EngineArgs",
@@ -145,6 +152,7 @@ __all__ = [
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "InputPreprocessor",
     "IterationStats",
     "LivenessConfig",
     "LoRAConfig",
@@ -176,6 +184,7 @@ __all__ = [
     "StreamingRequest",
     "TextPrompt",
     "TokensPrompt",
+    "UsageContext",
     "VllmConfig",
     "stream_generate",
 ]

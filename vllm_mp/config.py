@@ -156,6 +156,8 @@ class DecodingConfig(msgspec.Struct, kw_only=True):
     """Structured output; this version serves none."""
 
     backend: str = "none"
+    reasoning_backend: str = ""
+    """Empty: no reasoning parser."""
 
 
 class ObservabilityConfig(msgspec.Struct, kw_only=True):

@@ -4,6 +4,8 @@ An option that has a field of the same name in a section of `VllmConfig` is copi
 depend on the model or on other options are worked out here.
 """
 
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,12 +30,16 @@ from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_store import resolve_model
+from vllm_mp.options import MAX_INTEGER
 from vllm_mp.processor_registration import import_folders
 
 if TYPE_CHECKING:
     from vllm_mp.engine_args import EngineArgs
 
 _DEFAULT_MAX_NUM_SEQS = 256
+TIMEOUT_VARIABLE = "VLLM_ENGINE_ITERATION_TIMEOUT_S"
+"""The environment variable that is the default of `engine_iteration_timeout_s`."""
+DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S = 60.0, 0.1
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
@@ -96,9 +102,29 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         attention_config=AttentionConfig(backend=args.attention_backend),
         decoding_config=DecodingConfig(),
         observability_config=_section(ObservabilityConfig, args),
-        liveness_config=_section(LivenessConfig, args),
+        liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
         lora_config=_lora_config(args, architecture) if args.enable_lora else None,
     )
+
+
+def _iteration_timeout(args: "EngineArgs") -> float:
+    """Return the option, or else the value of the environment variable.
+
+    Raises ValueError if the variable is no number in the option's range.
+    """
+    if args.engine_iteration_timeout_s is not None:
+        return args.engine_iteration_timeout_s
+    text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
+    try:
+        seconds = float(text) if text else DEFAULT_TIMEOUT_S
+    except ValueError:
+        seconds = math.nan
+    if not MIN_TIMEOUT_S <= seconds <= MAX_INTEGER:  # this form refuses NaN too
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE} must be a number of seconds, at least {MIN_TIMEOUT_S:g}, got {text!r}; correct the "
+            "environment variable, or unset it"
+        )
+    return seconds
 
 
 def _read_chat_template(chat_template: str) -> str:

@@ -8,16 +8,19 @@ import dataclasses
 from typing import Any, ClassVar
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.config_resolution import resolve_config
+from vllm_mp.config_resolution import DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_VARIABLE, resolve_config
 from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 from vllm_mp.options import MAX_INTEGER, Options, option
 from vllm_mp.processor_registration import as_specs, registered
+from vllm_mp.usage_context import UsageContext
 
 _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
 _ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
 """vLLM's names of attention backends."""
+_ONE_DEVICE = "one device computes the model"
+_NO_RAY = "the core is a process of its own on the machine of the client"
 
 
 @dataclasses.dataclass
@@ -97,7 +100,11 @@ class EngineArgs(Options):
         "quarter of the free memory up to 4 GiB",
         low=1,
     )
-    swap_space: float = option(0.0, "GiB of host memory for evicted KV blocks", served=False)
+    swap_space: float = option(
+        0.0,
+        "GiB of host memory for evicted KV blocks",
+        unserved="evicted requests are computed again; to evict less, raise kv_cache_memory_bytes",
+    )
     block_size: int = option(16, "Tokens per block of the KV cache", low=1, high=1024)
     kv_cache_dtype: str = option(
         "auto",
@@ -133,14 +140,21 @@ class EngineArgs(Options):
     check_invariants: bool = option(
         False, "For debugging: check the state of scheduler and KV cache after each step, which is slow"
     )
-    tensor_parallel_size: int = option(1, "Number of devices that share each layer", low=1, served=False)
-    pipeline_parallel_size: int = option(1, "Number of groups of layers, each on its own device", low=1, served=False)
-    data_parallel_size: int = option(1, "Number of replicas of the model", low=1, served=False)
-    distributed_executor_backend: str | None = option(
-        None, "Implementation that runs several devices", choices=("mp", "ray"), served=False
+    tensor_parallel_size: int = option(1, "Number of devices that share each layer", low=1, unserved=_ONE_DEVICE)
+    pipeline_parallel_size: int = option(
+        1, "Number of groups of layers, each on its own device", low=1, unserved=_ONE_DEVICE
     )
-    worker_use_ray: bool = option(False, "Run workers with Ray", served=False)
-    engine_use_ray: bool = option(False, "Run the engine with Ray", served=False)
+    data_parallel_size: int = option(
+        1,
+        "Number of replicas of the model",
+        low=1,
+        unserved="an engine has one core; start an engine for each replica, each on its own device",
+    )
+    distributed_executor_backend: str | None = option(
+        None, "Implementation that runs several devices", choices=("mp", "ray"), unserved=_ONE_DEVICE
+    )
+    worker_use_ray: bool = option(False, "Run workers with Ray", unserved=_NO_RAY)
+    engine_use_ray: bool = option(False, "Run the engine with Ray", unserved=_NO_RAY)
     enable_lora: bool = option(False, "Serve LoRA adapters")
     max_loras: int = option(1, "Maximum number of LoRA adapters in one step", low=1, high=1024)
     max_cpu_loras: int | None = option(
@@ -179,8 +193,11 @@ class EngineArgs(Options):
         None, "Chat template: its text, or a file that holds it; by default the model's own template is used"
     )
     disable_log_stats: bool = option(False, "Write no statistics to the log")
-    engine_iteration_timeout_s: float = option(
-        60.0, "Seconds without progress after which a core with work counts as hung and is replaced", low=0.1
+    engine_iteration_timeout_s: float | None = option(
+        None,
+        "Seconds without progress after which a core with work counts as hung and is replaced; by default the value of "
+        f"the environment variable {TIMEOUT_VARIABLE}, or {DEFAULT_TIMEOUT_S:g}",
+        low=MIN_TIMEOUT_S,
     )
     start_timeout_s: float = option(
         600.0, "Seconds without progress after which a core that starts or loads is ended", low=1.0
@@ -206,8 +223,10 @@ class EngineArgs(Options):
         self.attention_backend = _ATTENTION_BACKENDS.get(self.attention_backend, self.attention_backend)
         self.kv_cache_dtype = self.kv_cache_dtype.replace("fp8_e4m3", "fp8")
 
-    def create_engine_config(self) -> VllmConfig:
+    def create_engine_config(self, usage_context: UsageContext | None = None) -> VllmConfig:
         """Find the model, fetching and converting it if need be, and return the engine's configuration.
+
+        `usage_context` is accepted for callers of vLLM and has no effect.
 
         Raises ValueError, naming field, value and remedy, for a model that cannot be found or read, an
         architecture that is not known, or settings that contradict each other or the model. Raises what
@@ -232,6 +251,9 @@ class AsyncEngineArgs(EngineArgs):
     disable_log_requests: bool = option(
         True, "Write no line to the log for each request; else a line has the request's id and its number of tokens"
     )
+    enable_log_requests: bool | None = option(
+        None, "The opposite of disable_log_requests, which it sets; by default disable_log_requests stays as it is"
+    )
     max_log_len: int | None = option(
         None,
         "Number of characters of each prompt that a line of disable_log_requests=False shows, with the request's "
@@ -241,6 +263,11 @@ class AsyncEngineArgs(EngineArgs):
     otlp_traces_endpoint: str | None = option(
         None, "URL of the OpenTelemetry collector to which traces of requests are sent; by default there are no traces"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enable_log_requests is not None:
+            self.disable_log_requests = not self.enable_log_requests
 
     def client_options(self) -> dict[str, Any]:
         """Return the options of `CLIENT_OPTIONS` by name."""

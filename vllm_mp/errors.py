@@ -6,11 +6,11 @@ For the caller's input it raises ValueError, TypeError or NotImplementedError: c
 from typing import Any
 
 
-class EngineError(Exception):
+class EngineError(RuntimeError):
     """The base class of the errors below: the engine, not the caller's input, is at fault."""
 
 
-class EngineStartError(EngineError, RuntimeError):
+class EngineStartError(EngineError):
     """The core did not start, or made no progress in its start for `start_timeout_s`.
 
     Raised by `AsyncLLM.from_engine_args` and `AsyncLLM.connect`. The message carries the cause and the last log lines:
@@ -23,6 +23,9 @@ class EngineDeadError(EngineError):
 
     Raised by every running stream and by every later call of the `AsyncLLM`. The message carries the signal or exit
     code, the last log lines and the path of the log: make a new `AsyncLLM`.
+
+    Also raised for requests and `check_health` while the background loop is stopped. Then `AsyncLLM.errored` is False:
+    call `start_background_loop`.
     """
 
 
@@ -49,8 +52,8 @@ class EngineGenerateError(EngineError):
 class NotOperatorError(EngineError, PermissionError):
     """The call changes a shared core for all its clients, and this client is no operator of it.
 
-    Raised by pauses, sleeps, their ends, the profiler and `reset_prefix_cache` of a client from `AsyncLLM.connect`
-    without `operator_key_file`. Nothing has changed: connect with the operator key file of the core.
+    Raised by pauses, sleeps, their ends, the profiler, `reset_prefix_cache` and `collective_rpc` of a client from
+    `AsyncLLM.connect` without `operator_key_file`. Nothing has changed: connect with the operator key file of the core.
     """
 
 

@@ -18,16 +18,17 @@ def option(
     choices: tuple[str, ...] | None = None,
     low: float | None = None,
     high: float | None = None,
-    served: bool = True,
+    unserved: str = "",
 ) -> Any:
     """Declare an option, from which its flag, help and validation follow.
 
     `help` describes the default in words if it is None or empty; any other default is added to the flag's help. `low`
-    and `high` are the least and the greatest value. `served=False`: only the default is accepted.
+    and `high` are the least and the greatest value. `unserved` says why only the default is accepted; empty: other
+    values are too.
     """
     return dataclasses.field(
         default=default,
-        metadata={"help": help, "choices": choices, "low": low, "high": high, "served": served},
+        metadata={"help": help, "choices": choices, "low": low, "high": high, "unserved": unserved},
     )
 
 
@@ -87,8 +88,8 @@ class Options:
 def _help(field: "dataclasses.Field[Any]") -> str:
     """Return the help of the option's flag, with its default."""
     parts = [field.metadata["help"]]
-    if not field.metadata["served"]:
-        parts.append("(not served yet)")
+    if field.metadata["unserved"]:
+        parts.append("(not served)")
     if isinstance(field.default, bool):
         parts.append(f"(default: {'on' if field.default else 'off'})")
     elif field.default not in (None, "", ()):
@@ -117,8 +118,10 @@ def _check(field: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
         # This form of the comparison refuses NaN too.
         if not low <= value <= high:
             raise ValueError(f"{name} must be at least {low} and at most {high}, got {value}")
-    if not meta["served"] and value != field.default:
-        raise NotImplementedError(f"{name}={value!r} is not served yet; leave it at its default ({field.default!r})")
+    if meta["unserved"] and value != field.default:
+        raise NotImplementedError(
+            f"{name}={value!r} is not served: {meta['unserved']}; leave it at its default ({field.default!r})"
+        )
 
 
 def _check_unicode(name: str, value: object) -> None:

@@ -1,5 +1,6 @@
 """The conditions under which a request can run, checked by the client before it sends and by the core on arrival."""
 
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUES
 
 _MAX_BAD_TOKENS = 2**16
 """Maximum number of tokens in all bad words of a request."""
+_MAX_TIME = 2.0**53
+"""Maximum distance in seconds from 1970 of an arrival time."""
 _MAX_CONTEXT = "this model's maximum context length is"
 """Words of OpenAI's error, by which gateways such as LiteLLM tell a prompt that is too long from other errors."""
 
@@ -78,6 +81,20 @@ def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: Poo
             f"dimensions must be at most {model.architecture.hidden_size}, the length of the model's hidden states, "
             f"got {params.dimensions}"
         )
+
+
+def checked_arrival_time(arrival_time: Any) -> float:
+    """Return the arrival time of a request, in seconds of `time.time()`.
+
+    Raises TypeError unless it is a number, and ValueError unless it is finite.
+    """
+    if not isinstance(arrival_time, int | float) or isinstance(arrival_time, bool):
+        raise TypeError(f"arrival_time must be a number of seconds, got {reprlib.repr(arrival_time)}")
+    if not -_MAX_TIME <= arrival_time <= _MAX_TIME:  # this form refuses NaN too
+        raise ValueError(
+            f"arrival_time must be a time in seconds, as time.time() gives it, got {reprlib.repr(arrival_time)}"
+        )
+    return float(arrival_time)
 
 
 def pooling_task(params: PoolingParams, model: ModelConfig) -> str:

@@ -98,8 +98,9 @@ class AddRequest(_Message, tag=2):
     was in the step during which an earlier core died: then the request shares its steps only with requests of this
     client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
     dies with it. `after_pause`: the client knew of a pause in force when it first sent the request, so that a core that
-    has inherited a pause with mode "wait" holds the request back. `prompt_embeds` takes the place of `prompt`, which is
-    then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
+    has inherited a pause with mode "wait" holds the request back. Waiting requests of one client and one priority run
+    in the order of `arrival_time`, in seconds of the client's `time.time()`. `prompt_embeds` takes the place of
+    `prompt`, which is then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
     """
 
     incarnation: int
@@ -118,6 +119,7 @@ class AddRequest(_Message, tag=2):
     isolate_until_num_tokens: int = 0
     isolation_group: int = 0
     after_pause: bool = False
+    arrival_time: float = 0.0
     prompt_embeds: PromptEmbeds | None = None
     extra_args: Annotated[bytes, msgspec.Meta(max_length=MAX_EXTRA_ARGS_BYTES)] = b""
 
@@ -135,6 +137,7 @@ class AddPooling(_Message, tag=6):
     isolate_until_num_tokens: int = 0
     isolation_group: int = 0
     after_pause: bool = False
+    arrival_time: float = 0.0
 
 
 class AbortRequests(_Message, tag=3):

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -31,6 +32,8 @@ _POLL_MS = 50
 """Time between two calls of the check while a core is greeted."""
 _RECEIVE_S = 0.001
 """Time after which no further message is received before other callbacks of the event loop have run."""
+_HANDOVER_TIMEOUT_S = 5.0
+"""Time that an event loop in another thread has to run a call."""
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 """As numbers, because enums take longer to combine."""
 _ASK_ID = -1
@@ -357,3 +360,18 @@ def run_on(loop: asyncio.AbstractEventLoop, call: Callable[..., Any], *args: Any
         loop.call_soon_threadsafe(call, *args)
     else:
         call(*args)
+
+
+def run_on_and_wait(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]) -> None:
+    """Do what `run_on` does, and wait up to `_HANDOVER_TIMEOUT_S` for the end of `call`; without a loop, run it now."""
+    if loop is None:
+        call()
+        return
+    done = threading.Event()
+
+    def run() -> None:
+        call()
+        done.set()
+
+    run_on(loop, run)
+    done.wait(_HANDOVER_TIMEOUT_S)

@@ -10,15 +10,15 @@ import logging
 import os
 import secrets
 import sys
-import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
-from vllm_mp.client.engine.connection import run_on
+from vllm_mp.client.engine.connection import run_on, run_on_and_wait
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.pending_call import PendingCall
 from vllm_mp.client.engine.pings import Pings
@@ -34,8 +34,6 @@ from vllm_mp.status_page import CoreState
 logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
-_HANDOVER_TIMEOUT_S = 5.0
-"""Seconds that an event loop in another thread gets to end its streams."""
 
 
 class EngineCoreClient:
@@ -46,7 +44,7 @@ class EngineCoreClient:
     successor has entered it already. Requests and calls that are made while there is no core are recorded, and sent to
     the next core.
 
-    All methods but `fail_all` and the properties must be called in the event loop's thread.
+    All methods but `fail_all`, `run_on_loop` and the properties must be called in the event loop's thread.
     """
 
     def __init__(self, supervisor: CoreSupervisor, requests: OutputProcessor, stats: EngineStats) -> None:
@@ -212,6 +210,10 @@ class EngineCoreClient:
         """End every stream and call with `error`, which later ones raise too; from any thread."""
         self._closed_with = error
         self._fail_everything(error)
+
+    def run_on_loop(self, call: Callable[[], None]) -> None:
+        """Run `call` on the event loop of the streams and wait for its end; from any thread."""
+        run_on_and_wait(self._core.connection.loop, call)
 
     def _listen(self) -> None:
         # The loop must not keep a client alive that its owner has dropped.
@@ -428,8 +430,7 @@ class EngineCoreClient:
         self._fail_everything(EngineDeadError(end.cause))
 
     def _fail_everything(self, error: EngineDeadError) -> None:
-        """End every stream and call with `error`, on their event loop, which may run in another thread."""
-        done = threading.Event()
+        """End every stream and call with `error`; from any thread."""
 
         def fail() -> None:
             self._core.connection.detach()
@@ -437,11 +438,5 @@ class EngineCoreClient:
             for call in self._calls.values():
                 call.settle(None, EngineDeadError(str(error)))
             self._calls.clear()
-            done.set()
 
-        loop = self._core.connection.loop
-        if loop is None:
-            fail()
-        else:
-            run_on(loop, fail)
-            done.wait(_HANDOVER_TIMEOUT_S)
+        self.run_on_loop(fail)

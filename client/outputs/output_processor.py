@@ -10,7 +10,7 @@ from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_path import Entry
 from vllm_mp.client.outputs.stream import Awaited, GenerationStream, PoolingStream, RequestStream
 from vllm_mp.client.outputs.wake_ups import WakeUps
-from vllm_mp.errors import EngineError, EngineGenerateError
+from vllm_mp.errors import DuplicateRequestIdError, EngineError, EngineGenerateError
 
 
 class OutputProcessor:
@@ -52,12 +52,10 @@ class OutputProcessor:
     def reserve(self, request_id: str) -> None:
         """Reserve an id for a request whose prompt must be tokenized.
 
-        Raises ValueError if a live request has the id, and TypeError if it is no str.
+        Raises DuplicateRequestIdError if a live request has the id.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {request_id!r}")
         if request_id in self._by_id:
-            raise ValueError(f"request_id {request_id!r} is in use by a live request; choose another")
+            raise DuplicateRequestIdError(f"request_id {request_id!r} is in use by a live request; choose another")
         self._by_id[request_id] = None
 
     def cancel(self, request_id: str) -> None:
@@ -182,6 +180,10 @@ class OutputProcessor:
         self._entries.clear()
         self._free_slots.clear()
         self._num_searched = 0
+
+    def ids(self) -> list[str]:
+        """Return the ids of the live requests, also of those whose prompt is being tokenized."""
+        return list(self._by_id)
 
     def streams(self) -> list[RequestStream]:
         """Return the live streams that have slots, in the order of arrival."""

@@ -327,6 +327,7 @@ class GenerationStream(RequestStream):
             isolate_until_num_tokens=isolation.until_num_tokens,
             isolation_group=isolation.group,
             after_pause=self.after_pause,
+            arrival_time=request.arrival_time,
             prompt_embeds=request.prompt_embeds,
             extra_args=request.extra_args,
         )
@@ -427,6 +428,7 @@ class PoolingStream(RequestStream):
             isolate_until_num_tokens=isolation.until_num_tokens,
             isolation_group=isolation.group,
             after_pause=self.after_pause,
+            arrival_time=request.arrival_time,
         )
 
     def has_news(self) -> bool:

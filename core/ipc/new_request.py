@@ -10,7 +10,7 @@ from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.prompt_embeds import check_prompt_embeds
-from vllm_mp.request_validation import pooling_task, validate_generation, validate_pooling
+from vllm_mp.request_validation import checked_arrival_time, pooling_task, validate_generation, validate_pooling
 from vllm_mp.sampling_params import EXTRA_ARGS
 
 
@@ -58,6 +58,7 @@ def _pooling(
         order=order,
         isolation_group=message.isolation_group,
         after_pause=message.after_pause,
+        arrival_time=checked_arrival_time(message.arrival_time),
         num_bytes=num_bytes + REQUEST_BYTES,
     )
 
@@ -101,6 +102,7 @@ def _generation(
         order=order,
         isolation_group=message.isolation_group,
         after_pause=message.after_pause,
+        arrival_time=checked_arrival_time(message.arrival_time),
         num_bytes=num_bytes + REQUEST_BYTES,
     )
 

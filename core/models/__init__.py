@@ -23,6 +23,8 @@ class CausalLM(Protocol):
 
     kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
     """Shapes of one cell of each layer's cache: (heads, dim) of the keys, and of the values."""
+    num_parameters: int
+    """Number of parameters, set when they are loaded; those that are used twice count once."""
 
     def forward(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MAX_LISTED = 8
 """The most problems that an error names."""
@@ -94,3 +94,8 @@ def listed(problems: Sequence[str]) -> str:
     more = len(problems) - MAX_LISTED
     named = "; ".join(problems[:MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
     return f"the checkpoint does not fit the model: {named}"
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of a model, without the scales of quantized weights."""
+    return sum(value.numel() for name, value in model.named_parameters() if not name.endswith(".weight_scale"))

@@ -18,7 +18,7 @@ from transformers.utils import logging as hub_logging
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models.attention import AttentionLayer
-from vllm_mp.core.models.checkpoint import CheckpointMismatchError, listed
+from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters, listed
 from vllm_mp.core.models.transformers_attention import SERVING, Paging
 from vllm_mp.core.models.transformers_probe import (
     FAILURES,
@@ -51,6 +51,7 @@ class TransformersForCausalLM(AttentionLayer):
         for module in causal.modules():
             module.paging = self._paging
         self.causal = causal
+        self.num_parameters: int = count_parameters(causal)
         try:
             self.decoder, self.kv_shapes = probe(causal, self._paging, arch, max_model_len, takes_prompt_embeds)
         except torch.OutOfMemoryError:

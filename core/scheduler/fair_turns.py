@@ -1,4 +1,4 @@
-"""The order of the waiting requests: by priority, then by turns of the clients, then by arrival."""
+"""The order of the waiting requests: by priority, then by turns of the clients, then by each client's arrival times."""
 
 import bisect
 import heapq
@@ -14,7 +14,8 @@ class FairTurns:
     Clients with requests of the same priority take turns by the tokens that were computed for them: the client with the
     fewest is next. A client that begins to wait counts as many as the client whose turn was last. So it has its share
     from then on, but no credit for the time before. (Start-time fair queueing of Goyal et al., 1996, with tokens as the
-    cost, as the virtual token counter of Sheng et al., 2024.) Requests of one client keep their order of arrival.
+    cost, as the virtual token counter of Sheng et al., 2024.) Requests of one client run in the order of their
+    `arrival_time`, which the client gives.
     """
 
     def __init__(self) -> None:
@@ -103,36 +104,36 @@ class FairTurns:
 
 
 class _ClientQueue:
-    """The requests of one client and one priority, in their order."""
+    """The requests of one client and one priority, by `arrival_time`; of equal times the first to come is first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
-        """(order, request). The entry of a removed request is void, and stays until it is the first."""
+        self._heap: list[tuple[float, int, Request]] = []
+        """(arrival time, arrival number, request). The entry of a removed request is void until it is the first."""
         self._num_void = 0
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_void
 
     def requests(self) -> list[Request]:
-        return [request for _, request in self._heap if not request.aborted]
+        return [request for *_, request in self._heap if not request.aborted]
 
     def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.order, request))
+        heapq.heappush(self._heap, (request.arrival_time, request.order[1], request))
 
     def first(self) -> Request:
-        while self._heap[0][1].aborted:
+        while self._heap[0][-1].aborted:
             heapq.heappop(self._heap)
             self._num_void -= 1
-        return self._heap[0][1]
+        return self._heap[0][-1]
 
     def remove(self, request: Request) -> None:
-        if self._heap[0][1] is request:
+        if self._heap[0][-1] is request:
             heapq.heappop(self._heap)
             return
         request.aborted = True
         self._num_void += 1
         # Void entries must not become the majority: they hold requests.
         if self._num_void > len(self):
-            self._heap = [entry for entry in self._heap if not entry[1].aborted]
+            self._heap = [entry for entry in self._heap if not entry[-1].aborted]
             heapq.heapify(self._heap)
             self._num_void = 0

@@ -73,6 +73,9 @@ class Request:
     """Names the suspects of the same client in whose steps this suspect may run."""
     after_pause: bool = False
     """The client knew of a pause when it first sent the request."""
+    arrival_time: float = 0.0
+    """When the request arrived at the client, by the client's clock: the order among waiting requests of the same
+    client and priority. It counts for nothing else, so that no client can get ahead of another by it."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
     aborted: bool = False

@@ -9,7 +9,7 @@ from torch import nn
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
-from vllm_mp.core.models.checkpoint import CheckpointMismatchError
+from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -32,6 +32,7 @@ def load_model(
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.seed, progress)
         native = cast("NativeModel", model)
+        native.num_parameters = count_parameters(model)
         # FP8 weights were made by `load_weights` already.
         native.pack(None if config.quantization == "fp8" else config.quantization, cache_dtype or dtype)
         return native

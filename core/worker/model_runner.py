@@ -90,6 +90,8 @@ class ModelRunner:
         self._cache_dtype = ops.FLOAT8 if cache_config.cache_dtype == "fp8" else dtype
         self._progress = progress or (lambda _: None)
         self._beat = beat
+        self.num_parameters = 0
+        """Number of parameters of the loaded model."""
         self._wrap: Callable[[Any], Any] = lambda model: model
         """Applied to each model that is loaded."""
         architecture = config.model_config.architecture
@@ -116,7 +118,7 @@ class ModelRunner:
         self._make_capture = make_capture or self._default_capture()
         needs_profile = device.type == "cuda" and not config.model_config.architecture.is_encoder
         graph_bytes = self._profile() if needs_profile else 0
-        cache_config.num_blocks = cache_blocks(config, device, self._token_bytes(), graph_bytes)
+        cache_config.num_blocks = cache_blocks(config, device, self.token_bytes(), graph_bytes)
         self._kv_caches = self._allocate(cache_config.num_blocks)
         self._nan_check_required = not self._attention.isolates
         self._graphs = self._make_graphs(batch_sizes(scheduler_config.max_num_seqs))
@@ -152,6 +154,11 @@ class ModelRunner:
         tokens, logprobs = self._sample(hidden, step, batch, sampler, copies)
         copies.end()
         return PendingOutput(tokens, logprobs, prompts, vectors, copies)
+
+    @property
+    def has_cache(self) -> bool:
+        """The KV cache is allocated."""
+        return bool(self._kv_caches)
 
     def _forward(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, embeds: StepEmbeds | None
@@ -197,7 +204,7 @@ class ModelRunner:
 
     def restore_cache(self) -> None:
         cache = self._config.cache_config
-        num_bytes = cache.num_blocks * cache.block_size * self._token_bytes()
+        num_bytes = cache.num_blocks * cache.block_size * self.token_bytes()
         if self._device.type == "cpu" and num_bytes > (free := available_memory()):
             raise MemoryError(f"the KV cache does not fit: it takes {num_bytes:,} bytes, and {free:,} are free")
         self._kv_caches = self._allocate(cache.num_blocks)
@@ -209,6 +216,7 @@ class ModelRunner:
         """Return the model with its weights, its attention bound to the chosen backend, and a beat at each layer."""
         model_config = self._config.model_config
         model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype)
+        self.num_parameters = model.num_parameters
         module = cast("nn.Module", model)
         if self.adapters is not None:
             self.adapters.bind(model)
@@ -304,7 +312,7 @@ class ModelRunner:
 
         return [(cache(keys), cache(values)) for keys, values in self._model.kv_shapes]
 
-    def _token_bytes(self) -> int:
+    def token_bytes(self) -> int:
         """Return the bytes of KV cache of one token over all layers."""
         elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
         return self._cache_dtype.itemsize * elements

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.engine_fixtures import SLOW_STEPS
 
-from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineError, EngineStartError, SamplingParams
-from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
+from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineStartError, SamplingParams, UsageContext
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, rest
 from vllm_mp.testing.random_models import save_small_model
 
 SCRIPT_OPTIONS = "dtype='float32', max_model_len=256, kv_cache_memory_bytes=2**26"
@@ -211,19 +212,45 @@ async def _has_settled(process, core, before):
     return all(a <= b for a, b in zip(now, before, strict=True))
 
 
-def test_engine_made_without_its_loop_serves_after_start_background_loop(small_model):
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(model=str(small_model), max_model_len=128), start_engine_loop=False
+def test_background_loop_stops_and_starts_again_while_the_core_lives(small_model):
+    config = AsyncEngineArgs(model=str(small_model), max_model_len=256, fault_injection=SLOW_STEPS)
+    engine = AsyncLLM.from_vllm_config(
+        config.create_engine_config(), False, UsageContext.LLM_CLASS, None, disable_log_stats=True
     )
-    try:
+
+    async def run():
+        pid = (await engine.core_status())["pid"]
         assert not engine.is_running
-        with pytest.raises(EngineError, match="start_background_loop"):
-            asyncio.run(answer(engine, "Hi", greedy(2)))
-        engine.start_background_loop()
+        for call in (lambda: answer(engine, "Hi", greedy(2)), engine.check_health):
+            with pytest.raises(EngineDeadError, match="start_background_loop"):
+                await call()
+        await engine.start_background_loop()
         assert engine.is_running
-        assert asyncio.run(answer(engine, "Hi", greedy(2))).finished
-    finally:
+        with pytest.raises(RuntimeError, match="runs already"):
+            engine.start_background_loop()
+        stream = engine.generate("Hi", SamplingParams(max_tokens=200, ignore_eos=True))
+        early = await anext(stream)
         engine.shutdown_background_loop()
+        await engine.shutdown_background_loop()
+        assert not engine.is_running
+        assert not engine.errored
+        end = await rest(stream)
+        assert end.finish_reason == "abort"
+        assert end.token_ids[: len(early.outputs[0].token_ids)] == early.outputs[0].token_ids
+        with pytest.raises(EngineDeadError, match="start_background_loop"):
+            await answer(engine, "Hi", greedy(2))
+        await eventually(lambda: is_empty(engine))
+        assert (await engine.core_status())["pid"] == pid
+        engine.start_background_loop()
+        assert (await answer(engine, "Hi", greedy(2))).finished
+        await engine.check_health()
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        engine.start_background_loop()
 
 
 def test_engine_returns_its_configuration_tokenizer_and_status(llm):
@@ -324,10 +351,11 @@ def test_forked_child_is_refused_at_once_and_its_end_does_not_harm_the_engine_of
             signal.alarm(60)
             arguments = {
                 "generate": ["Hello"], "encode": ["Hello"], "add_request": [None, "Hello"], "abort": ["x"],
+                "abort_request": ["x"], "collective_rpc": ["check_health"],
                 "tokenize": ["Hello"], "detokenize": [[1]], "ping": [1.0], "has_room": ["Hello", 1],
                 "add_logger": ["x", None], "remove_logger": ["x"],
             }
-            usable = {"shutdown", "shutdown_background_loop", "aclose"}
+            usable = {"shutdown", "aclose"}
             for name, method in inspect.getmembers(type(llm), inspect.isfunction):
                 if name.startswith("_") or name in usable or name.endswith("_config"):
                     continue

@@ -170,6 +170,7 @@ def test_calls_that_affect_all_clients_are_refused_by_name_to_a_client_that_is_n
             ("reset_prefix_cache", user.reset_prefix_cache, ()),
             ("start_profile", user.start_profile, ()),
             ("stop_profile", user.stop_profile, ()),
+            ("collective_rpc", user.collective_rpc, ("get_num_parameters",)),
         ):
             with pytest.raises(NotOperatorError, match=rf"^{name} is for operators.*operator_key_file") as caught:
                 await operation(*args)

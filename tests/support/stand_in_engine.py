@@ -127,6 +127,7 @@ class Engine:
         isolation_group=None,
         client=0,
         after_pause=False,
+        arrival_time=0.0,
         **params,
     ):
         """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
@@ -155,6 +156,7 @@ class Engine:
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
             after_pause=after_pause,
+            arrival_time=arrival_time,
             isolate_until_num_tokens=isolate_until_num_tokens,
             isolation_group=slot if isolation_group is None else isolation_group,
         )

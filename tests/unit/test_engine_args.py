@@ -15,6 +15,16 @@ import msgspec
 import pytest
 import torch
 
+from vllm_mp import (
+    CacheConfig,
+    DecodingConfig,
+    DeviceConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    UsageContext,
+)
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.worker.device import choose_step_size
 from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
@@ -48,6 +58,7 @@ ALIASES = {"half", "float", "fp8_e4m3", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA
 FINDS_FILES = {"model", "tokenizer", "revision", "hf_token", "download_dir", "load_format"}
 """The options that choose files. Their values are used before there is a configuration."""
 NOT_READ = {
+    "decoding_config.reasoning_backend",
     "parallel_config.data_parallel_size",
     "parallel_config.distributed_executor_backend",
     "lora_config.max_loras",
@@ -162,7 +173,7 @@ def config_of(folder, **options):
 
 
 def test_exactly_the_listed_options_are_not_served():
-    assert {name for name, field in FIELDS.items() if not field.metadata["served"]} == NOT_SERVED
+    assert {name for name, field in FIELDS.items() if field.metadata["unserved"]} == NOT_SERVED
 
 
 def test_every_option_has_a_flag_whose_help_shows_default_and_choices():
@@ -322,7 +333,7 @@ def test_unknown_option_is_refused_by_name():
 def test_option_that_is_not_served_accepts_only_its_default(name):
     value = other_value(name)
     message = refusal(NotImplementedError, **{name: value})
-    assert message.startswith(f"{name}={value!r}")
+    assert message.startswith(f"{name}={value!r} is not served: ")
     assert repr(FIELDS[name].default) in message
     with pytest.raises(NotImplementedError, match=name):
         parse(*flags_for(name, value))
@@ -651,6 +662,39 @@ def test_requests_are_logged_only_if_asked_for(model):
     assert not config_of(folder, disable_log_requests=False).observability_config.disable_log_requests
     blocking = EngineArgs(model=folder, load_format="dummy").create_engine_config()
     assert blocking.observability_config.disable_log_requests
+    assert not config_of(folder, enable_log_requests=True).observability_config.disable_log_requests
+    assert config_of(folder, enable_log_requests=False).observability_config.disable_log_requests
+
+
+def test_time_until_a_core_counts_as_hung_comes_from_the_environment_unless_it_is_an_option(model, monkeypatch):
+    folder, variable = model(), "VLLM_ENGINE_ITERATION_TIMEOUT_S"
+    monkeypatch.delenv(variable, raising=False)
+    assert config_of(folder).liveness_config.engine_iteration_timeout_s == 60
+    monkeypatch.setenv(variable, "7.5")
+    assert config_of(folder).liveness_config.engine_iteration_timeout_s == 7.5
+    assert config_of(folder, engine_iteration_timeout_s=9).liveness_config.engine_iteration_timeout_s == 9
+    for wrong in ("soon", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv(variable, wrong)
+        with pytest.raises(ValueError, match=f"{variable} must be a number of seconds.*{wrong}.*unset it"):
+            config_of(folder)
+    assert config_of(folder, engine_iteration_timeout_s=9).liveness_config.engine_iteration_timeout_s == 9
+
+
+def test_configuration_takes_the_usage_context_and_has_the_sections_that_vllm_has(model):
+    args = AsyncEngineArgs(model=model(), load_format="dummy")
+    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    assert config == args.create_engine_config()
+    assert (config.decoding_config.backend, config.decoding_config.reasoning_backend) == ("none", "")
+    sections = {
+        "model_config": ModelConfig,
+        "cache_config": CacheConfig,
+        "scheduler_config": SchedulerConfig,
+        "parallel_config": ParallelConfig,
+        "device_config": DeviceConfig,
+        "decoding_config": DecodingConfig,
+        "observability_config": ObservabilityConfig,
+    }
+    assert all(isinstance(getattr(config, name), kind) for name, kind in sections.items())
 
 
 def test_chat_template_may_be_text_or_a_path_and_the_configuration_has_its_text(model, tmp_path):

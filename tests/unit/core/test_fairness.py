@@ -319,3 +319,45 @@ def test_long_request_of_a_client_ends_beside_a_stream_of_small_ones():
         engine.step()
         num_steps += 1
         assert num_steps < 300
+
+
+def test_waiting_requests_of_a_client_run_by_their_arrival_times_within_a_priority():
+    engine = Engine(budget=16, max_num_seqs=1, policy="priority")
+    keys = admitted(engine)
+    for slot, (priority, arrival_time) in enumerate([(1, 1.0), (0, 7.0), (0, 5.0), (0, 5.0), (0, -3.0), (1, 0.5)]):
+        engine.add(slot, max_tokens=1, priority=priority, arrival_time=arrival_time)
+    engine.scheduler.abort(0, 3)
+    engine.run()
+    assert [slot for _, slot in keys] == [4, 2, 1, 5, 0]
+
+
+def test_arrival_time_of_one_client_gives_it_no_turn_of_another():
+    engine = Engine(budget=16, max_num_seqs=1)
+    keys = admitted(engine)
+    for slot in range(20):
+        engine.add(slot, max_tokens=1, arrival_time=100.0)
+        engine.add(1000 + slot, client=1, max_tokens=1, arrival_time=-100.0 - slot)
+    engine.run()
+    assert [client for client, _ in keys] == [0, 1] * 20
+    assert [slot for client, slot in keys if client] == [*range(1019, 999, -1)]
+
+
+def test_early_arrival_time_does_not_save_a_running_request_from_its_preemption():
+    engine = Engine(budget=64, max_num_seqs=8, num_blocks=12, max_model_len=48)
+    for slot in range(5):
+        engine.add(slot, num_prompt_tokens=4, max_tokens=30, arrival_time=100.0)
+    engine.step()
+    engine.add(5, num_prompt_tokens=4, max_tokens=30, arrival_time=-100.0)
+    engine.step()
+    preempted, preempt = [], engine.scheduler._preempt
+
+    def watch(request):
+        running = [engine.batch.request(row).order for row in engine.batch.order.tolist()]
+        assert request.order == max(running), "the last to come is preempted"
+        preempted.append(request.slot)
+        preempt(request)
+
+    engine.scheduler._preempt = watch
+    engine.run()
+    assert 5 in preempted
+    assert len(engine.ends) == 6

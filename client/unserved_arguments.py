@@ -1,0 +1,31 @@
+"""The arguments of a request that vLLM has and this engine does not serve: each is refused by name, with the reason."""
+
+import reprlib
+from typing import Any
+
+_REASONS = {
+    "chat_template": "pairs of texts are scored without a template; leave it None",
+    "kv_hints": "the prefix cache chooses by itself which blocks it keeps; leave it None",
+    "lora_request": "LoRA is not served yet; leave it None",
+    "mm_processor_kwargs": "prompts have no images or sounds; leave it None",
+    "prompt_adapter_request": "prompt adapters are not served, and vLLM has dropped them; give a lora_request instead",
+    "reasoning_ended": "no reasoning parser runs in this engine; leave it None",
+    "reasoning_parser_kwargs": "no reasoning parser runs in this engine; leave it None",
+    "session_id": "requests share cached prefixes by their tokens, not by session; leave it None, or give a cache_salt "
+    "in the prompt to choose who shares",
+}
+
+
+def check_unserved(**arguments: Any) -> None:
+    """Raise NotImplementedError, with the name, the value and the reason, unless every argument is None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}={reprlib.repr(value)}: {_REASONS[name]}")
+
+
+def check_data_parallel_rank(rank: int | None) -> None:
+    """Raise NotImplementedError unless `rank` is None or 0, which both name the only core."""
+    if rank is not None and (rank != 0 or isinstance(rank, bool)):
+        raise NotImplementedError(
+            f"data_parallel_rank={rank!r}: one core serves all requests, and its rank is 0; leave it None"
+        )
