@@ -10,7 +10,8 @@ import msgspec
 
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
-from vllm_mp.client.engine.supervisor import CoreSupervisor, RestartLimit
+from vllm_mp.client.engine.restart_limit import RestartLimit
+from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.stat_loggers import StatLoggerArgument, requested_loggers

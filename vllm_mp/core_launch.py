@@ -85,6 +85,14 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     """The same for the cores before it, of requests that may still be suspects."""
     num_restarts: int = 1
     """Number of restarts by the parent, with the one that followed this death."""
+    earlier_deaths: list[tuple[int, list[bytes]]] = []
+    """(incarnation, tokens of the clients with requests in the pending steps) of the cores that died shortly before."""
+
+    @property
+    def deaths(self) -> list[tuple[int, list[bytes]]]:
+        """This death and `earlier_deaths`, the latest first."""
+        tokens = sorted({token for token, _, _ in self.in_step if token})
+        return [(self.incarnation, tokens), *self.earlier_deaths]
 
     def suspects(self) -> dict[tuple[bytes, int], int]:
         """Return the furthest progress of each request that was in the step of a death, by (token, slot)."""

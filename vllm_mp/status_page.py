@@ -12,6 +12,7 @@ import enum
 import mmap
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.file_owner import trusted_owners
-from vllm_mp.wire import MAX_CLIENTS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
+from vllm_mp.wire import MAX_CLIENTS, MAX_CONVICTED_DEATHS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
-_MAGIC = 0x564D_5053_0003
+_MAGIC = 0x564D_5053_0004
 _HEADER_BYTES = 4096
 MAX_STEP_REQUESTS = 65_536
 """Maximum number of requests on the page; further requests of the steps are left out."""
@@ -32,6 +33,8 @@ _REQUEST_BYTES = 12
 _CALLS_AT = 64
 """Position of the noted calls among the 64-bit fields of the header."""
 MAX_NOTED_CALLS = 64
+_CONVICTED_AT = _CALLS_AT + MAX_NOTED_CALLS
+"""Position of the incarnations of `note_convicted` among the fields of the header; 0 is none."""
 _CLIENT = np.dtype([("next_number", "<u8"), ("token", "u1", (TOKEN_BYTES,))])
 """A place of the table of clients: the client's number plus 1, or 0 if the place is free; and the client's token."""
 _CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
@@ -258,6 +261,18 @@ class StatusPage:
         """Return the token of each client by the client's number; call this only after the core's end."""
         taken = self._clients[self._clients["next_number"] != 0]
         return {int(place["next_number"]) - 1: place["token"].tobytes() for place in taken}
+
+    def note_convicted(self, deaths: Iterable[int]) -> None:
+        """Publish the incarnations of cores for whose deaths a request is to blame; beyond 64, the first are kept."""
+        noted = self._header[_CONVICTED_AT : _CONVICTED_AT + MAX_CONVICTED_DEATHS]
+        for incarnation in deaths:
+            if incarnation not in noted:
+                noted[np.flatnonzero(noted == 0)[:1]] = incarnation
+
+    def convicted(self) -> list[int]:
+        """Return the incarnations of `note_convicted`; call this only after the core's end."""
+        noted = self._header[_CONVICTED_AT : _CONVICTED_AT + MAX_CONVICTED_DEATHS]
+        return [int(incarnation) for incarnation in noted[noted != 0]]
 
     @property
     def outside_signal(self) -> npt.NDArray[np.int64]:

@@ -41,6 +41,8 @@ TOKEN_BYTES = 16
 """Length of a client's token."""
 MAX_LIVE_REQUESTS = 2**20
 """Slots of one client are integers in [0, MAX_LIVE_REQUESTS)."""
+MAX_CONVICTED_DEATHS = 64
+"""Deaths of cores that a client names at a time, and that a core notes on its page."""
 MAX_BAD_WORD_TOKENS = 1024
 MAX_BAD_WORD_SPELLINGS = 2
 """A bad word is written in two ways: at the beginning of a text, and after a space."""
@@ -179,7 +181,17 @@ class MarkSeen(_Message, tag=7):
     mark: int
 
 
-ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen
+class Convicted(_Message, tag=8):
+    """Client to core: requests of this client are to blame for the deaths of cores with the incarnations `deaths`.
+
+    The core's parent counts such a death no longer, if a request of this client was in the pending steps.
+    """
+
+    incarnation: int
+    deaths: Annotated[list[int], msgspec.Meta(max_length=MAX_CONVICTED_DEATHS)]
+
+
+ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen | Convicted
 
 
 class LastDeath(msgspec.Struct, array_like=True, frozen=True):

@@ -71,6 +71,8 @@ class EngineCoreClient:
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
         self._refused = RefusedRequests()
+        self._convicted: deque[int] = deque(maxlen=wire.MAX_CONVICTED_DEATHS)
+        """The incarnations of shared cores for whose deaths requests of this client are to blame."""
         self._cores_work = True
         """A core has computed something since the latest conviction, so not every request ends every core."""
         self._news: deque[News] = deque()
@@ -354,6 +356,7 @@ class EngineCoreClient:
                 is_from_outside=last.is_from_outside,
                 kind=last.kind,
                 is_step_known=True,
+                incarnation=last.incarnation,
             )
         self._blame(death)
 
@@ -367,8 +370,10 @@ class EngineCoreClient:
         culprit, why = conviction.stream, conviction.why()
         digest = culprit.digest()
         equals = [stream for stream in self.requests.streams() if stream is not culprit and stream.digest() == digest]
-        if self._cores_work:  # else the limit of restarts ends an engine in which no request can run
-            deaths = [*conviction.deaths, *(death for stream in equals for death in self._suspects.deaths_of(stream))]
+        deaths = [*conviction.deaths, *(death for stream in equals for death in self._suspects.deaths_of(stream))]
+        if self._core.process is None:
+            self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
+        elif self._cores_work:  # else the limit of restarts ends an engine in which no request can run
             self.supervisor.forgive(sorted({death.time for death in deaths}))
         self._cores_work = False
         self._refused.add(culprit, why)
@@ -388,6 +393,8 @@ class EngineCoreClient:
         self.supervisor.release(old)
         self._note_pause(core.connection.was_paused)
         self._explain_death(old, core)
+        if self._convicted:  # also if an earlier core was told, which may have died before it read that
+            self._send(wire.Convicted(self.incarnation, list(self._convicted)))
         self.requests.forget_core()
         self._held_back.clear()
         self._waits_since.clear()

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import Core, CoreLauncher
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End, RestartLimit
+from vllm_mp.client.engine.restart_limit import RestartLimit
+from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End
 from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineDeadError
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import zmq
@@ -15,9 +15,10 @@ from vllm_mp import wire
 from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource, RemoteCore
 from vllm_mp.client.engine.pings import Pings
+from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
-from vllm_mp.status_page import CoreStatus
+from vllm_mp.status_page import CoreStatus, StatusPage
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +30,12 @@ _STANDBY_DELAY_S = 2.0
 """Time after a restart before a standby is started: the new core first recomputes the requests of its predecessor."""
 _STANDBY_RETRY_S = 30.0
 """Time before the next attempt to start a standby."""
-_FIRST_DELAY_S = 0.1
-"""Delay of the restart after a core that died before it served; it doubles for each further such core in a row."""
-_LONGEST_DELAY_S = 5.0
 _PARENT_MARGIN_S = 2.0
 """Time that the parent of a shared core gets to end a core that hangs, before a client gives the core up by itself."""
+_MAX_STEPS_IN_FLIGHT = 2
+"""A core that has begun more steps has completed one."""
+_MAX_EARLIER_DEATHS = 16
+"""Deaths before the latest death for which a client may name a culprit: as many as a search by halves takes."""
 _ABSENCE_INTERVAL_S = 0.25
 """Time between two looks at the requests that wait too long for a shared core."""
 
@@ -58,6 +60,8 @@ class Death(NamedTuple):
     """When the death was seen, in seconds of `time.monotonic()`."""
     is_step_known: bool = True
     """False: `in_step` is empty because it is unknown which requests were in the step."""
+    incarnation: int = 0
+    """The incarnation of the core that died."""
 
 
 class End(NamedTuple):
@@ -75,45 +79,6 @@ class Absence(NamedTuple):
 
 
 News = Death | Core | End | Absence
-
-
-class RestartLimit:
-    """Counts the deaths of cores in a sliding window, and delays restarts."""
-
-    def __init__(self, max_restarts: int | None, window_s: float) -> None:
-        """Allow `max_restarts` within `window_s` seconds; None: any number."""
-        self._max_restarts = max_restarts
-        self._window_s = window_s
-        self._deaths: deque[float] = deque()
-        self._lock = threading.Lock()
-        """Held while `_deaths` changes: the event loop forgives deaths."""
-        self._num_failed_starts = 0
-        """Number of the latest cores in a row that died before they served."""
-
-    def delay_after(self, now: float, has_served: bool) -> float | None:
-        """Record a death at `now` (seconds); return the seconds to wait before the restart, None for no restart.
-
-        The delay is 0 after a core that served, and grows with each core in a row that did not.
-        """
-        deaths = self._deaths
-        with self._lock:
-            deaths.append(now)
-            while deaths[0] <= now - self._window_s:
-                deaths.popleft()
-            if self._max_restarts is not None and len(deaths) > self._max_restarts:
-                return None
-        if has_served:
-            self._num_failed_starts = 0
-            return 0.0
-        self._num_failed_starts += 1
-        return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._num_failed_starts - 1))
-
-    def forgive(self, times: Iterable[float]) -> None:
-        """Count no longer the deaths that were recorded at `times`; from any thread."""
-        with self._lock:
-            for time_of_death in times:
-                with contextlib.suppress(ValueError):  # it has left the window, or is forgiven
-                    self._deaths.remove(time_of_death)
 
 
 class CoreSupervisor:
@@ -149,6 +114,8 @@ class CoreSupervisor:
         self._has_work: Callable[[], bool] = lambda: False
         self._pings: Pings | None = None
         self._previous_death = 0.0
+        self._cores_work = True
+        """A core has completed a step since deaths were last forgiven; else the limit of restarts ends the engine."""
         self._end_signal: int | None = None
         """The signal with which this process ends the core, which gets no successor then."""
         self._end_lock = threading.Lock()
@@ -182,7 +149,7 @@ class CoreSupervisor:
             news.append(self._news.popleft())
         return news
 
-    def forgive(self, times: Iterable[float]) -> None:
+    def forgive(self, times: Collection[float]) -> None:
         """Count no longer the deaths seen at `times` against the limit of restarts, because their cause is gone."""
         if self._restarts is not None:
             self._restarts.forgive(times)
@@ -343,7 +310,14 @@ class CoreSupervisor:
         was_sent = kind == "signal" and status is not None and status.outside_signal != 0
         is_from_outside = was_killed or core.process is None or was_told_to_stop or was_sent
         return Death(
-            cause, own, len(in_step), is_from_outside, kind, time.monotonic(), is_step_known=status is not None
+            cause,
+            own,
+            len(in_step),
+            is_from_outside,
+            kind,
+            time.monotonic(),
+            is_step_known=status is not None,
+            incarnation=core.connection.incarnation,
         )
 
     def _replace(self, core: Core, death: Death) -> Core | None:
@@ -355,11 +329,13 @@ class CoreSupervisor:
         if core.process is not None:
             self._source.discard(core.process)
         is_told = False
+        if core.page is not None and self._restarts is not None:
+            self._forgive_convicted(core.page, self._restarts)
         while True:
             if self._restarts is None or self._end_signal is not None:
                 self._tell(End(cause))
                 return None
-            delay = self._restarts.delay_after(died_at, has_served)
+            delay = self._restarts.delay_after(died_at, has_served, core.connection.incarnation if has_served else 0)
             if delay is None:
                 limits = self._limits
                 self._tell(
@@ -388,6 +364,15 @@ class CoreSupervisor:
             self._tell(successor)
             return successor
 
+    def _forgive_convicted(self, page: StatusPage, restarts: RestartLimit) -> None:
+        """Forgive the deaths for which clients have found a culprit, unless no core computes anything any more.
+
+        `page` is that of a shared core which has died.
+        """
+        self._cores_work = self._cores_work or page.read().step > _MAX_STEPS_IN_FLIGHT
+        if self._cores_work and restarts.forgive_cores(page.convicted()):
+            self._cores_work = False
+
     def _predecessor(self, source: CoreLauncher, core: Core, death: Death) -> Predecessor:
         """Return what the successor of `core` must be told of its death."""
         in_step = core.page.read().step_requests if core.page else []
@@ -396,6 +381,7 @@ class CoreSupervisor:
         is_recent = death.time < self._previous_death + self._limits.core_restart_window_s
         self._previous_death = death.time
         earlier = former.suspects() if former is not None and is_recent else {}
+        earlier_deaths = former.deaths[:_MAX_EARLIER_DEATHS] if former is not None and is_recent else []
         return Predecessor(
             incarnation=core.connection.incarnation,
             cause=death.cause,
@@ -404,6 +390,7 @@ class CoreSupervisor:
             in_step=[(tokens.get(client, b""), slot, progress) for client, slot, progress in in_step],
             in_earlier_steps=[(token, slot, progress) for (token, slot), progress in earlier.items()],
             num_restarts=core.num_restarts + 1,
+            earlier_deaths=earlier_deaths,
         )
 
     def _rejoin(self, source: RemoteCore, death: Death) -> Core | None:

@@ -221,6 +221,8 @@ class RequestHandler:
                 self._abort(client, message.slots)
             elif isinstance(message, wire.Call):
                 self._call(client, message)
+            elif isinstance(message, wire.Convicted):
+                self._note_convicted(client, message.deaths)
             elif isinstance(message, wire.MarkSeen):
                 if not self._clients.note_seen(client, message.mark):
                     self._dropped.warn("a mark that the client was not sent, or not in this order")
@@ -325,6 +327,13 @@ class RequestHandler:
             return wanted
         progress = self._suspects.pop((self._clients.token_of(client), message.slot), None)
         return 0 if progress is None else max(1, min(wanted, progress + 1))
+
+    def _note_convicted(self, client: int, deaths: list[int]) -> None:
+        """Tell the parent that a request of this client is to blame for `deaths`, if it was in their steps."""
+        if self._page is not None and self._predecessor is not None:
+            token = self._clients.token_of(client)
+            own = {incarnation for incarnation, tokens in self._predecessor.deaths if token in tokens}
+            self._page.note_convicted(own.intersection(deaths))
 
     def _abort(self, client: int, slots: list[int]) -> None:
         ends = [self._running_scheduler().abort(client, slot) for slot in slots]

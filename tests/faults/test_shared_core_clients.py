@@ -150,7 +150,7 @@ async def _all_are_sent(engine, count):
 
 FLAGS = (
     *("--skip-tokenizer-init", "--max-model-len", "128", "--kv-cache-memory-bytes", str(2**22), "--num-threads", "1"),
-    *("--fault-injection", "slow@step=*,seconds=0.02; segv@request=poison"),
+    *("--fault-injection", "slow@step=*,seconds=0.02; segv@request=poison", "--max-core-restarts", "5"),
 )
 """Flags of a core that a request whose id contains "poison" kills, and whose streams last for some deaths."""
 
@@ -183,5 +183,10 @@ def test_poison_request_over_tcp_fails_alone_and_the_streams_of_other_clients_co
                 await answer(hostile, prompt, greedy(80), "poison")
             assert (await stream).outputs[0].token_ids == expected.outputs[0].token_ids
             assert (await innocent.core_status())["restarts"] <= 4
+            for number in range(3):
+                assert (await answer(innocent, prompt, greedy(9, ignore_eos=True))).finished
+                with pytest.raises(EngineGenerateError, match="SIGSEGV"):
+                    await answer(hostile, {"prompt_token_ids": [number, 9]}, greedy(80), f"poison {number}")
+            assert (await innocent.core_status())["restarts"] > 5, "deaths with a culprit do not count"
 
-        asyncio.run(asyncio.wait_for(run(), 120))
+        asyncio.run(asyncio.wait_for(run(), 250))

@@ -34,6 +34,7 @@ CLIENT_MESSAGES = [
     wire.AddPooling(1, 4, "id", wire.pack_ids([1]), PoolingParams(pooling_type="CLS", dimensions=8), 2, "salt"),
     wire.Bye(3),
     wire.MarkSeen(3, 2**63 - 1),
+    wire.Convicted(3, [1, 2]),
 ]
 CORE_MESSAGES = [
     wire.welcome(7, 2, 12345, b'{"a": 1}'),

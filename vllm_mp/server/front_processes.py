@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.client.engine.shared_core import SharedCore
-from vllm_mp.client.engine.supervisor import RestartLimit
 from vllm_mp.client.stats import RestartCounter
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path

@@ -126,11 +126,20 @@ def test_requests_equal_to_the_culprit_fail_with_it_and_their_deaths_are_forgive
     )
     assert "equal to request a, of which is known: it was in the step of each of 3 cores" in str(copy.error)
     assert not any(other.is_over for other in others)
-    assert cores.forgiven == [1.0, 2.0, 3.0]
+    assert cores.forgiven == ([] if cores.is_shared else [1.0, 2.0, 3.0]), "the parent of a shared core forgives"
     assert cores.client.requests.num_slots_in_use == 3
 
 
-def test_deaths_are_not_forgiven_if_every_request_ends_every_core(cores):
+def test_next_cores_of_a_parent_hear_of_which_deaths_a_request_is_to_blame():
+    cores = Cores(is_shared=True)
+    cores.add("a")
+    cores.sent_slots = lambda: [message for message in cores.sent if isinstance(message, wire.Convicted)]
+    told = wire.Convicted(2, [0, 1]), wire.Convicted(3, [0, 1])
+    assert [cores.die(0) for _ in range(3)] == [[], [told[0]], [told[1]]]
+
+
+def test_deaths_are_not_forgiven_if_every_request_ends_every_core():
+    cores = Cores()
     for name in "abc":
         cores.add(name)
         for _ in range(2):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from vllm_mp import EngineStartError
 from vllm_mp.client.engine import supervisor as supervisor_module
 from vllm_mp.client.engine.launcher import Core
-from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, RestartLimit
+from vllm_mp.client.engine.restart_limit import RestartLimit
+from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death
 
 
 def test_cores_that_served_are_restarted_at_once_up_to_the_limit():
@@ -37,6 +38,14 @@ def test_forgiven_deaths_do_not_count():
         limit.delay_after(now, True)
     limit.forgive([0.0, 1.0, 1.0, 50.0])
     assert [limit.delay_after(now, True) for now in (2.0, 3.0, 4.0)] == [0.0, 0.0, None]
+
+
+def test_deaths_of_forgiven_cores_do_not_count():
+    limit = RestartLimit(2, 100.0)
+    for incarnation in (5, 6):
+        limit.delay_after(1.0, True, incarnation)
+    limit.forgive_cores([4, 5])
+    assert [limit.delay_after(1.0, True, incarnation) for incarnation in (7, 8)] == [0.0, None]
 
 
 def core():

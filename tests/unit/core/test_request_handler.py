@@ -33,6 +33,7 @@ PREDECESSOR = Predecessor(
     kind="signal",
     is_from_outside=False,
     in_step=[(TOKENS[0], 3, 10), (TOKENS[1], 3, 20), (TOKENS[0], 4, 0), (b"", 5, 1)],
+    earlier_deaths=[(6, [TOKENS[1]]), (5, [TOKENS[0]])],
 )
 KEY = b"k" * 32
 
@@ -131,6 +132,16 @@ def test_welcome_tells_each_client_what_the_predecessor_computed_for_it(core, to
     assert welcome.last_death == wire.LastDeath(
         7, "the core process 5 ended with signal SIGSEGV", "signal", False, num_in_step=4, in_step=own
     )
+
+
+def test_client_names_a_culprit_only_for_deaths_with_a_request_of_its_own_in_the_step(core):
+    honest, liar = (core.connect(hello=wire.encode(wire.hello(token=token))) for token in TOKENS)
+    stranger = core.connect()
+    for dealer, deaths in ((stranger, [5, 6, 7]), (liar, [5, 6, 0, -1, 2**63 - 1]), (honest, [5, 5])):
+        dealer.send(wire.encode(wire.Convicted(1, deaths)))
+        dealer.send(wire.encode(request(3)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 3)
+    assert sorted(core.page.convicted()) == [5, 6]
 
 
 def test_client_that_comes_back_replaces_its_former_self(core):

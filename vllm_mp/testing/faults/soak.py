@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mp import AsyncLLM, RequestOutputKind
+from vllm_mp import AsyncLLM, EngineError, RequestOutputKind
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, children, core_address, core_page
@@ -28,6 +28,8 @@ _SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM, signal.SIGTERM, signal.SIGST
 """Signals that come from outside. Signals of a crash are left out: after some crashes, suspects are failed."""
 _WARM_UP = 5
 """Kills after which this process has loaded all that it needs."""
+_RETRY_S = 0.1
+"""Pause after a call that the core did not answer in time."""
 _GROWTH_MIB = 16.0
 _GROWTH_SHARE = 0.02
 """Growth of resident memory that is allowed from the first to the last fifth of a soak."""
@@ -133,7 +135,7 @@ class Disturbance(ABC):
             self._is_over = True
             await asyncio.wait_for(asyncio.gather(*workers), WAIT_S)
             self.result.broken += await self._held_at_end()
-            self.result.restarts = (await self._clients[0].core_status())["restarts"]
+            self.result.restarts = (await self._core_status())["restarts"]
             # A core that is killed while it loads does not count as restarted, unless it had just begun to serve.
             if not 0 <= self.result.restarts - self.result.kills <= self.result.kills_while_loading:
                 self.result.broken.append(f"{self.result.restarts} restarts after {self.result.kills} kills")
@@ -177,6 +179,15 @@ class Disturbance(ABC):
             return self._watch.num_outputs >= target
 
         await eventually(have_come, WAIT_S)
+
+    async def _core_status(self) -> dict[str, Any]:
+        """Return the core's status; on a busy machine, the core may take longer to answer than a call waits."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with contextlib.suppress(EngineError):
+                    status: dict[str, Any] = await self._clients[0].core_status()
+                    return status
+                await asyncio.sleep(_RETRY_S)
 
     def _note_recovery(self, core_pid: int) -> None:
         """Note the time to the next token, and what this process and the core hold."""

@@ -106,6 +106,10 @@ class ClientFrames:
             values = (None, "keep", "wait", "weights", True, 3, 0.5)
             args = [chance.choice(values) for _ in range(chance.choice((0, 0, 1, 2, 5)))]
             return wire.Call(incarnation, chance.randrange(2**32), name, args)
+        if kind < 0.905:
+            return wire.MarkSeen(incarnation, chance.randrange(2**63))
+        if kind < 0.91:
+            return wire.Convicted(incarnation, [chance.randrange(2**64) for _ in range(chance.choice((0, 1, 64)))])
         if kind < 0.985:
             return wire.hello()
         return wire.Bye(incarnation)
