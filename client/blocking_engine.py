@@ -20,9 +20,6 @@ _LIVE_PER_SEQ = 2
 """Live completions of a batch for each request of a step: while a step runs, the next requests wait in the core."""
 _RUNNERS = ("auto", "generate", "pooling")
 _CONVERSIONS = ("auto", "none", "embed")
-_NO_WEIGHT_TRANSFER = (
-    "weights come from files: change those of the model's folder, then call sleep(level=2) and wake_up()"
-)
 _REFUSED = {
     "llm_engine": "read vllm_config, model_config and get_tokenizer() of this object, or use AsyncLLM for single steps",
     "beam_search": "generate with n completions and logprobs, and choose by cumulative_logprob",
@@ -31,14 +28,19 @@ _REFUSED = {
     "get_metrics": "do_log_stats of AsyncLLM and /metrics of `vllm-mp serve` have the figures",
     "set_tokenizer": "give the option tokenizer",
     "release_kv_cache_memory": "sleep() releases the KV cache",
-    "init_weight_transfer_engine": _NO_WEIGHT_TRANSFER,
-    "shutdown_weight_transfer_engine": _NO_WEIGHT_TRANSFER,
-    "start_weight_update": _NO_WEIGHT_TRANSFER,
-    "start_draft_weight_update": _NO_WEIGHT_TRANSFER,
-    "update_weights": _NO_WEIGHT_TRANSFER,
-    "finish_weight_update": _NO_WEIGHT_TRANSFER,
-    "update_weight_version": _NO_WEIGHT_TRANSFER,
-    "get_weight_version": _NO_WEIGHT_TRANSFER,
+    **dict.fromkeys(
+        (
+            "finish_weight_update",
+            "get_weight_version",
+            "init_weight_transfer_engine",
+            "shutdown_weight_transfer_engine",
+            "start_draft_weight_update",
+            "start_weight_update",
+            "update_weight_version",
+            "update_weights",
+        ),
+        "weights come from files: change those of the model's folder, then call sleep(level=2) and wake_up()",
+    ),
 }
 """Names that vLLM's class has and this class has not, and what to use in their place."""
 

@@ -82,7 +82,7 @@ def params() -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=4)
 
 
-@pytest.mark.parametrize("page", _tested_pages())
+@pytest.mark.parametrize("page", list(_tested_pages()))
 def test_code_blocks_of_a_page_run(page, model, request):
     def server() -> ServedModel:
         return request.getfixturevalue("server")

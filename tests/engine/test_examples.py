@@ -1,5 +1,6 @@
 """The programs in `examples/` run as they are, with a small model where its text does not matter."""
 
+import ast
 import re
 import shutil
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+
+from vllm_mp import LLM, SamplingParams
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TESTED = {"batch", "concurrent_requests", "embeddings", "http_server", "recovery", "shared_core", "streaming"}
@@ -80,8 +83,14 @@ def test_embeddings(minilm):
 @pytest.mark.slow
 def test_weight_update(small_model):
     first, last = run("weight_update", small_model).splitlines()
-    assert first.endswith("was written with the old weights, and the rest with the new ones:")
-    assert last
+    begin, _, said = first.partition(" was written with the old weights")
+    assert said == ", and the rest with the new ones:"
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    with LLM(str(small_model)) as llm:
+        (old,) = llm.generate("Once upon a time", params)
+    text = ast.literal_eval(last)
+    assert text.startswith(ast.literal_eval(begin))
+    assert text != old.outputs[0].text
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -325,6 +326,32 @@ def test_shutdown_frees_a_caller_that_waits_and_ends_all_processes(small_model):
     assert not llm._thread._thread.is_alive()
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate(PROMPTS)
+
+
+CARELESS = """
+import os, sys, psutil
+from vllm_mp import LLM, SamplingParams
+
+options = {"max_model_len": 128, "kv_cache_memory_bytes": 2**24, "num_threads": 1}
+first, second = LLM(sys.argv[1], **options), LLM(sys.argv[1], **options)
+params = SamplingParams(temperature=0, max_tokens=4)
+assert first.generate("Hello", params)[0].outputs[0].text == second.generate("Hello", params)[0].outputs[0].text
+cores = psutil.Process().children()
+assert len(cores) == 2
+del first
+assert sum(core.is_running() for core in cores) == 1
+print(*[core.pid for core in cores])
+"""
+
+
+@pytest.mark.slow
+def test_engines_that_are_dropped_or_never_shut_down_leave_no_process(small_model):
+    command = [sys.executable, "-c", CARELESS, str(small_model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_engine_that_cannot_start_leaves_no_thread(tmp_path):

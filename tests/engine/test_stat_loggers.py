@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_mp import AsyncLLM, LoggingStatLogger, PrometheusStatLogger, SamplingParams, StatLoggerBase
+from vllm_mp import AsyncEngineArgs, AsyncLLM, LoggingStatLogger, PrometheusStatLogger, SamplingParams, StatLoggerBase
 from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.testing.engines import answer, replay_core
@@ -127,7 +127,7 @@ def test_do_log_stats_writes_a_line_until_the_logger_is_removed(connect, caplog)
         engine.remove_logger("logging")
         await engine.add_logger("mine", Totals())  # works with and without `await`
         await engine.remove_logger("mine")
-        await engine.do_log_stats()
+        await engine.do_log_stats(scheduler_outputs=None, model_output=None)
 
     with caplog.at_level(logging.INFO, "vllm_mp.client.stat_loggers"):
         asyncio.run(run(connect()))
@@ -212,7 +212,7 @@ def test_a_prometheus_logger_shows_one_engine(connect):
         second.add_logger("prometheus", logger)
 
 
-def test_loggers_that_are_given_at_the_start_are_called_beside_the_log_line(make_small_engine, caplog):
+def test_disable_log_stats_leaves_out_the_line_and_no_logger_that_is_given(make_engine, small_model, caplog):
     totals = Totals()
 
     async def run():
@@ -220,11 +220,44 @@ def test_loggers_that_are_given_at_the_start_are_called_beside_the_log_line(make
         await engine.do_log_stats()
 
     with caplog.at_level(logging.INFO, "vllm_mp.client.stat_loggers"):
-        engine = make_small_engine(stat_loggers=[lambda config, index: totals, LoggingStatLogger])
+        loggers = [lambda config, index: totals]
+        engine = make_engine(model=str(small_model), disable_log_stats=True, stat_loggers=loggers)
         asyncio.run(run())
     assert (totals.num_generation_tokens, totals.num_logs) == (4, 1)
     assert totals.scheduler_stats.num_running_reqs in (0, 1)
-    assert caplog.text.count("tokens/s generated") == 1
+    assert "tokens/s generated" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+@pytest.mark.parametrize("way", ["from_engine_args", "from_vllm_config", "start"])
+def test_every_way_to_start_an_engine_takes_loggers(way, kind, connect, monkeypatch):
+    monkeypatch.setattr(AsyncLLM, "_launch", lambda *arguments: connect())
+    totals = Totals()
+    given = {"mine": totals} if kind == "dict" else [lambda config, index: totals, LoggingStatLogger]
+    args = AsyncEngineArgs(skip_tokenizer_init=True)
+
+    async def run():
+        if way == "start":
+            engine = await AsyncLLM.start(args, stat_loggers=given)
+        else:
+            engine = getattr(AsyncLLM, way)(
+                args.create_engine_config() if way == "from_vllm_config" else args, stat_loggers=given
+            )
+        await answer(engine, PROMPT, PARAMS)
+        await engine.do_log_stats()
+        engine.remove_logger("logging")
+
+    asyncio.run(run())
+    assert (totals.num_generation_tokens, totals.num_logs) == (4, 1)
+
+
+def test_stat_loggers_of_another_kind_are_refused_before_a_core_is_started(monkeypatch):
+    monkeypatch.setattr(AsyncLLM, "_launch", None)
+    args = AsyncEngineArgs(skip_tokenizer_init=True)
+    with pytest.raises(TypeError, match="stat_loggers must be a list of factories"):
+        AsyncLLM.from_engine_args(args, stat_loggers=[Totals()])
+    with pytest.raises(TypeError, match="must have a method `record` or `log`"):
+        asyncio.run(AsyncLLM.start(args, stat_loggers={"mine": 1}))
 
 
 def model(engine: AsyncLLM) -> str:

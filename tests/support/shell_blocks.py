@@ -44,9 +44,9 @@ def commands(block: CodeBlock) -> list[str]:
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
-def reason_not_to_run(command: str) -> str | None:
-    """Return why no test runs `command`, or None if one does."""
-    return next((reason for begin, reason in NOT_RUN.items() if f"{command} ".startswith(f"{begin} ")), None)
+def not_run(command: str) -> str | None:
+    """Return the key in `NOT_RUN` with which `command` begins, or None if a test runs it."""
+    return next((begin for begin in NOT_RUN if f"{command} ".startswith(f"{begin} ")), None)
 
 
 def words_of(command: str) -> list[str]:
@@ -98,7 +98,7 @@ class Shell:
         Raises AssertionError with the output of a command that fails.
         """
         for command in commands(block):
-            if reason_not_to_run(command):
+            if not_run(command) is not None:
                 continue
             restarts = self._restarts() if command.startswith("kill") else None
             self._run_command(command)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.code_blocks import PAGES, ROOT, CodeBlock, blocks_of, compiled
-from support.shell_blocks import NOT_RUN, check_arguments, commands, reason_not_to_run, words_of
+from support.shell_blocks import NOT_RUN, check_arguments, commands, not_run, words_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 _FOLDERS = ("vllm_mp", "client", "core", "kernels", "tests", "tools", "docs", "deploy", "examples", ".ci")
@@ -151,15 +151,15 @@ def _source_of(tool: Path) -> str:
 
 
 def test_commands_that_no_test_runs_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    shell = [(block, command) for block in BLOCKS if block.language == "bash" for command in commands(block)]
-    reasons = {(f"{block.place}: {command}", reason_not_to_run(command)) for block, command in shell}
+    places: dict[str, list[str]] = {begin: [] for begin in NOT_RUN}
+    for block in BLOCKS:
+        for command in commands(block) if block.language == "bash" else []:
+            if (begin := not_run(command)) is not None:
+                places[begin].append(block.place)
+    assert [begin for begin, found in places.items() if not found] == [], "no page has these commands"
     with capsys.disabled():
-        for command, reason in sorted((command, reason) for command, reason in reasons if reason):
-            print(f"\nnot run: {command.strip()}\n    {reason}", end="")
-    unused = [
-        begin for begin in NOT_RUN if not any(reason_not_to_run(command) == NOT_RUN[begin] for _, command in shell)
-    ]
-    assert unused == [], "no page has these commands"
+        for begin, found in places.items():
+            print(f"\nnot run: {begin} ({NOT_RUN[begin]}): {', '.join(dict.fromkeys(found))}", end="")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -59,11 +59,8 @@ FINDS_FILES = {"model", "tokenizer", "revision", "hf_token", "download_dir", "lo
 """The options that choose files. Their values are used before there is a configuration."""
 NOT_READ = {
     "decoding_config.reasoning_backend",
-    "parallel_config.data_parallel_size",
     "parallel_config.distributed_executor_backend",
-    "lora_config.max_loras",
     "lora_config.max_cpu_loras",
-    "lora_config.max_lora_rank",
 }
 """Fields of the configuration that belong to options that are not served, and to adapters."""
 LIMITS_OF_LORA = ("max_loras", "max_cpu_loras", "max_lora_rank")

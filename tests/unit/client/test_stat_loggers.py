@@ -188,6 +188,7 @@ def test_a_logger_that_raises_in_log_is_dropped(error, engine, loggers, caplog):
     class FailsToLog(Logger):
         def log(self) -> None:
             self.note("log")
+            self.thread = threading.current_thread()
             raise error
 
     logger = FailsToLog()
@@ -196,6 +197,8 @@ def test_a_logger_that_raises_in_log_is_dropped(error, engine, loggers, caplog):
     log(loggers)
     assert logger.calls.count("log") == 1
     assert "stat logger 'broken' failed in log" in caplog.text
+    logger.thread.join(WAIT_S)
+    assert not logger.thread.is_alive()
 
 
 def test_a_logger_that_blocks_is_dropped_after_the_limit_with_the_reason(engine, loggers, caplog, monkeypatch):
@@ -252,6 +255,22 @@ def test_records_end_with_the_last_logger_that_wants_them(engine, loggers):
     loggers.remove("mine")
     engine.step()
     assert engine.stats.take_record() is None
+
+
+def test_no_thread_of_a_logger_outlives_it(engine):
+    loggers = StatLoggers(engine)
+    before = set(threading.enumerate())
+    for name in ("removed", "closed"):
+        loggers.add(name, Logger())
+    engine.step()
+    log(loggers)
+    threads = set(threading.enumerate()) - before
+    assert {thread.name for thread in threads} == {"stat-logger-removed", "stat-logger-closed", "stat-records"}
+    loggers.remove("removed")
+    loggers.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 def test_the_end_of_the_engine_hands_out_the_last_record(engine):
