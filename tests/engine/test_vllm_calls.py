@@ -299,3 +299,15 @@ def test_pause_waits_for_requests_under_its_older_argument_too(llm):
 def test_engine_says_what_its_model_can(llm, encoder):
     assert asyncio.run(llm.get_supported_tasks()) == ("generate", "embed")
     assert asyncio.run(encoder.get_supported_tasks()) == ("embed",)
+
+
+def test_rank_beyond_the_only_core_is_out_of_range(llm):
+    with pytest.raises(ValueError, match="data_parallel_rank=1: one core"):
+        asyncio.run(answer_of_rank(llm, 1))
+    assert asyncio.run(answer_of_rank(llm, 0)).finished
+
+
+async def answer_of_rank(llm, rank):
+    async for output in llm.generate(PROMPT, greedy(2), data_parallel_rank=rank):
+        last = output
+    return last
