@@ -13,6 +13,7 @@ from vllm_mp.client.engine_end import EngineEnd
 from vllm_mp.client.engine_readings import EngineReadings
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
+from vllm_mp.client.request_log import log_end
 from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggers
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.client.tracing import RequestTracer
@@ -41,6 +42,8 @@ class EngineLifecycle:
         """What this client counts; it needs no core to be read."""
         if tracer is not None:
             self.stats.add_listener(tracer)
+        if not self.vllm_config.observability_config.disable_log_requests:
+            self.stats.add_listener(log_end)
         self._requests = OutputProcessor(self.stats.note_end)
         self._core_client = EngineCoreClient(supervisor, self._requests, self.stats)
         self.readings = EngineReadings(self.vllm_config, self.stats, self._requests, self._core_client)

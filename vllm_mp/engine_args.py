@@ -161,6 +161,12 @@ class EngineArgs(Options):
         None, "Maximum number of LoRA adapters in host memory; by default max_loras", low=1, high=65_536
     )
     max_lora_rank: int = option(16, "Maximum rank of a LoRA adapter", low=1, high=512)
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "LoRA adapters that are loaded at the start, each as NAME=FOLDER or as a JSON object with name and path; they "
+        "get the ids 1, 2, ..., and a server serves each as the model NAME; by default none",
+        takes_list=True,
+    )
     quantization: str | None = option(
         None,
         "Make weights of 8 bits when the model is loaded, with a scale for each output; int8: integers, on CPUs; fp8: "
@@ -249,7 +255,9 @@ class AsyncEngineArgs(EngineArgs):
     """The options that a client of a running core has too, as arguments of `AsyncLLM.connect`."""
 
     disable_log_requests: bool = option(
-        True, "Write no line to the log for each request; else a line has the request's id and its number of tokens"
+        True,
+        "Write no lines to the log about requests; else each has a line when it is added and one when it ends, with id "
+        "and number of tokens",
     )
     enable_log_requests: bool | None = option(
         None, "The opposite of disable_log_requests, which it sets; by default disable_log_requests stays as it is"

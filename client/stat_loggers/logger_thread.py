@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class LoggerThread:
     """Calls the methods of a logger, one after another; the thread starts with the first call.
 
     The first call that raises is reported, and is the last. A call that does not return holds up nothing but the calls
-    after it, until `drop`. The thread is a daemon: it does not keep the interpreter from its exit.
+    after it, until `drop_if_blocked`. The thread is a daemon: it does not keep the interpreter from its exit.
     """
 
     def __init__(self, name: str, on_failure: Callable[["LoggerThread"], None]) -> None:
@@ -119,5 +119,5 @@ class LoggerThread:
 
 
 def _settle(done: "Future[None]") -> None:
-    with contextlib.suppress(Exception):  # it is settled already
+    with contextlib.suppress(InvalidStateError):  # it was settled, or cancelled by the caller that waited for it
         done.set_result(None)

@@ -26,8 +26,10 @@ def step_embeds(
 ) -> StepEmbeds | None:
     """Return the embeddings of the prompts in `step` that are given as embeddings; None if it has no such tokens."""
     rows = step.rows
-    firsts, num_prompt_tokens = batch.num_computed_tokens[rows], batch.num_prompt_tokens[rows]
-    given = np.flatnonzero(batch.has_prompt_embeds[rows] & (firsts < num_prompt_tokens))
+    if not batch.has_prompt_embeds[rows].any():
+        return None
+    firsts = batch.num_computed_tokens[rows]
+    given = np.flatnonzero(batch.has_prompt_embeds[rows] & (firsts < batch.num_prompt_tokens[rows]))
     if not len(given):
         return None
     starts = np.cumsum(step.counts) - step.counts

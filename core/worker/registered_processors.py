@@ -172,7 +172,7 @@ class _Processor:
                 self._instance, self._members = self._make(), []
             self._instance.update_state(self._update(places))
             index = to_device(np.array([places[member] for member in self._members]), logits.device)
-            changed = _checked(self._instance.apply(logits[index]), len(index), logits)
+            changed = _checked(self._instance.apply(logits.index_select(0, index)), len(index), logits)
         except Exception as error:
             logger.warning("logits processor %s failed in a step: %.500r", self.registration.name, error)
             self._instance = None
@@ -185,7 +185,7 @@ class _Processor:
                 i = self._members.index(member)
                 if is_bad[i] and logits[place].amax().isfinite():
                     self._fail(member, "returned values that are not finite, or allows no token")
-        logits[index] = changed
+        logits.index_copy_(0, index, changed)
 
     def _run_alone(self, logits: Tensor, request: ProcessedRequest, place: int) -> None:
         """Change a row of `logits` with an instance of its own, or fail the request."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 import random
 import re
@@ -212,10 +213,15 @@ async def _has_settled(process, core, before):
     return all(a <= b for a, b in zip(now, before, strict=True))
 
 
-def test_background_loop_stops_and_starts_again_while_the_core_lives(small_model):
+def test_background_loop_stops_and_starts_again_while_the_core_lives(small_model, caplog):
     config = AsyncEngineArgs(model=str(small_model), max_model_len=256, fault_injection=SLOW_STEPS)
     engine = AsyncLLM.from_vllm_config(
-        config.create_engine_config(), False, UsageContext.LLM_CLASS, None, disable_log_stats=True
+        config.create_engine_config(),
+        False,
+        UsageContext.LLM_CLASS,
+        None,
+        disable_log_stats=True,
+        disable_log_requests=False,
     )
 
     async def run():
@@ -228,7 +234,7 @@ def test_background_loop_stops_and_starts_again_while_the_core_lives(small_model
         assert engine.is_running
         with pytest.raises(RuntimeError, match="runs already"):
             engine.start_background_loop()
-        stream = engine.generate("Hi", SamplingParams(max_tokens=200, ignore_eos=True))
+        stream = engine.generate("Hi", SamplingParams(max_tokens=200, ignore_eos=True), "long")
         early = await anext(stream)
         engine.shutdown_background_loop()
         await engine.shutdown_background_loop()
@@ -242,11 +248,16 @@ def test_background_loop_stops_and_starts_again_while_the_core_lives(small_model
         await eventually(lambda: is_empty(engine))
         assert (await engine.core_status())["pid"] == pid
         engine.start_background_loop()
-        assert (await answer(engine, "Hi", greedy(2))).finished
+        assert (await answer(engine, "Hi", greedy(2), "short")).finished
         await engine.check_health()
 
     try:
-        asyncio.run(run())
+        with caplog.at_level(logging.INFO):
+            asyncio.run(run())
+        lines = [record.getMessage() for record in caplog.records]
+        for begin in ("Added request long: ", "Aborted request long: ", "Added request short: "):
+            assert len([line for line in lines if line.startswith(begin)]) == 1
+        assert "Finished request short: 2 tokens generated" in lines
     finally:
         engine.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):

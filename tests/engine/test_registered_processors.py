@@ -101,6 +101,19 @@ def test_processors_continue_token_by_token_after_the_death_of_the_core(folder):
         assert asyncio.run(engine.core_status())["incarnation"] == 2
 
 
+@pytest.mark.slow
+def test_processor_that_blocks_is_a_hang_and_its_request_fails_alone(folder):
+    with running(folder, f"{MODULE}:Faulty", engine_iteration_timeout_s=3.0, warm_standby=True) as engine:
+
+        async def run():
+            other = asyncio.create_task(tokens_of(engine, PROMPTS[0], greedy(30, ignore_eos=True)))
+            with pytest.raises(EngineGenerateError, match="no progress"):
+                await answer(engine, PROMPTS[1], greedy(3, extra_args={"fault": "block"}))
+            return await other
+
+        assert len(asyncio.run(run())[0]) == 30
+
+
 def test_core_that_cannot_load_a_processor_does_not_start_and_says_why(folder):
     why = r"support\.logits_processors:Broken cannot be constructed.*no table"
     with pytest.raises(EngineStartError, match=why), running(folder, f"{MODULE}:Broken"):

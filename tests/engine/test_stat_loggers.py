@@ -1,6 +1,7 @@
 """Stat loggers of engines: what they are told, where Prometheus finds the metrics, and that they disturb no stream."""
 
 import asyncio
+import gc
 import logging
 import threading
 import urllib.request
@@ -118,6 +119,26 @@ def test_a_logger_that_raises_disturbs_no_stream(connect, caplog):
 
     asyncio.run(run(connect()))
     assert caplog.text.count("stat logger 'broken' failed in record") == 1
+
+
+def test_an_engine_with_loggers_is_garbage_collected_and_ends_their_threads(address):
+    async def run(engine):
+        engine.add_logger("mine", Totals())
+        engine.add_logger("prometheus", PrometheusStatLogger(engine.vllm_config, registry=registry))
+        await answer(engine, PROMPT, PARAMS)
+        await engine.do_log_stats()
+
+    before, registry = set(threading.enumerate()), CollectorRegistry()
+    engine = AsyncLLM.connect(address)
+    asyncio.run(run(engine))
+    threads = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("stat-")}
+    assert len(threads) == 3
+    del engine
+    gc.collect()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert generate_latest(registry) == b""
 
 
 def test_do_log_stats_writes_a_line_until_the_logger_is_removed(connect, caplog):

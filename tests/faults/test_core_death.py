@@ -44,6 +44,8 @@ def test_every_stream_and_call_fails_with_the_cause(make_small_engine, signum):
         for later in (answer(engine, "Hello", greedy(3)), engine.check_health(), engine.core_status()):
             with pytest.raises(EngineDeadError, match=signal.Signals(signum).name):
                 await later
+        with pytest.raises(EngineDeadError, match=signal.Signals(signum).name):
+            engine.start_background_loop()
         assert engine.errored
         assert engine.is_stopped
         assert isinstance(engine.dead_error, EngineDeadError)

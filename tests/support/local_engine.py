@@ -13,6 +13,7 @@ from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.worker.device import choose_step_size
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.sampler import Sampler
+from vllm_mp.prompt_embeds import PromptEmbeds
 
 OPTIONS = {
     "skip_tokenizer_init": True,
@@ -45,7 +46,11 @@ class LocalEngine:
         self.tokens = {}
         self.logprobs = {}
 
-    def add(self, slot, prompt, max_tokens, num_logprobs=1, **params):
+    def add(self, slot, prompt, max_tokens, num_logprobs=1, embeds=None, **params):
+        """Add a request; `embeds`, float32 [num_tokens, hidden_size], takes the place of `prompt`."""
+        packed = None
+        if embeds is not None:
+            packed, prompt = PromptEmbeds("float32", len(embeds), embeds.numpy().tobytes()), [0] * len(embeds)
         tokens = np.array(prompt, np.int32)
         made = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0, "seed": slot, **params})
         self.tokens[slot], self.logprobs[slot] = [], []
@@ -61,6 +66,7 @@ class LocalEngine:
                 self.scheduler.order_of(0),
                 hashes=[root_hash("")],
                 num_logprobs=num_logprobs,
+                prompt_embeds=packed,
             )
         )
 

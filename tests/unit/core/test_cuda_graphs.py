@@ -89,6 +89,27 @@ def test_outputs_are_the_same_to_the_bit_with_and_without_graphs(folders, replay
     assert {1, 3, 5, 7, 9} <= {count for count, _ in replays}, "also numbers of rows between two graph sizes"
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_embeddings_are_computed_without_graphs_until_the_prompt_ends(folders, replays, name):
+    """The last token of a prompt may be a chunk of its own, which looks like a decode."""
+
+    def play(with_embeds, **options):
+        engine = LocalEngine(folders[name], max_num_batched_tokens=4, max_num_seqs=4, **options)
+        table = engine.runner._model.embed_input_ids(torch.arange(97)).clone()
+        for slot, prompt in enumerate((PROMPTS[0], PROMPTS[3], PROMPTS[7])):
+            embeds = table[prompt] if with_embeds else None
+            engine.add(slot, prompt, max_tokens=5, embeds=embeds)
+            engine.run()
+        return engine.tokens, engine.logprobs
+
+    expected = play(with_embeds=False)
+    assert play(with_embeds=True) == expected
+    assert not replays
+    for overlaps in (False, True):
+        assert play(with_embeds=True, make_capture=stand_in, async_scheduling=overlaps) == expected
+    assert replays
+
+
 def test_step_writes_only_its_own_cells_and_the_padding_block(folders, monkeypatch):
     """When batches shrink, the buffers keep stale cells of the larger batches."""
     engine = LocalEngine(folders["llama"], make_capture=stand_in)

@@ -150,17 +150,18 @@ def test_processors_that_keep_the_argmax_see_random_rows_alone_after_their_tempe
 
 @pytest.mark.parametrize("fault", ["raise", "update", "shape", "type", "nan", "inf"])
 def test_fault_fails_its_request_alone(fault):
-    rows = Rows(f"{MODULE}:Faulty", f"{MODULE}:CountUp")
-    spared = [rows.add(prompt=(token,)) for token in (3, 8)]
-    rows.sample()
-    bad = rows.add(prompt=(5,), extra_args={"fault": fault})
-    later = rows.add(prompt=(6,))
-    assert rows.sample() == [4, 9, NO_TOKEN, 6]
+    rows = Rows(f"{MODULE}:Faulty", f"count={MODULE}:CountUp")
+    logits = torch.eye(VOCAB)[[20, 21, 22, 23]]
+    spared = [rows.add(prompt=(token,), logits_processors=["count"]) for token in (3, 8)]
+    rows.sample(logits[:2])
+    bad = rows.add(extra_args={"fault": fault})
+    later = rows.add()
+    assert rows.sample(logits) == [4, 9, NO_TOKEN, 23]
     assert "logits processor 'Faulty'" in bad.processed.error
     why = {"raise": "a fault in the step", "update": "a fault in the update", "shape": r"[1, 23]", "type": "list"}
     assert why.get(fault, "not finite") in bad.processed.error
     rows.batch.remove(bad.row)
-    assert rows.sample() == [5, 10, 7]
+    assert rows.sample(logits[:3]) == [5, 10, 22]
     assert not any(request.processed.error for request in (*spared, later))
 
 
