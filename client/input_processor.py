@@ -79,6 +79,7 @@ class InputProcessor:
             arrival_time=given.arrival_time,
             priority=given.priority,
             cache_salt=cache_salt,
+            lora=given.lora,
             # No other request can guess this name.
             group=secrets.token_hex(16) if params.n > 1 else "",
             bad_words=bad_words,
@@ -130,6 +131,7 @@ class InputProcessor:
                 arrival_time=given.arrival_time,
                 priority=given.priority,
                 cache_salt=cache_salt,
+                lora=given.lora,
             )
         )
 

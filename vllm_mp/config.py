@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.model_config.registry import read_architecture
@@ -150,6 +151,8 @@ class LoRAConfig(msgspec.Struct, kw_only=True):
     max_cpu_loras: int
     """Maximum number of adapters in host memory; at least `max_loras`."""
     max_lora_rank: int
+    lora_modules: list[LoRARequest] = []
+    """The adapters that the core loads before it serves."""
 
 
 class DecodingConfig(msgspec.Struct, kw_only=True):
