@@ -6,7 +6,7 @@ The work is per message, or per request, never per token. Moments are in seconds
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,8 @@ class _LiveRequest:
     arrival: float
     sent: float
     trace_headers: Mapping[str, str]
+    adapter: str | None
+    """The name of its LoRA adapter; None for the base model."""
     queue_s: float | None = None
     first_token: float | None = None
     num_cached_tokens: int = 0
@@ -135,6 +137,16 @@ class EngineStats(EngineCounters):
             record.iteration_timestamp = time.time()
             return record
 
+    def live_adapters(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the number of live requests by adapter: of those without a first output, and of the others."""
+        waiting: Counter[str] = Counter()
+        running: Counter[str] = Counter()
+        with self._lock:
+            for live in self._live.values():
+                if live.adapter is not None:
+                    (waiting if live.first_token is None else running)[live.adapter] += 1
+        return dict(waiting), dict(running)
+
     def share(self, folder: Path, name: str) -> None:
         """Count together with other processes, from now on in files called `name` in `folder`.
 
@@ -144,12 +156,21 @@ class EngineStats(EngineCounters):
         self.cells.share(folder, name)
         self.core_restarts.share(folder, name)
 
-    def note_sent(self, stream: RequestStream, arrival_time: float, trace_headers: Mapping[str, str]) -> None:
-        """Count a request that was given to the core; `arrival_time` is in seconds of `time.time()`."""
+    def note_sent(
+        self,
+        stream: RequestStream,
+        arrival_time: float,
+        trace_headers: Mapping[str, str],
+        adapter: str | None = None,
+    ) -> None:
+        """Count a request that was given to the core; `arrival_time` is in seconds of `time.time()`.
+
+        `adapter` is the name of its LoRA adapter.
+        """
         now = time.monotonic()
         arrival = now - max(0.0, time.time() - arrival_time)
         with self._lock:
-            self._live[stream] = _LiveRequest(arrival, now, trace_headers)
+            self._live[stream] = _LiveRequest(arrival, now, trace_headers, adapter)
             self._write_step()
             for awaited in stream.awaited:
                 self._last_token[awaited.slot] = 0.0
