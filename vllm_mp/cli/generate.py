@@ -38,7 +38,7 @@ def add_lora_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_adapter(args: argparse.Namespace) -> LoRARequest | None:
-    """Return the adapter of the flag --lora, for which LoRA is enabled in `args`. Raises ValueError for another text."""
+    """Return the adapter of --lora, for which LoRA is enabled in `args`. Raises ValueError if it is not NAME=FOLDER."""
     if args.lora is None:
         return None
     args.enable_lora = True
