@@ -36,7 +36,7 @@ class AdapterSlots:
         self._stacks = []
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Put `adapter` into `slot`, in place of what it held; the host's copy of it stays too.
+        """Put `adapter` into `slot`, in place of what it held. Its copy on the host is kept until the next load.
 
         No pending step may use the slot, and the weights of the model must not be in host memory (`sleep`).
         """
@@ -44,10 +44,6 @@ class AdapterSlots:
         with _one_thread():
             for stack, projection in zip(self._stacks, self._projections if self._stacks else [], strict=True):
                 stack.load(slot, [adapter.factors.get(part) for part in projection.parts])
-
-    def clear(self, slot: int) -> None:
-        """Forget the adapter in `slot`, which no request may use before the next `load`."""
-        self._adapters[slot] = None
 
 
 @contextlib.contextmanager
