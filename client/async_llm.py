@@ -264,7 +264,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
             self._requests.cancel(given.request_id)
             raise
         if is_sent:
-            self.stats.note_sent(stream, given.arrival_time, trace_context)
+            self.stats.note_sent(stream, given.arrival_time, trace_context, lora.lora_name if lora else None)
             log_request(self.vllm_config.observability_config, stream)
         else:
             self.stats.note_unsent()

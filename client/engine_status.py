@@ -137,6 +137,17 @@ class EngineStatus(EngineLifecycle):
         """What `is_tracing_enabled` returns."""
         return self._tracer is not None
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
+        architecture = self.model_config.architecture
+        can = {
+            "generate": not architecture.is_encoder,
+            "embed": True,
+            "classify": architecture.num_classes > 0,
+            "score": architecture.num_classes == 1,
+        }
+        return tuple(task for task in can if can[task])
+
     async def get_vllm_config(self) -> VllmConfig:
         return self.vllm_config
 

@@ -27,8 +27,6 @@ def check_unserved(**arguments: Any) -> None:
 
 
 def check_data_parallel_rank(rank: int | None) -> None:
-    """Raise NotImplementedError unless `rank` is None or 0, which both name the only core."""
+    """Raise ValueError unless `rank` is None or 0, which both name the only core."""
     if rank is not None and (rank != 0 or isinstance(rank, bool)):
-        raise NotImplementedError(
-            f"data_parallel_rank={rank!r}: one core serves all requests, and its rank is 0; leave it None"
-        )
+        raise ValueError(f"data_parallel_rank={rank!r}: one core serves all requests, and its rank is 0; leave it None")
