@@ -165,4 +165,5 @@ class ClassificationRequestOutput:
 
 
 EmbeddingRequestOutput = PoolingRequestOutput
-"""The same class under its older name."""
+EmbeddingOutput = PoolingOutput
+"""The same classes under their older names."""

@@ -22,6 +22,7 @@ from vllm_mp import (
     EngineDeadError,
     EngineError,
     EngineStartError,
+    LoRARequest,
     PoolingParams,
     RequestFailure,
     RequestOutputKind,
@@ -123,6 +124,9 @@ def test_prompt_that_fails_is_reported_in_its_place_and_harms_no_other(small_llm
         ({"sampling_params": [GREEDY, PoolingParams()]}, TypeError, "must be SamplingParams or a list of them, got P"),
         ({"sampling_params": {"max_tokens": 3}}, TypeError, "must be SamplingParams or a list of them, got dict"),
         ({"priority": [1]}, ValueError, "priority must have an entry"),
+        ({"priority": [0, 1]}, ValueError, "priority=1 needs an engine with scheduling_policy='priority'"),
+        ({"lora_request": LoRARequest("a", 1, "/a")}, ValueError, "LoRA is not enabled"),
+        ({"lora_request": [None, "a"]}, TypeError, "lora_request must be a LoRARequest, got str"),
         ({"mm_processor_kwargs": {"crop": 1}}, NotImplementedError, "mm_processor_kwargs=.*no images"),
     ],
 )
