@@ -155,7 +155,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
+        request_id: str | int | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,

@@ -137,6 +137,11 @@ class EngineStatus(EngineLifecycle):
         """What `is_tracing_enabled` returns."""
         return self._tracer is not None
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what requests may ask for, of "generate", "embed" and "classify"."""
+        self._check_process()
+        return tuple(self.model_config.supported_tasks)
+
     async def get_vllm_config(self) -> VllmConfig:
         return self.vllm_config
 

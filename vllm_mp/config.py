@@ -68,6 +68,12 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
         """`path` as a `Path`."""
         return Path(self.path)
 
+    @property
+    def supported_tasks(self) -> list[str]:
+        """What requests may ask for, of "generate", "embed" and "classify"."""
+        tasks = ["embed"] if self.architecture.is_encoder else ["generate", "embed"]
+        return [*tasks, "classify"] if self.architecture.num_classes else tasks
+
     def get_vocab_size(self) -> int:
         return self.architecture.vocab_size
 

@@ -108,9 +108,7 @@ class Worker:
 
     def get_supported_tasks(self) -> list[str]:
         """Return what requests may ask for, of "generate", "embed" and "classify"."""
-        architecture = self._config.model_config.architecture
-        tasks = ["embed"] if architecture.is_encoder else ["generate", "embed"]
-        return [*tasks, "classify"] if architecture.num_classes else tasks
+        return self._config.model_config.supported_tasks
 
 
 def _resident_bytes() -> int:
