@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.engine_adapters import EngineAdapters
 from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.engine_control import EngineControl
 from vllm_mp.client.engine_loggers import EngineLoggers
@@ -33,7 +34,7 @@ from vllm_mp.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTokenizer, EngineClient):
+class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAdapters, EngineTokenizer, EngineClient):
     """An engine: this asyncio half, and the core process that runs the model.
 
     Create it with `from_engine_args`, or attach to a running core with `connect`. It may be created before any event
@@ -226,7 +227,6 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
         """
         self._check_process()
         check_unserved(
-            lora_request=lora_request,
             session_id=session_id,
             kv_hints=kv_hints,
             reasoning_ended=reasoning_ended,
@@ -237,6 +237,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
         trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
         self._attach_to_loop()
+        lora = await self._prepare(lora_request)
         given = CallerRequest(
             request_id=uuid.uuid4().hex if request_id is None else checked_request_id(request_id),
             prompt=prompt,
@@ -245,6 +246,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
             arrival_time=time.time() if arrival_time is None else checked_arrival_time(arrival_time),
             tokenization_kwargs=tokenization_kwargs or {},
             prompt_text=prompt_text,
+            lora=lora,
         )
         self._requests.reserve(given.request_id)
         try:
@@ -262,7 +264,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineTo
             self._requests.cancel(given.request_id)
             raise
         if is_sent:
-            self.stats.note_sent(stream, given.arrival_time, trace_context)
+            self.stats.note_sent(stream, given.arrival_time, trace_context, lora.lora_name if lora else None)
             log_request(self.vllm_config.observability_config, stream)
         else:
             self.stats.note_unsent()

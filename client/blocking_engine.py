@@ -3,14 +3,17 @@
 import functools
 import itertools
 import types
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.batch import Batch, BatchRequest, Output
 from vllm_mp.client.batch_inputs import BatchInputs
+from vllm_mp.client.engine_adapters import checked_adapter
+from vllm_mp.client.input_processor import check_priority
 from vllm_mp.client.loop_thread import LoopThread
 from vllm_mp.client.progress_bar import ProgressBar, UseTqdm
+from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.outputs import RequestFailure
@@ -24,8 +27,9 @@ _REFUSED = {
     "llm_engine": "read vllm_config, model_config and get_tokenizer() of this object, or use AsyncLLM for single steps",
     "beam_search": "generate with n completions and logprobs, and choose by cumulative_logprob",
     "apply_model": "no code travels to the core; collective_rpc calls its methods by name",
+    "enqueue_chat": "chat() runs conversations; enqueue() takes prompts",
     "reward": "models with reward heads are not served; classify() and score() are",
-    "get_metrics": "do_log_stats of AsyncLLM and /metrics of `vllm-mp serve` have the figures",
+    "get_metrics": "stat_loggers of AsyncLLM and /metrics of `vllm-mp serve` have the figures",
     "set_tokenizer": "give the option tokenizer",
     "release_kv_cache_memory": "sleep() releases the KV cache",
     **dict.fromkeys(
@@ -108,16 +112,41 @@ class BlockingEngine:
         self._thread.run(self._engine.reset_prefix_cache())
         return True
 
+    def reset_mm_cache(self) -> None:
+        """Return at once, as `AsyncLLM.reset_mm_cache` does: there is no cache of images or sounds."""
+        self._thread.run(self._engine.reset_mm_cache())
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a method of every worker by its name, as `AsyncLLM.collective_rpc` does."""
+        return self._thread.run(self._engine.collective_rpc(method, timeout, args, kwargs))
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release the memory of the KV cache and of the weights until `wake_up`, as `AsyncLLM.sleep` does."""
         self._thread.run(self._engine.sleep(level, mode))
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """End a sleep, as `AsyncLLM.wake_up` does."""
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        """End a sleep, as `AsyncLLM.wake_up` does; return whether everything is awake."""
         self._thread.run(self._engine.wake_up(tags))
+        return not self._thread.run(self._engine.is_sleeping())
 
-    def start_profile(self) -> None:
-        """Record the core's next steps, as `AsyncLLM.start_profile` does."""
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Record the core's next steps, as `AsyncLLM.start_profile` does.
+
+        Raises NotImplementedError for the arguments.
+        """
+        check_unserved(profile_prefix=profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations)
         self._thread.run(self._engine.start_profile())
 
     def stop_profile(self) -> str:
@@ -148,6 +177,19 @@ class BlockingEngine:
         if name in _REFUSED:
             raise _NotServedError(f"{type(self).__name__} has no {name}: {_REFUSED[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _inputs(self, prompts: Iterable[Any], params: Any, lora_request: Any, priority: Any) -> BatchInputs:
+        """Return the inputs of a batch.
+
+        Raises ValueError or TypeError for lists of different lengths, and for adapters and priorities that no request
+        to this engine can have.
+        """
+        inputs = BatchInputs(prompts, params, lora_request, priority)
+        for lora in inputs.values("lora_request"):
+            checked_adapter(lora, self.vllm_config)
+        for number in inputs.values("priority"):
+            check_priority(number, self.vllm_config)
+        return inputs
 
     def _requests(
         self, call: Callable[..., AsyncGenerator[Output, None]], inputs: BatchInputs, **arguments: Any

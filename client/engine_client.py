@@ -86,6 +86,9 @@ class EngineClient(ABC):
     async def stop_profile(self) -> str | None: ...
 
     @abstractmethod
+    async def reset_mm_cache(self) -> None: ...
+
+    @abstractmethod
     async def reset_prefix_cache(self) -> Any: ...
 
     @abstractmethod

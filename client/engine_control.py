@@ -62,19 +62,23 @@ class EngineControl(EngineLifecycle):
         self._attach()
         return [await self._core_client.call("collective_rpc", timeout, method, arguments)]
 
-    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: str = "abort", clear_cache: bool = True, *, wait_for_inflight_requests: bool | None = None
+    ) -> None:
         """Stop generation until `resume_generation`; requests that arrive meanwhile are accepted and wait.
 
         `mode` decides about live requests: "abort" ends them with finish_reason "abort", "wait" lets them finish and
         returns after the last, "keep" freezes them until generation is resumed. `clear_cache` ensures that no key or
         value from before the pause is used after it, as a change of weights requires: the prefix cache is emptied, and
-        frozen requests are recomputed.
+        frozen requests are recomputed. `wait_for_inflight_requests=True` is the older form of mode "wait".
 
         The pause holds for every client of a shared core, even after this client has left. Pausing a paused engine
         applies the new mode to the requests that do not already wait for the end of the pause; "abort" ends these too.
         Cancelling the call does not undo the pause. Raises ValueError for an unknown mode, TypeError unless
         `clear_cache` is a bool, and EngineError if the engine is resumed, or paused with "keep", while this call waits.
         """
+        if wait_for_inflight_requests:
+            mode = "wait"
         check_pause(mode, clear_cache)
         if mode == "wait":
             await self._call("pause", mode, clear_cache)

@@ -138,7 +138,7 @@ class EngineStatus(EngineLifecycle):
         return self._tracer is not None
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """Return what requests may ask for, of "generate", "embed" and "classify"."""
+        """Return what requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
         self._check_process()
         return tuple(self.model_config.supported_tasks)
 

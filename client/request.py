@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_mp.client.prompt import PromptType, check_text
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
@@ -25,6 +26,8 @@ class CallerRequest(NamedTuple):
     arrival_time: float
     """In seconds of `time.time()`."""
     tokenization_kwargs: dict[str, Any]
+    lora: LoRARequest | None = None
+    """The adapter for the request; None for the base model."""
     prompt_text: str | None = None
     """Text that the outputs repeat as the prompt; None: the text of `prompt`, if it has one."""
 
@@ -57,6 +60,8 @@ class GenerationRequest(NamedTuple):
     """The prompt, if it is given as embeddings; then `packed_prompt` is empty and `prompt_token_ids` are zeros."""
     extra_args: bytes = b""
     """`params.extra_args` as the wire carries them."""
+    lora: LoRARequest | None = None
+    """The adapter for the request; None for the base model."""
 
 
 class PoolingRequest(NamedTuple):
@@ -70,6 +75,7 @@ class PoolingRequest(NamedTuple):
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
+    lora: LoRARequest | None = None
 
 
 def checked_request_id(request_id: Any) -> str:
@@ -82,12 +88,15 @@ def checked_request_id(request_id: Any) -> str:
 
 
 def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:
-    """Return a digest that requests share if prompt, parameters and cache salt are equal; a drawn seed is left out."""
+    """Return a digest that requests share if prompt, parameters, cache salt and adapter are equal.
+
+    A drawn seed is left out.
+    """
     params, embeds = request.params, None
     if isinstance(request, GenerationRequest):
         embeds = request.prompt_embeds
         if request.seed_is_drawn:
             params = copy.copy(request.params)
             params.seed = None
-    content = type(params).__name__, request.packed_prompt, params, request.cache_salt, embeds
+    content = type(params).__name__, request.packed_prompt, params, request.cache_salt, embeds, request.lora
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()

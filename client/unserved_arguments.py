@@ -1,13 +1,16 @@
-"""The arguments of a request that vLLM has and this engine does not serve: each is refused by name, with the reason."""
+"""The arguments that vLLM has and this engine does not serve: each is refused by name, with the reason."""
 
 import reprlib
 from typing import Any
 
 _REASONS = {
     "chat_template": "pairs of texts are scored without a template; leave it None",
+    "delay_iterations": "a profile begins with the next step; leave it None",
     "kv_hints": "the prefix cache chooses by itself which blocks it keeps; leave it None",
     "lora_request": "LoRA is not served yet; leave it None",
+    "max_iterations": "a profile has at most 256 steps; leave it None, and call stop_profile() earlier",
     "mm_processor_kwargs": "prompts have no images or sounds; leave it None",
+    "profile_prefix": "each profile has a folder of its own, which stop_profile() returns; leave it None",
     "prompt_adapter_request": "prompt adapters are not served, and vLLM has dropped them; give a lora_request instead",
     "reasoning_ended": "no reasoning parser runs in this engine; leave it None",
     "reasoning_parser_kwargs": "no reasoning parser runs in this engine; leave it None",
@@ -24,8 +27,6 @@ def check_unserved(**arguments: Any) -> None:
 
 
 def check_data_parallel_rank(rank: int | None) -> None:
-    """Raise NotImplementedError unless `rank` is None or 0, which both name the only core."""
+    """Raise ValueError unless `rank` is None or 0, which both name the only core."""
     if rank is not None and (rank != 0 or isinstance(rank, bool)):
-        raise NotImplementedError(
-            f"data_parallel_rank={rank!r}: one core serves all requests, and its rank is 0; leave it None"
-        )
+        raise ValueError(f"data_parallel_rank={rank!r}: one core serves all requests, and its rank is 0; leave it None")

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -13,7 +13,10 @@ import torch
 import zmq
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
+from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHandler
+from vllm_mp.core.lora.adapter_cache import AdapterCache
+from vllm_mp.core.lora.reader import adapter_reader
+from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
@@ -28,6 +31,7 @@ from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.core.worker.worker import Worker
+from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.status_page import NOT_SUSPENDED, StatusPage, StepRequests, Suspension
 from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 
@@ -62,17 +66,20 @@ class EngineCore:
         page: StatusPage,
         suspension: Suspension = NOT_SUSPENDED,
         processors: RegisteredProcessors | None = None,
+        adapters: Sequence[AdapterRecord] | None = None,
     ) -> None:
         """`socket` is polled for messages, which `handler` reads. `page` gets every change of state.
 
         `processors` are the operator's logits processors.
-        The core enters `suspension`, the pause and the sleep of its predecessor.
+        The core enters `suspension`, the pause and the sleep of its predecessor, and knows its `adapters`. Without a
+        predecessor it loads those of the configuration. Raises ValueError if one of these cannot be loaded.
         """
         scheduler_config, cache = config.scheduler_config, config.cache_config
         model = config.model_config
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size)
-        self._scheduler = Scheduler(scheduler_config, self._batch, self._cache)
+        self._adapters, turns = _make_adapters(config, runner, page, adapters)
+        self._scheduler = Scheduler(scheduler_config, self._batch, self._cache, turns)
         self._sampler = Sampler(self._batch, device, processors)
         self._suspension = record = SuspensionRecord(page, suspension, handler.tell_pause)
         self._pause = Pause(self._scheduler, handler.send_ends, record.note_pause)
@@ -92,34 +99,35 @@ class EngineCore:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(stop.fd, zmq.POLLIN)
         self._stop = stop
+        if self._adapters is not None:
+            self._poller.register(self._adapters.fd, zmq.POLLIN)
         tokenizer_files = TokenizerFiles(model.tokenizer)
-        handler.serve(
-            self._scheduler,
-            {
-                "ping": lambda: None,
-                "status": self.status,
-                LIST_CALL: tokenizer_files.sizes,
-                READ_CALL: tokenizer_files.read,
-                "reset_prefix_cache": OperatorCall(self._between_steps(self._cache.forget_prefixes)),
-                "pause": OperatorCall(self._between_steps(self._pause.pause), record),
-                "resume": OperatorCall(self._pause.resume, record),
-                "start_profile": OperatorCall(self._between_steps(self._profiler.start)),
-                "stop_profile": OperatorCall(self._between_steps(self._profiler.stop)),
-                "sleep": OperatorCall(self._sleep.sleep, record),
-                "wake_up": OperatorCall(self._sleep.wake_up, record),
-                "collective_rpc": OperatorCall(self._between_steps(Worker(config, device, runner).call)),
-            },
-            page,
-        )
+        calls: dict[str, Operation] = {
+            "ping": lambda: None,
+            "status": self.status,
+            LIST_CALL: tokenizer_files.sizes,
+            READ_CALL: tokenizer_files.read,
+            "reset_prefix_cache": OperatorCall(self._between_steps(self._cache.forget_prefixes)),
+            "pause": OperatorCall(self._between_steps(self._pause.pause), record),
+            "resume": OperatorCall(self._pause.resume, record),
+            "start_profile": OperatorCall(self._between_steps(self._profiler.start)),
+            "stop_profile": OperatorCall(self._between_steps(self._profiler.stop)),
+            "sleep": OperatorCall(self._sleep.sleep, record),
+            "wake_up": OperatorCall(self._sleep.wake_up, record),
+            "collective_rpc": OperatorCall(self._between_steps(Worker(config, device, runner).call)),
+        }
+        handler.adapters = self._adapters
+        handler.serve(self._scheduler, calls | _adapter_calls(self._adapters), page)
 
     def run(self) -> None:
         """Serve until told to stop; if the stop drains, until there is no work left."""
         self._note_state()
         with contextlib.suppress(StopSignal.Stopped):  # from a wake-up that loads weights
-            while not self._stop.is_set or (self._stop.drain and self._scheduler.has_work):
+            while not self._stop.is_set or (self._stop.drain and self._has_unfinished_work):
                 self._wait_for_work()
                 self._handler.receive(admit=not self._stop.is_set)
                 self._settle_sleep()
+                self._settle_adapters()
                 self._run_step()
                 self._pause.settle()
                 if self._checks_invariants:
@@ -142,8 +150,17 @@ class EngineCore:
             "num_clients": self._handler.num_clients,
         }
 
+    @property
+    def _has_unfinished_work(self) -> bool:
+        """Whether requests run, or will run when their adapters are loaded."""
+        return self._scheduler.has_work or self._scheduler.waits_for_adapters
+
     def _wait_for_work(self) -> None:
-        """Return at once if there is work; else when a message or the stop arrives, at the latest after `_BEAT_MS`."""
+        """Return at once if there is work; else when there is news, at the latest after `_BEAT_MS`.
+
+        News are a message, the stop, or an adapter that was loaded.
+        """
+        self._scheduler.assign_adapters()
         if not (self._scheduler.has_work or self._scheduler.pending_steps):
             self._poller.poll(_BEAT_MS)
             self._page.beat()
@@ -154,6 +171,12 @@ class EngineCore:
             self._process_all_but(0)
             self._sleep.settle()
             self._note_state()
+
+    def _settle_adapters(self) -> None:
+        """Let requests use the adapters that were loaded, and end requests whose adapters could not be loaded."""
+        if self._adapters is not None:
+            for adapter, why in self._adapters.take_loaded():
+                self._handler.send_ends(self._scheduler.fail_adapter(adapter, why))
 
     def _run_step(self) -> None:
         """Launch the next step, if one may be scheduled, and process the pending steps that are due."""
@@ -219,3 +242,34 @@ class EngineCore:
             self._cache.pool.num_blocks,
             self._pending_requests() if self._scheduler.pending_steps else None,
         )
+
+
+def _make_adapters(
+    config: VllmConfig, runner: ModelRunner, page: StatusPage, known: Sequence[AdapterRecord] | None
+) -> tuple[AdapterCache | None, AdapterTurns | None]:
+    """Return the adapters that requests may use, and their turns; None without LoRA.
+
+    `known` are those of a predecessor; None: load those of the configuration. Raises ValueError if that fails.
+    """
+    limits, slots = config.lora_config, runner.adapters
+    if limits is None or slots is None:
+        return None, None
+    read = adapter_reader(config.model_config, limits.max_lora_rank)
+    cache = AdapterCache(limits.max_cpu_loras, limits.max_loras, read, page.note_adapters)
+    if known is None:
+        cache.load_first(limits.lora_modules)
+    else:
+        cache.restore(known)
+    return cache, AdapterTurns(limits.max_loras, cache, slots.load)
+
+
+def _adapter_calls(adapters: AdapterCache | None) -> dict[str, Operation]:
+    """Return the operations on LoRA adapters; none without LoRA."""
+    if adapters is None:
+        return {}
+    return {
+        "add_lora": OperatorCall(adapters.add),
+        "remove_lora": OperatorCall(adapters.remove),
+        "pin_lora": OperatorCall(adapters.pin),
+        "list_loras": adapters.ids,
+    }

@@ -196,7 +196,18 @@ def _load(
         time.monotonic() - started,
         launch.address if launch.public is None else launch.public.address,
     )
-    return EngineCore(config, device, runner, handler, bound.socket, stop, page, launch.suspension, processors)
+    return EngineCore(
+        config,
+        device,
+        runner,
+        handler,
+        bound.socket,
+        stop,
+        page,
+        launch.suspension,
+        processors,
+        launch.adapters,
+    )
 
 
 def _read_launch() -> CoreLaunch:

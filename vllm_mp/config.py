@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.model_config.registry import read_architecture
@@ -70,9 +71,15 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
 
     @property
     def supported_tasks(self) -> list[str]:
-        """What requests may ask for, of "generate", "embed" and "classify"."""
-        tasks = ["embed"] if self.architecture.is_encoder else ["generate", "embed"]
-        return [*tasks, "classify"] if self.architecture.num_classes else tasks
+        """What requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
+        architecture = self.architecture
+        can = {
+            "generate": not architecture.is_encoder,
+            "embed": True,
+            "classify": architecture.num_classes > 0,
+            "score": architecture.num_classes == 1,
+        }
+        return [task for task in can if can[task]]
 
     def get_vocab_size(self) -> int:
         return self.architecture.vocab_size
@@ -156,6 +163,8 @@ class LoRAConfig(msgspec.Struct, kw_only=True):
     max_cpu_loras: int
     """Maximum number of adapters in host memory; at least `max_loras`."""
     max_lora_rank: int
+    lora_modules: list[LoRARequest] = []
+    """The adapters that the core loads before it serves."""
 
 
 class DecodingConfig(msgspec.Struct, kw_only=True):

@@ -24,6 +24,7 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm_mp.lora_request import parse_lora_module
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
 from vllm_mp.model_config.json_file import read_json
@@ -103,7 +104,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         decoding_config=DecodingConfig(),
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
-        lora_config=_lora_config(args, architecture) if args.enable_lora else None,
+        lora_config=_lora_config(args, architecture),
     )
 
 
@@ -210,8 +211,15 @@ def _max_model_len(args: "EngineArgs", architecture: Architecture, max_seq_lengt
     return args.max_model_len
 
 
-def _lora_config(args: "EngineArgs", architecture: Architecture) -> LoRAConfig:
-    """Return the section of LoRA adapters. Raises ValueError for a model that takes none, and for contrary limits."""
+def _lora_config(args: "EngineArgs", architecture: Architecture) -> LoRAConfig | None:
+    """Return the section of LoRA adapters; None without them.
+
+    Raises ValueError for a model that takes none, and for options that contradict each other.
+    """
+    if not args.enable_lora:
+        if args.lora_modules:
+            raise ValueError(f"lora_modules={args.lora_modules!r} needs enable_lora=True; set it")
+        return None
     if not isinstance(architecture, NativeArchitecture) or architecture.is_encoder:
         raise ValueError(
             f"enable_lora=True: adapters are served for decoders with a native model, and {args.model} "
@@ -222,7 +230,11 @@ def _lora_config(args: "EngineArgs", architecture: Architecture) -> LoRAConfig:
         raise ValueError(
             f"max_cpu_loras={max_cpu_loras} is below max_loras={args.max_loras}; raise the first or lower the second"
         )
-    return _section(LoRAConfig, args, max_cpu_loras=max_cpu_loras)
+    modules = [parse_lora_module(text, number) for number, text in enumerate(args.lora_modules, 1)]
+    names = [args.served_model_name or args.model, *(module.lora_name for module in modules)]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"lora_modules: the name {repeated[0]!r} is used twice; give each adapter a name of its own")
+    return _section(LoRAConfig, args, max_cpu_loras=max_cpu_loras, lora_modules=modules)
 
 
 def _scheduler_config(args: "EngineArgs", max_model_len: int, is_encoder: bool) -> SchedulerConfig:

@@ -8,6 +8,7 @@ import msgspec
 
 import vllm_mp
 from vllm_mp.config import VllmConfig
+from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.status_page import NOT_SUSPENDED, Suspension
 from vllm_mp.wire import LastDeath
 
@@ -138,3 +139,5 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """The key of the clients that may change the core for all clients; empty: there are none."""
     predecessor: Predecessor | None = None
     """The core that served before this one and died; None for the first core."""
+    adapters: list[AdapterRecord] | None = None
+    """The LoRA adapters that the predecessor knew; None if no core has served before."""

@@ -161,6 +161,12 @@ class EngineArgs(Options):
         None, "Maximum number of LoRA adapters in host memory; by default max_loras", low=1, high=65_536
     )
     max_lora_rank: int = option(16, "Maximum rank of a LoRA adapter", low=1, high=512)
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "LoRA adapters that are loaded at the start, each as NAME=FOLDER or as a JSON object with name and path; they "
+        "get the ids 1, 2, ..., and a server serves each as the model NAME; by default none",
+        takes_list=True,
+    )
     quantization: str | None = option(
         None,
         "Make weights of 8 bits when the model is loaded, with a scale for each output; int8: integers, on CPUs; fp8: "

@@ -1,4 +1,4 @@
-"""A LoRA adapter as requests and calls name it."""
+"""A LoRA adapter as requests and calls name it, and as a core tells its successor of it."""
 
 from typing import Annotated
 
@@ -69,6 +69,47 @@ class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
     def __hash__(self) -> int:
         return hash(self.lora_name)
+
+
+def parse_lora_module(text: str, number: int) -> LoRARequest:
+    """Return the adapter with the id `number` that `text` names: NAME=FOLDER, or a JSON object with name and path.
+
+    Raises ValueError, with the remedy, for another text.
+    """
+    name, is_pair, path = text.partition("=")
+    if text.lstrip().startswith("{"):
+        try:
+            module = msgspec.json.decode(text, type=_Module)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"lora_modules: {text!r} is no JSON object with name and path: {error}") from None
+        name, path = module.name, module.path
+    elif not is_pair:
+        raise ValueError(f"lora_modules must be NAME=FOLDER, got {text!r}")
+    try:
+        return LoRARequest(name, number, path)
+    except ValueError as error:
+        raise ValueError(f"lora_modules: {error}") from None
+
+
+class _Module(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter in JSON, as vLLM's flag `--lora-modules` takes it."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+class AdapterRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What the successor of a core must know of an adapter."""
+
+    id: int
+    name: str
+    path: str
+    digest: str = ""
+    """Digest of the weights that the core had loaded; empty if it had not loaded them."""
+    is_added: bool = True
+    """A call of `add_lora` named the adapter, so that it is known until it is removed."""
+    is_pinned: bool = False
 
 
 def _is_unicode(text: str) -> bool:

@@ -19,16 +19,25 @@ def option(
     low: float | None = None,
     high: float | None = None,
     unserved: str = "",
+    takes_list: bool = False,
 ) -> Any:
     """Declare an option, from which its flag, help and validation follow.
 
     `help` describes the default in words if it is None or empty; any other default is added to the flag's help. `low`
     and `high` are the least and the greatest value. `unserved` says why only the default is accepted; empty: other
-    values are too.
+    values are too. `takes_list`: the flag of a tuple takes several values at once; else it is given once for each
+    value.
     """
     return dataclasses.field(
         default=default,
-        metadata={"help": help, "choices": choices, "low": low, "high": high, "unserved": unserved},
+        metadata={
+            "help": help,
+            "choices": choices,
+            "low": low,
+            "high": high,
+            "unserved": unserved,
+            "takes_list": takes_list,
+        },
     )
 
 
@@ -59,7 +68,13 @@ class Options:
             if value_type is bool:
                 action = group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
             elif value_type is tuple:
-                action = group.add_argument(flag, action="append", metavar=field.name.upper())
+                several = field.metadata["takes_list"]
+                action = group.add_argument(
+                    flag,
+                    action="extend" if several else "append",
+                    nargs="+" if several else None,
+                    metavar=field.name.upper(),
+                )
             else:
                 action = group.add_argument(
                     flag,

@@ -5,11 +5,13 @@ does not track them.
 """
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from vllm_mp.lora_request import LoRARequest
 
 
 class Logprob(msgspec.Struct, gc=False):
@@ -50,8 +52,8 @@ class CompletionOutput(msgspec.Struct, gc=False):
     """None while the completion runs, then "stop", "length", "abort" or "error"."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the completion; None for end-of-sequence."""
-    lora_request: Any = None
-    """Always None: this version serves no LoRA adapters."""
+    lora_request: LoRARequest | None = None
+    """The adapter of the request; None for the base model."""
 
     def finished(self) -> bool:
         """Return whether the completion has ended."""
@@ -74,8 +76,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     """Number of prompt tokens that the prefix cache held."""
-    lora_request: Any = None
-    """Always None: this version serves no LoRA adapters."""
+    lora_request: LoRARequest | None = None
+    """The adapter of the request; None for the base model."""
 
 
 class RequestFailure(msgspec.Struct, gc=False):
@@ -163,4 +165,5 @@ class ClassificationRequestOutput:
 
 
 EmbeddingRequestOutput = PoolingRequestOutput
-"""The same class under its older name."""
+EmbeddingOutput = PoolingOutput
+"""The same classes under their older names."""

@@ -25,7 +25,6 @@ from vllm_mp.parameters import (
     TokenBiases,
     TokenIds,
 )
-from vllm_mp.unserved_names import refuse
 
 MAX_BAD_WORDS = 1024
 MAX_EXTRA_ARGS_BYTES = 2**14
@@ -300,11 +299,22 @@ _NOT_SERVED = {
     if isinstance(PARAMETERS[field.name], NotServed)
 }
 
-__getattr__ = refuse(
-    __name__,
-    dict.fromkeys(
-        ("GuidedDecodingParams", "StructuredOutputsParams"),
-        "output is not held to a grammar; use allowed_token_ids, or check the text",
-    )
-    | {"BeamSearchParams": "there is no beam search; ask for n completions with logprobs and choose among them"},
-)
+
+class StructuredOutputsParams:
+    """What vLLM's requests say about the form of their output; not served, so nothing can be said."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(
+            "output is not held to a grammar: use allowed_token_ids or a logits processor, or check the text"
+        )
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""The same class under its older name."""
+
+
+class BeamSearchParams:
+    """The parameters of vLLM's beam search, which is not served."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("there is no beam search: ask for n completions with logprobs, and choose among them")

@@ -12,14 +12,16 @@ import enum
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.file_owner import trusted_owners
+from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.wire import MAX_CLIENTS, MAX_CONVICTED_DEATHS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
 _MAGIC = 0x564D_5053_0004
@@ -38,7 +40,10 @@ _CONVICTED_AT = _CALLS_AT + MAX_NOTED_CALLS
 _CLIENT = np.dtype([("next_number", "<u8"), ("token", "u1", (TOKEN_BYTES,))])
 """A place of the table of clients: the client's number plus 1, or 0 if the place is free; and the client's token."""
 _CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
-_SIZE = _CLIENTS_OFFSET + _CLIENT.itemsize * MAX_CLIENTS
+_ADAPTERS_OFFSET = _CLIENTS_OFFSET + _CLIENT.itemsize * MAX_CLIENTS
+MAX_ADAPTER_BYTES = 2**18
+"""Maximum size of the records of the known adapters on the page."""
+_SIZE = _ADAPTERS_OFFSET + 2 * MAX_ADAPTER_BYTES
 
 
 class CoreState(enum.IntEnum):
@@ -82,6 +87,10 @@ class _Field(enum.IntEnum):
     NUM_DRAINING = 18
     NUM_CALLS = 19
     OUTSIDE_SIGNAL = 20
+    ADAPTERS = 21
+    """Two times the size in bytes of the records of adapters, plus the number of the half that holds them, 0 or 1.
+
+    0: none were noted. The other half is written first, so that a core that is killed leaves complete records."""
 
 
 class SleepState(NamedTuple):
@@ -167,6 +176,9 @@ class StatusPage:
             memory, np.int32, count=3 * MAX_STEP_REQUESTS, offset=_HEADER_BYTES
         ).reshape(-1, 3)
         self._clients: npt.NDArray[np.void] = np.frombuffer(memory, _CLIENT, count=MAX_CLIENTS, offset=_CLIENTS_OFFSET)
+        self._adapters: npt.NDArray[np.uint8] = np.frombuffer(
+            memory, np.uint8, count=2 * MAX_ADAPTER_BYTES, offset=_ADAPTERS_OFFSET
+        ).reshape(2, -1)
 
     @classmethod
     def create(cls, path: str | None, incarnation: int) -> "StatusPage":
@@ -261,6 +273,23 @@ class StatusPage:
         """Return the token of each client by the client's number; call this only after the core's end."""
         taken = self._clients[self._clients["next_number"] != 0]
         return {int(place["next_number"]) - 1: place["token"].tobytes() for place in taken}
+
+    def note_adapters(self, records: Sequence[AdapterRecord]) -> None:
+        """Publish the known adapters; the last of them are left out if they do not fit on the page."""
+        data = msgspec.msgpack.encode(records)
+        while len(data) > MAX_ADAPTER_BYTES:
+            records = records[: len(records) * MAX_ADAPTER_BYTES // len(data)]
+            data = msgspec.msgpack.encode(records)
+        half = 1 - int(self._header[_Field.ADAPTERS]) % 2
+        self._adapters[half, : len(data)] = np.frombuffer(data, np.uint8)
+        self._header[_Field.ADAPTERS] = 2 * len(data) + half
+
+    def adapters(self) -> list[AdapterRecord] | None:
+        """Return the known adapters, None if they were not noted; call this only after the core's end."""
+        size, half = divmod(int(self._header[_Field.ADAPTERS]), 2)
+        if not size:
+            return None
+        return msgspec.msgpack.decode(self._adapters[half, :size].tobytes(), type=list[AdapterRecord])
 
     def note_convicted(self, deaths: Iterable[int]) -> None:
         """Publish the incarnations of cores for whose deaths a request is to blame; beyond 64, the first are kept."""

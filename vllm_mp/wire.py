@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import MAX_BAD_WORDS, MAX_EXTRA_ARGS_BYTES, SamplingParams
@@ -103,6 +104,8 @@ class AddRequest(_Message, tag=2):
     has inherited a pause with mode "wait" holds the request back. Waiting requests of one client and one priority run
     in the order of `arrival_time`, in seconds of the client's `time.time()`. `prompt_embeds` takes the place of
     `prompt`, which is then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
+    `lora` is the adapter for the request, or None for the base model, and `adapter_digest` the digest of the weights
+    that computed `output`; it is empty if the client does not know it.
     """
 
     incarnation: int
@@ -124,6 +127,8 @@ class AddRequest(_Message, tag=2):
     arrival_time: float = 0.0
     prompt_embeds: PromptEmbeds | None = None
     extra_args: Annotated[bytes, msgspec.Meta(max_length=MAX_EXTRA_ARGS_BYTES)] = b""
+    lora: LoRARequest | None = None
+    adapter_digest: _Name = ""
 
 
 class AddPooling(_Message, tag=6):
@@ -140,6 +145,7 @@ class AddPooling(_Message, tag=6):
     isolation_group: int = 0
     after_pause: bool = False
     arrival_time: float = 0.0
+    lora: LoRARequest | None = None
 
 
 class AbortRequests(_Message, tag=3):
@@ -256,7 +262,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """The end of a request. The core sends exactly one for each slot added; the slot is free after it.
 
     `num_output_tokens` counts the tokens of the whole completion. `reason` is "stop", "length", "abort" or "error".
-    `stop_reason` is a token id; the client finds stop strings itself.
+    `stop_reason` is a token id; the client finds stop strings itself. `needs_operator`: the error is that only
+    operators may make such a request.
     """
 
     slot: int
@@ -264,6 +271,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     reason: str
     stop_reason: int | str | None = None
     error: str | None = None
+    needs_operator: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -307,6 +315,8 @@ class StepOutput(_Message, tag=18):
     queued: list[tuple[int, float]] = []
     """(slot, seconds) of requests with their first token or their vector here: the time that each waited in this core
     until a step computed its first tokens."""
+    adapters: list[tuple[int, str]] = []
+    """(slot, digest of its adapter's weights) of requests with their first token here that have an adapter."""
 
 
 class Reply(_Message, tag=19):

@@ -23,6 +23,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
+from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.operator_key import new_operator_key
 from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
 
@@ -86,6 +87,8 @@ class CoreLauncher:
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._suspension = NOT_SUSPENDED
         """The pause and the sleep that the next core must enter."""
+        self._adapters: list[AdapterRecord] | None = None
+        """The LoRA adapters that the next core must know; None before a core has known any."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -120,7 +123,9 @@ class CoreLauncher:
             self._process = None
         if self._process is None:
             self._process = self._start(standby=False)
-        self._process.launch(self._config, self._operator_key, self._num_started, self._suspension, self.predecessor)
+        self._process.launch(
+            self._config, self._operator_key, self._num_started, self._suspension, self.predecessor, self._adapters
+        )
         self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
@@ -171,7 +176,7 @@ class CoreLauncher:
     def discard(self, process: CoreProcess) -> None:
         """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
 
-        The next core will enter the pause and the sleep that were in force.
+        The next core will enter the pause and the sleep that were in force, and know the same adapters.
         """
         process.stop()
         page = process.status_page()
@@ -179,6 +184,9 @@ class CoreLauncher:
             suspension = page.read().suspension
             if suspension.generation >= self._suspension.generation:  # else the core died before it had entered any
                 self._suspension = suspension
+            adapters = page.adapters()
+            if adapters is not None:
+                self._adapters = adapters
         process.remove_files()
         for log in self.folder.glob("core-*.log"):
             number = int(log.stem.removeprefix("core-"))

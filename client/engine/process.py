@@ -18,6 +18,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
+from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.status_page import StatusPage, Suspension
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class CoreProcess:
         number: int,
         suspension: Suspension,
         predecessor: Predecessor | None,
+        adapters: list[AdapterRecord] | None,
     ) -> None:
         """Send the process its configuration, with which it becomes a core; `CoreLaunch` describes the rest."""
         launch = CoreLaunch(
@@ -106,6 +108,7 @@ class CoreProcess:
             predecessor=predecessor,
             operator_key=operator_key,
             suspension=suspension,
+            adapters=adapters,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it

@@ -26,6 +26,7 @@ class Completion:
         "_stops",
         "_text",
         "_text_is_complete",
+        "adapter_digest",
         "finish",
         "index",
         "is_live",
@@ -55,6 +56,8 @@ class Completion:
         """Every token received; after a death they are sent to the next core."""
         self.finish: Finished | None = None
         """The end of the completion; None while it runs."""
+        self.adapter_digest = ""
+        """Digest of the weights of the adapter that computes the tokens; empty for the base model."""
         self.is_live = True
         """Whether tokens may still arrive: neither the completion nor, with an error, its stream has ended."""
         self._detokenizer = detokenizer

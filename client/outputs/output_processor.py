@@ -10,7 +10,7 @@ from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_path import Entry
 from vllm_mp.client.outputs.stream import Awaited, GenerationStream, PoolingStream, RequestStream
 from vllm_mp.client.outputs.wake_ups import WakeUps
-from vllm_mp.errors import DuplicateRequestIdError, EngineError, EngineGenerateError
+from vllm_mp.errors import DuplicateRequestIdError, EngineError, EngineGenerateError, NotOperatorError
 
 
 class OutputProcessor:
@@ -134,6 +134,10 @@ class OutputProcessor:
             owner, awaited = self._at(slot)
             if owner is not None and awaited is not None and awaited.index == 0:
                 owner.num_cached_tokens = count
+        for slot, digest in message.adapters:
+            _, awaited = self._at(slot)
+            if isinstance(awaited, Completion):
+                awaited.adapter_digest = digest
         for finish in message.finished:
             if (found := self._free(finish.slot)) is not None:
                 unwanted += self._end(*found, finish)
@@ -241,7 +245,8 @@ class OutputProcessor:
         if stream.is_over or awaited.finish is not None:
             return []
         if finish.reason == "error":
-            return self.fail(stream, f"request {stream.request_id} failed: {finish.error}")
+            error = NotOperatorError if finish.needs_operator else EngineGenerateError
+            return self.fail_with(stream, error(f"request {stream.request_id} failed: {finish.error}"))
         if finish.num_output_tokens != awaited.num_tokens:
             return self._fail_for_lost_tokens(stream, awaited)
         stream.end(awaited, finish)

@@ -304,7 +304,9 @@ class GenerationStream(RequestStream):
         """Each token is news."""
         self.has_logprobs = self._prompt_logprobs is not None or completions[0].logprobs is not None
         self._first = completions[0]
-        self.is_plain = len(completions) == 1 and self._wakes_for_each_token and completions[0].is_plain
+        self.is_plain = (
+            len(completions) == 1 and self._wakes_for_each_token and completions[0].is_plain and request.lora is None
+        )
         """Before the end, each token is news, and an output has only tokens of a single completion, and their text."""
 
     @property
@@ -330,6 +332,8 @@ class GenerationStream(RequestStream):
             arrival_time=request.arrival_time,
             prompt_embeds=request.prompt_embeds,
             extra_args=request.extra_args,
+            lora=request.lora,
+            adapter_digest=completion.adapter_digest if completion.token_ids else "",
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:
@@ -389,6 +393,10 @@ class GenerationStream(RequestStream):
             finished = all(completion.is_taken for completion in completions)
         if self._is_delta:
             self._prompt_logprobs = None
+        lora = self._request.lora
+        if lora is not None:
+            for output in outputs:
+                output.lora_request = lora
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -398,6 +406,7 @@ class GenerationStream(RequestStream):
             None if prompt_logprobs is None else prompt_logprobs.made,
             self._metrics,
             self.num_cached_tokens,
+            lora,
         )
 
 
@@ -429,6 +438,7 @@ class PoolingStream(RequestStream):
             isolation_group=isolation.group,
             after_pause=self.after_pause,
             arrival_time=request.arrival_time,
+            lora=request.lora,
         )
 
     def has_news(self) -> bool:

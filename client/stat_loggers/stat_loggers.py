@@ -174,7 +174,16 @@ class StatLoggers:
         counted = last.num_preemptions if last is not None and last.incarnation == load.incarnation else 0
         iteration.num_preempted_reqs = max(0, load.num_preemptions - counted)
         self._last_load = load
-        return SchedulerStats.of(load, iteration.prefix_cache)
+        has_adapters = self._engine.vllm_config.lora_config is not None
+        waiting, running = self._engine.stats.live_adapters() if has_adapters else ({}, {})
+        return SchedulerStats(
+            load.num_running,
+            load.num_waiting,
+            kv_cache_usage=load.kv_cache_usage,
+            prefix_cache_stats=iteration.prefix_cache,
+            waiting_lora_adapters=waiting,
+            running_lora_adapters=running,
+        )
 
     def _drop_blocked(self) -> None:
         for named in self._all():

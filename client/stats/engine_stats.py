@@ -6,7 +6,7 @@ The work is per message, or per request, never per token. Moments are in seconds
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,8 @@ class _LiveRequest:
     arrival: float
     sent: float
     trace_headers: Mapping[str, str]
+    adapter: str | None
+    """The name of its LoRA adapter; None for the base model."""
     queue_s: float | None = None
     first_token: float | None = None
     num_cached_tokens: int = 0
@@ -135,6 +137,16 @@ class EngineStats(EngineCounters):
             record.iteration_timestamp = time.time()
             return record
 
+    def live_adapters(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the number of live requests by adapter: of those without a first output, and of the others."""
+        waiting: Counter[str] = Counter()
+        running: Counter[str] = Counter()
+        with self._lock:
+            for live in self._live.values():
+                if live.adapter is not None:
+                    (waiting if live.first_token is None else running)[live.adapter] += 1
+        return dict(waiting), dict(running)
+
     def share(self, folder: Path, name: str) -> None:
         """Count together with other processes, from now on in files called `name` in `folder`.
 
@@ -144,12 +156,21 @@ class EngineStats(EngineCounters):
         self.cells.share(folder, name)
         self.core_restarts.share(folder, name)
 
-    def note_sent(self, stream: RequestStream, arrival_time: float, trace_headers: Mapping[str, str]) -> None:
-        """Count a request that was given to the core; `arrival_time` is in seconds of `time.time()`."""
+    def note_sent(
+        self,
+        stream: RequestStream,
+        arrival_time: float,
+        trace_headers: Mapping[str, str],
+        adapter: str | None = None,
+    ) -> None:
+        """Count a request that was given to the core; `arrival_time` is in seconds of `time.time()`.
+
+        `adapter` is the name of its LoRA adapter.
+        """
         now = time.monotonic()
         arrival = now - max(0.0, time.time() - arrival_time)
         with self._lock:
-            self._live[stream] = _LiveRequest(arrival, now, trace_headers)
+            self._live[stream] = _LiveRequest(arrival, now, trace_headers, adapter)
             self._write_step()
             for awaited in stream.awaited:
                 self._last_token[awaited.slot] = 0.0
@@ -232,12 +253,11 @@ class EngineStats(EngineCounters):
             now = time.monotonic()
             reason = _finish_reason(stream)
             lengths = [awaited.num_tokens for awaited in stream.awaited]
-            finished = _finished(stream, live, lengths, reason, now)
             self.finished_requests.add(1, reason)
             if reason == "length" or reason == "stop":
-                self._count_finished(finished, live, max(lengths))
+                self._count_finished(stream, live, lengths, now)
             if self._record is not None:
-                self._record.add_finished(finished, lengths)
+                self._record.add_finished(_finished(stream, live, lengths, reason, now), lengths)
                 self._announce()
         if self._listeners:
             self._hand_over(stream, live, sum(lengths), reason, now)
@@ -352,22 +372,25 @@ class EngineStats(EngineCounters):
             self._last_token[self._step_indexes] = self._step_time
             self._step_slots = b""
 
-    def _count_finished(self, finished: FinishedRequestStats, live: _LiveRequest, longest: int) -> None:
-        """Count a request that ended with "stop" or "length"; `longest` is the number of tokens of a completion."""
-        self.e2e_s.observe(finished.e2e_latency)
+    def _count_finished(self, stream: RequestStream, live: _LiveRequest, lengths: list[int], now: float) -> None:
+        """Count a request that ended `now` with "stop" or "length"; `lengths` are the tokens of its completions."""
+        self.e2e_s.observe(now - live.arrival)
         self.tokenize_s.observe(live.sent - live.arrival)
-        self.request_prompt_tokens.observe(finished.num_prompt_tokens)
-        if live.first_token is None:
+        self.request_prompt_tokens.observe(len(stream.prompt_token_ids))
+        first, queue_s = live.first_token, live.queue_s
+        if first is None or queue_s is None:
             return
-        self.queue_s.observe(finished.queued_time)
-        self.prefill_s.observe(finished.prefill_time)
-        self.inference_s.observe(finished.inference_time)
+        scheduled = live.sent + queue_s
+        self.queue_s.observe(queue_s)
+        self.prefill_s.observe(first - scheduled)
+        self.inference_s.observe(now - scheduled)
+        longest = max(lengths)
         if longest:
-            self.decode_s.observe(finished.decode_time)
-            self.request_generation_tokens.observe(finished.num_generation_tokens)
+            self.decode_s.observe(now - first)
+            self.request_generation_tokens.observe(sum(lengths))
             self.longest_completion_tokens.observe(longest)
         if longest > 1:
-            self.token_s.observe(finished.mean_time_per_output_token)
+            self.token_s.observe((now - first) / (longest - 1))
 
     def _hand_over(
         self, stream: RequestStream, live: _LiveRequest, num_output_tokens: int, reason: str, now: float

@@ -10,8 +10,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from vllm_mp.client.stats.core_reading import CoreReading
-
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -89,7 +87,9 @@ class SchedulerStats:
     kv_connector_stats: dict[str, Any] | None = None
     ec_connector_stats: dict[str, Any] | None = None
     waiting_lora_adapters: dict[str, int] = field(default_factory=dict)
+    """Requests of this client that wait for their first output, by the name of their adapter."""
     running_lora_adapters: dict[str, int] = field(default_factory=dict)
+    """The others that are live."""
     cudagraph_stats: Any = None
     perf_stats: Any = None
     iteration_details: Any = None
@@ -98,13 +98,6 @@ class SchedulerStats:
     def gpu_cache_usage(self) -> float:
         """`kv_cache_usage` under its older name."""
         return self.kv_cache_usage
-
-    @classmethod
-    def of(cls, load: CoreReading, prefix_cache: PrefixCacheStats) -> "SchedulerStats":
-        """Return the stats of a core with this load."""
-        return cls(
-            load.num_running, load.num_waiting, kv_cache_usage=load.kv_cache_usage, prefix_cache_stats=prefix_cache
-        )
 
 
 class IterationStats:

@@ -5,6 +5,7 @@ import numpy as np
 
 from vllm_mp import wire
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
@@ -20,18 +21,23 @@ def new_request(
     config: VllmConfig,
     order: tuple[int, int],
     num_bytes: int,
+    adapter: CachedAdapter | None = None,
 ) -> Request:
     """Return the request of a message of `num_bytes`; `order` is its place in the waiting queue.
 
-    Raises ValueError or NotImplementedError for a request that cannot run.
+    `adapter` is the one that the message names. Raises ValueError or NotImplementedError for a request that cannot run.
     """
+    number = 0 if adapter is None else adapter.number
     if isinstance(message, wire.AddPooling):
-        return _pooling(client, message, config, order, num_bytes)
-    return _generation(client, message, config, order, num_bytes)
+        request = _pooling(client, message, config, order, num_bytes, number)
+    else:
+        request = _generation(client, message, config, order, num_bytes, number)
+    request.adapter = adapter
+    return request
 
 
 def _pooling(
-    client: int, message: wire.AddPooling, config: VllmConfig, order: tuple[int, int], num_bytes: int
+    client: int, message: wire.AddPooling, config: VllmConfig, order: tuple[int, int], num_bytes: int, adapter: int
 ) -> Request:
     prompt, params, defaults = wire.unpack_ids(message.prompt), message.params, config.model_config.pooling
     validate_pooling(message.request_id, prompt, params, config)
@@ -52,7 +58,7 @@ def _pooling(
         tokens=prompt,
         num_prompt_tokens=len(prompt),
         max_total_tokens=len(prompt),
-        hashes=[root_hash(message.cache_salt)] if config.cache_config.enable_prefix_caching else [],
+        hashes=[root_hash(message.cache_salt, adapter)] if config.cache_config.enable_prefix_caching else [],
         # The other types need the hidden states of tokens before the last.
         reads_cache=pooling.pooling_type == "last",
         order=order,
@@ -64,7 +70,7 @@ def _pooling(
 
 
 def _generation(
-    client: int, message: wire.AddRequest, config: VllmConfig, order: tuple[int, int], num_bytes: int
+    client: int, message: wire.AddRequest, config: VllmConfig, order: tuple[int, int], num_bytes: int, adapter: int
 ) -> Request:
     prompt, output, embeds = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output), message.prompt_embeds
     if embeds is not None:
@@ -96,7 +102,7 @@ def _generation(
         logits_processors=logits_processors,
         num_logprobs=_num_logprobs(message.params.logprobs, config),
         num_prompt_logprobs=_num_logprobs(prompt_logprobs, config),
-        hashes=_root_hashes(client, message, config),
+        hashes=_root_hashes(client, message, config, adapter),
         # Cached tokens are not computed, so they have no log-probabilities.
         reads_cache=prompt_logprobs is None,
         order=order,
@@ -107,13 +113,13 @@ def _generation(
     )
 
 
-def _root_hashes(client: int, message: wire.AddRequest, config: VllmConfig) -> list[bytes]:
+def _root_hashes(client: int, message: wire.AddRequest, config: VllmConfig, adapter: int) -> list[bytes]:
     """Return the root hash that a request's block hashes build on, or nothing if it may share no blocks."""
     if config.cache_config.enable_prefix_caching:
-        return [root_hash(message.cache_salt)]
+        return [root_hash(message.cache_salt, adapter)]
     if message.group:
         # A client's number is never given to another client, so no other client can name this group.
-        return [root_hash(f"{client} {message.group}")]
+        return [root_hash(f"{client} {message.group}", adapter)]
     return []
 
 

@@ -19,6 +19,8 @@ from vllm_mp.core.ipc.clients import Clients
 from vllm_mp.core.ipc.new_request import new_request
 from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.step_messages import by_client, step_outputs
+from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
+from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.suspension_record import SuspensionRecord
@@ -35,6 +37,7 @@ _RECEIVE_S = 0.01
 _MAX_ERROR_CHARACTERS = 2000
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
 """What `wire.decode_client_message` raises for a frame that is not of the protocol."""
+_AddMessage = wire.AddRequest | wire.AddPooling
 
 
 class _SlotInUse(Exception):
@@ -94,6 +97,8 @@ class RequestHandler:
         """The operator's logits processors."""
         self._scheduler: Scheduler | None = None
         self._page: StatusPage | None = None
+        self.adapters: AdapterCache | None = None
+        """The LoRA adapters that requests may use; None: requests with an adapter are refused."""
         self._calls: dict[str, Operation] = {}
         self._is_paused = False
         self._is_held_up = False
@@ -215,7 +220,7 @@ class RequestHandler:
                 self._welcome(client, message)
             elif message.incarnation != self._incarnation:
                 self._dropped.warn(f"a message for incarnation {message.incarnation}, this is {self._incarnation}")
-            elif isinstance(message, wire.AddRequest | wire.AddPooling):
+            elif isinstance(message, _AddMessage):
                 self._add_request(client, message, num_bytes)
             elif isinstance(message, wire.AbortRequests):
                 self._abort(client, message.slots)
@@ -238,14 +243,14 @@ class RequestHandler:
 
     def _answer_failure(self, client: int, message: wire.ClientMessage, error: Exception) -> None:
         """Tell the client why its request or call failed."""
-        is_add = isinstance(message, wire.AddRequest | wire.AddPooling)
+        is_add = isinstance(message, _AddMessage)
         if is_add and isinstance(error, ValueError | NotImplementedError):
             why = str(error)
         else:
             why = repr(error)
             self._dropped.warn(f"it could not be handled: {why}", error)
-        if isinstance(message, wire.AddRequest | wire.AddPooling):
-            self._turn_away(client, message, why)
+        if isinstance(message, _AddMessage):
+            self._turn_away(client, message, why, isinstance(error, NotOperatorOfAdapterError))
         elif isinstance(message, wire.Call):
             self._reply(client, message.call_id, error=why)
 
@@ -299,24 +304,41 @@ class RequestHandler:
             return "this core has no operators: start it with --operator-key-file, or connect without an operator key"
         return "the operator key is not that of this core: copy the core's operator key file again"
 
-    def _turn_away(self, client: int, message: wire.AddRequest | wire.AddPooling, error: str) -> None:
+    def _turn_away(self, client: int, message: _AddMessage, error: str, needs_operator: bool) -> None:
         """Answer a request that was never added to the scheduler."""
         num_output_tokens = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
-        self._send_ends(client, [wire.Finished(message.slot, num_output_tokens, "error", error=_shortened(error))])
+        end = wire.Finished(message.slot, num_output_tokens, "error", None, _shortened(error), needs_operator)
+        self._send_ends(client, [end])
 
-    def _add_request(self, client: int, message: wire.AddRequest | wire.AddPooling, num_bytes: int) -> None:
+    def _add_request(self, client: int, message: _AddMessage, num_bytes: int) -> None:
         """Validate a request and give it to the scheduler.
 
         Raises _SlotInUse, and ValueError or NotImplementedError for a request that cannot run.
         """
         scheduler = self._scheduler_for_new(client, message.slot)
-        request = new_request(client, message, self._config, scheduler.order_of(message.priority), num_bytes)
-        if self.processors is not None and request.pooling is None:
-            self.processors.enter(request)
-        request.isolate_until_num_tokens = self._isolate_until(client, message)
-        scheduler.add(request)
+        adapter = self._find_adapter(client, message)
+        try:
+            order = scheduler.order_of(message.priority)
+            request = new_request(client, message, self._config, order, num_bytes, adapter)
+            if self.processors is not None and request.pooling is None:
+                self.processors.enter(request)
+            request.isolate_until_num_tokens = self._isolate_until(client, message)
+            scheduler.add(request)
+        except BaseException:
+            if adapter is not None and self.adapters is not None:
+                self.adapters.release(adapter)
+            raise
 
-    def _isolate_until(self, client: int, message: wire.AddRequest | wire.AddPooling) -> int:
+    def _find_adapter(self, client: int, message: _AddMessage) -> CachedAdapter | None:
+        """Return the adapter that a new request names, if any. Raises ValueError if the request may not have it."""
+        if message.lora is None:
+            return None
+        if self.adapters is None:
+            raise ValueError("lora_request: LoRA is not enabled; start the engine with enable_lora=True")
+        digest = message.adapter_digest if isinstance(message, wire.AddRequest) else ""
+        return self.adapters.find(message.lora, client in self._operators, digest)
+
+    def _isolate_until(self, client: int, message: _AddMessage) -> int:
         """Return the number of output tokens up to which a new request must run isolated; 0: not at all.
 
         Isolation costs the other clients steps. So a client of a shared core gets it only for requests that an earlier

@@ -26,6 +26,7 @@ def step_outputs(
     ends = by_client(update.finished)
     cached = by_client((client, (slot, count)) for client, slot, count in update.cached)
     queued = by_client((client, (slot, seconds)) for client, slot, seconds in update.queued)
+    adapters = by_client((client, (slot, digest)) for client, slot, digest in update.adapters)
     vectors = by_client((client, (slot, vector.astype("<f4").tobytes())) for client, slot, vector in update.vectors)
     logprobs = by_client(_without_gone(output.logprobs, update.gone))
     prompt_logprobs = by_client(_without_gone(output.prompt_logprobs, update.gone))
@@ -58,6 +59,7 @@ def step_outputs(
                     prompt_logprobs=last_prompt_logprobs if i == 0 else [],
                     vectors=last_vectors if i == 0 else [],
                     queued=[pair for pair in queued.get(client, []) if part_of.get(pair[0], 0) == i],
+                    adapters=[pair for pair in adapters.get(client, []) if part_of.get(pair[0], 0) == i],
                 ),
             )
 

@@ -8,6 +8,7 @@ no cost grows with the length of a sequence.
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.core.lora.cached_adapter import NO_SLOT
 from vllm_mp.core.scheduler.request import NO_ROW, Request
 from vllm_mp.sampling_params import PARAMETERS, SamplingParams
 
@@ -64,6 +65,8 @@ class Batch:
         """Rows of pooling requests: a vector is made and no token is sampled. Their sampling columns are neutral."""
         self.is_isolated = np.zeros(max_num_seqs, np.bool_)
         """Rows of suspects that are not past the step of the death."""
+        self.adapter_slot = np.full(max_num_seqs, NO_SLOT, np.int32)
+        """The slot of each row's LoRA adapter; `NO_SLOT` for the base model, and for rows that are free."""
         self.client = np.zeros(max_num_seqs, np.uint32)
         self.slot = np.zeros(max_num_seqs, np.uint32)
         self.requests: list[Request | None] = [None] * max_num_seqs
@@ -108,6 +111,8 @@ class Batch:
             self._clear_sampling_columns(row)
         self.is_pooled[row] = request.pooling is not None
         self.is_isolated[row] = request.isolate_until_num_tokens != 0
+        if request.adapter is not None:
+            self.adapter_slot[row] = request.adapter.slot
         self.client[row] = request.client
         self.slot[row] = request.slot
         self.requests[row] = request
@@ -128,6 +133,7 @@ class Batch:
         self.block_table[row, : len(blocks)] = 0
         self.num_blocks[row] = 0
         self.is_isolated[row] = False
+        self.adapter_slot[row] = NO_SLOT
         self.order = self.order[self.order != row]
         self._free_rows.append(row)
         return blocks

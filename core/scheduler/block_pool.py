@@ -97,9 +97,15 @@ class BlockPool:
             del self._block_of[digest]
 
 
-def root_hash(salt: str) -> bytes:
-    """Return the hash that precedes the first block of a request; requests with different `salt` share no blocks."""
-    return hashlib.sha256(salt.encode()).digest()
+def root_hash(salt: str, adapter: int = 0) -> bytes:
+    """Return the hash that precedes the first block of a request.
+
+    Requests with different `salt` share no blocks, and neither do requests with different adapters; `adapter` is the
+    number of the adapter's weights, 0 for the base model.
+    """
+    # No text begins with the byte 0xFF, so that no salt stands for an adapter.
+    prefix = b"\xff" + adapter.to_bytes(8, "little") if adapter else b""
+    return hashlib.sha256(prefix + salt.encode()).digest()
 
 
 def chain_hash(before: bytes, content: bytes) -> bytes:

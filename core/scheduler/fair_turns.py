@@ -5,7 +5,7 @@ import heapq
 import itertools
 from collections import Counter
 
-from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.scheduler.request import Request, RequestKey
 
 
 class FairTurns:
@@ -103,37 +103,44 @@ class FairTurns:
         self._latest.pop(client, None)
 
 
+_Entry = tuple[float, int, int, Request]
+"""(arrival time, arrival number, number of the entry, request)"""
+
+
 class _ClientQueue:
     """The requests of one client and one priority, by `arrival_time`; of equal times the first to come is first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
-        """(arrival time, arrival number, request). The entry of a removed request is void until it is the first."""
-        self._num_void = 0
+        self._heap: list[_Entry] = []
+        """The entry of a removed request is void, and stays until it is the first."""
+        self._entry_of: dict[RequestKey, int] = {}
+        """The number of the entry of each request that is not removed."""
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_void
+        return len(self._entry_of)
 
     def requests(self) -> list[Request]:
-        return [request for *_, request in self._heap if not request.aborted]
+        return [request for *_, number, request in self._heap if self._entry_of.get(request.key) == number]
 
     def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.arrival_time, request.order[1], request))
+        number = self._entry_of[request.key] = next(self._numbers)
+        heapq.heappush(self._heap, (request.arrival_time, request.order[1], number, request))
 
     def first(self) -> Request:
-        while self._heap[0][-1].aborted:
+        while self._is_void(self._heap[0]):
             heapq.heappop(self._heap)
-            self._num_void -= 1
         return self._heap[0][-1]
 
     def remove(self, request: Request) -> None:
+        del self._entry_of[request.key]
         if self._heap[0][-1] is request:
             heapq.heappop(self._heap)
-            return
-        request.aborted = True
-        self._num_void += 1
         # Void entries must not become the majority: they hold requests.
-        if self._num_void > len(self):
-            self._heap = [entry for entry in self._heap if not entry[-1].aborted]
+        elif len(self._heap) > 2 * len(self):
+            self._heap = [entry for entry in self._heap if not self._is_void(entry)]
             heapq.heapify(self._heap)
-            self._num_void = 0
+
+    def _is_void(self, entry: _Entry) -> bool:
+        *_, number, request = entry
+        return self._entry_of.get(request.key) != number

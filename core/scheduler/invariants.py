@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_mp.core.lora.cached_adapter import NO_SLOT
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch
 from vllm_mp.core.scheduler.block_pool import BlockPool
 from vllm_mp.core.scheduler.request import NO_ROW
@@ -24,6 +25,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     """
     _check_requests(scheduler)
     _check_rows(scheduler.batch)
+    _check_adapters(scheduler)
     _check_counters(scheduler)
     _check_pending_steps(scheduler)
     _check_pool(scheduler.cache.pool)
@@ -37,8 +39,10 @@ def _check_requests(scheduler: Scheduler) -> None:
     queued, suspects = queue.turns.requests(), queue.isolated.requests()
     waiting = [request.key for request in queued + suspects]
     held = list(queue._held)
-    places = [*running, *waiting, *held]
-    _require("a live request has one place: a row, the waiting queue, or held back", _repeated(places))
+    parked = [key for key, request in scheduler._requests.items() if request.adapter and key in request.adapter.parked]
+    places = [*running, *waiting, *held, *parked]
+    _require("a live request has one place: a row, the waiting queue, parked, or held back", _repeated(places))
+    _require("parked requests are counted", [] if len(parked) == queue.num_parked else [queue.num_parked])
     _require("a request with a place is live", set(places) - set(scheduler._requests))
     _require("a live request has a place", set(scheduler._requests) - set(places))
     _require(
@@ -87,6 +91,27 @@ def _check_rows(batch: Batch) -> None:
     _require("a row knows its request", [key for key, other in zip(keys, requests, strict=True) if other.key != key])
     orders = [request.order for request in requests]
     _require("rows are in the order of their requests", orders if orders != sorted(orders) else [])
+
+
+def _check_adapters(scheduler: Scheduler) -> None:
+    batch = scheduler.batch
+    rows = batch.order.tolist()
+    by_row = {row: batch.request(row).adapter for row in rows}
+    slots = {row: NO_SLOT if adapter is None else adapter.slot for row, adapter in by_row.items()}
+    _require("a row has the slot of its adapter", [row for row in rows if batch.adapter_slot[row] != slots[row]])
+    _require("a running request has its adapter in a slot", [row for row in rows if by_row[row] and slots[row] < 0])
+    holders = [] if scheduler.adapters is None else scheduler.adapters.holders
+    _require("a slot has one adapter", _repeated([holder.slot for holder in holders]))
+    used = Counter(adapter for adapter in by_row.values() if adapter is not None)
+    adapters = {request.adapter for request in scheduler._requests.values() if request.adapter is not None}
+    _require("only adapters with a slot run", [str(adapter) for adapter in used if adapter not in holders])
+    _require(
+        "the running requests of an adapter are counted",
+        [str(adapter) for adapter in {*adapters, *holders} if adapter.num_rows != used[adapter]],
+    )
+    waiting = {request.key for request in scheduler.waiting.turns.requests() if request.adapter is not None}
+    known = {request.key for adapter in adapters for request in adapter.waiting.requests()}
+    _require("requests that wait for their turn have an adapter with a slot", waiting ^ known)
 
 
 def _check_counters(scheduler: Scheduler) -> None:

@@ -11,6 +11,7 @@ from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from vllm_mp.core.lora.cached_adapter import CachedAdapter
     from vllm_mp.core.worker.logits_processors import LogitsProcessors
     from vllm_mp.core.worker.registered_processors import ProcessedRequest
 
@@ -73,13 +74,13 @@ class Request:
     """Names the suspects of the same client in whose steps this suspect may run."""
     after_pause: bool = False
     """The client knew of a pause when it first sent the request."""
+    adapter: "CachedAdapter | None" = None
+    """The LoRA adapter that changes the model for this request; None for the base model."""
     arrival_time: float = 0.0
     """When the request arrived at the client, by the client's clock: the order among waiting requests of the same
     client and priority. It counts for nothing else, so that no client can get ahead of another by it."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
-    aborted: bool = False
-    """True: the request ended while it waited, and its entry in the waiting queue is void."""
 
     @property
     def key(self) -> RequestKey:

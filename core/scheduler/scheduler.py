@@ -21,15 +21,16 @@ The last output token of a request is always computed by a decode, also when the
 a prefill. So a successor repeats the step during which a core died.
 """
 
-import bisect
-
 import numpy as np
 
 from vllm_mp.config import SchedulerConfig
+from vllm_mp.core.lora.cached_adapter import CachedAdapter
+from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Mask, Rows
 from vllm_mp.core.scheduler.endings import Ending, find_endings
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.memory_quota import MemoryQuota
+from vllm_mp.core.scheduler.preemption import next_to_preempt
 from vllm_mp.core.scheduler.request import NO_ROW, GroupKey, Request, RequestKey
 from vllm_mp.core.scheduler.step import (
     ModelOutput,
@@ -47,11 +48,14 @@ from vllm_mp.wire import Finished
 class Scheduler:
     """Owns the live requests: the waiting queue, the rows of the batch and the queue of pending steps."""
 
-    def __init__(self, config: SchedulerConfig, batch: Batch, cache: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, batch: Batch, cache: KVCacheManager, adapters: AdapterTurns | None = None
+    ) -> None:
         self.config = config
         self.batch = batch
         self.cache = cache
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(adapters)
+        self.adapters = adapters
         self.pending_steps = PendingSteps(len(batch.requests))
         self.memory = MemoryQuota()
         self.num_preemptions = 0
@@ -77,7 +81,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + self.waiting.num_held
+        return len(self.waiting) + self.waiting.num_held + self.waiting.num_parked
 
     @property
     def num_active(self) -> int:
@@ -86,8 +90,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request may run now."""
-        return not (self._is_frozen or self._is_asleep) and self.num_active > 0
+        """Whether a request may run now; a parked request may not."""
+        return not (self._is_frozen or self._is_asleep) and self.num_active > self.waiting.num_parked
+
+    @property
+    def waits_for_adapters(self) -> bool:
+        """Whether requests that no pause or sleep holds back wait for their adapters."""
+        return not (self._is_frozen or self._is_asleep) and self.waiting.num_parked > 0
 
     @property
     def is_paused(self) -> bool:
@@ -108,6 +117,8 @@ class Scheduler:
         """
         self.memory.check(request.client, request.num_bytes)
         self._requests[request.key] = request
+        if self.adapters is not None:
+            self.adapters.note_added(request)
         self.memory.take(request.client, request.num_bytes)
         precedes_pause = self.num_returning is not None and not request.after_pause
         if self.num_returning is not None and precedes_pause:
@@ -129,12 +140,19 @@ class Scheduler:
         """End every live request of a client that has left."""
         for slot in [slot for owner, slot in self._requests if owner == client]:
             self.abort(client, slot)
-        self.waiting.turns.forget(client)
+        self.waiting.forget_client(client)
 
     def abort_all(self) -> list[tuple[int, Finished]]:
         """End every live request; return (client, end) of each."""
         ends = [(client, self.abort(client, slot)) for client, slot in list(self._requests)]
         return [(client, end) for client, end in ends if end is not None]
+
+    def fail_adapter(self, adapter: CachedAdapter, why: str) -> list[tuple[int, Finished]]:
+        """End the requests whose adapter cannot be loaded, with an error; return (client, end) of each."""
+        return [
+            (request.client, self._end(request, Ending(request.num_output_tokens, "error", error=why)))
+            for request in list(adapter.requests.values())
+        ]
 
     def pause(self, freeze: bool) -> None:
         """Hold back requests that arrive before `resume`; with `freeze`, also stop all requests that are live."""
@@ -170,6 +188,7 @@ class Scheduler:
         Return None if no request may run, or not before the pending step is processed. The caller must launch the step,
         then call `launched`, and `update` with its output.
         """
+        self.assign_adapters()
         if not self.has_work:
             return None
         if self.pending_steps and self._latest_is_isolated:
@@ -182,6 +201,11 @@ class Scheduler:
         step = self._schedule_others() if self._latest_is_isolated else None
         self._latest_is_isolated = step is None
         return step or self._schedule_group()
+
+    def assign_adapters(self) -> None:
+        """Let requests run whose adapters can get slots now."""
+        if self.adapters is not None and self.waits_for_adapters:
+            self.adapters.assign()
 
     def _schedule_others(self) -> ScheduledStep | None:
         """Choose a step of requests that are not isolated."""
@@ -261,6 +285,7 @@ class Scheduler:
             vectors=vectors,
             gone=set(pending.gone.values()),
             queued=[(*request.key, request.queue_seconds or 0.0) for request in begun],
+            adapters=[(*request.key, request.adapter.digest) for request in begun if request.adapter is not None],
         )
 
     def _end(self, request: Request, ending: Ending) -> Finished:
@@ -275,6 +300,8 @@ class Scheduler:
         else:
             self._vacate(request)
         del self._requests[request.key]
+        if self.adapters is not None:
+            self.adapters.note_end(request)
         self.memory.give_back(request.client, request.num_bytes)
         return Finished(request.slot, *ending)
 
@@ -372,6 +399,8 @@ class Scheduler:
     def _make_room(self, suspect: Request) -> list[int] | None:
         """Preempt requests that are not isolated until there is room for `suspect`; return as `_find_room` does."""
         batch, cache = self.batch, self.cache
+        if self.adapters is not None and not self.adapters.make_slot(suspect, batch, self._preempt):
+            return None
         found = cache.find_prefix(suspect)
         while batch.is_full or not cache.has_room(suspect, found):
             if batch.is_isolated[batch.order].all():
@@ -399,28 +428,7 @@ class Scheduler:
         """Preempt a running request; if possible none in `spared` [max_num_seqs]."""
         rows = self.batch.order
         others = rows if spared is None else rows[~spared[rows]]
-        self._preempt(self._next_to_preempt(others if len(others) else rows))
-
-    def _next_to_preempt(self, rows: Rows) -> Request:
-        """Return the request in `rows` [n], which are in order, to preempt.
-
-        Among the requests with the highest priority number it is the newest of a client: of the client that has most
-        blocks left without it. So the only request of a client is preempted after requests of clients with several, and
-        the first request in order runs to its end.
-        """
-        batch = self.batch
-        last = batch.request(int(rows[-1]))
-        if (batch.client[rows] == last.client).all():
-            return last
-        clients, which = np.unique(batch.client[rows], return_inverse=True)
-        num_left = np.bincount(which, weights=batch.num_blocks[rows])
-        lowest = bisect.bisect_left(rows.tolist(), last.order[0], key=lambda row: batch.request(row).order[0])
-        newest = np.full(len(clients), -1)
-        newest[which[lowest:]] = np.arange(lowest, len(rows))  # of equal indices the last is kept
-        candidates = np.flatnonzero(newest >= 0)
-        num_left[candidates] -= batch.num_blocks[rows[newest[candidates]]]
-        chosen = max(candidates.tolist(), key=lambda client: (num_left[client], newest[client]))
-        return batch.request(int(rows[newest[chosen]]))
+        self._preempt(next_to_preempt(self.batch, others if len(others) else rows))
 
     def _preempt(self, request: Request) -> None:
         """Put a running request back into the waiting queue; raise RuntimeError while a step is pending."""
@@ -433,5 +441,7 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Take the row and the blocks of a running request."""
         self.pending_steps.leave(request)
+        if self.adapters is not None:
+            self.adapters.note_vacancy(request)
         self.waiting.turns.count(request.client, int(self.batch.num_tokens[request.row]) - len(request.tokens))
         self.cache.remove_row(request.row)

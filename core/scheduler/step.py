@@ -103,6 +103,8 @@ class StepUpdate(NamedTuple):
     """Requests that ended while the step was pending. Nothing may be sent about them any more."""
     queued: Sequence[tuple[int, int, float]] = ()
     """(client, slot, seconds in the waiting queue) of each request that got its first token or its vector."""
+    adapters: Sequence[tuple[int, int, str]] = ()
+    """(client, slot, digest of its adapter's weights) of each request with an adapter that got its first token."""
 
 
 class OutputHandle(Protocol):

@@ -2,6 +2,7 @@
 
 import time
 
+from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.fair_turns import FairTurns
 from vllm_mp.core.scheduler.isolated_groups import IsolatedGroups
 from vllm_mp.core.scheduler.request import Request, RequestKey
@@ -11,23 +12,30 @@ class WaitingQueue:
     """The requests that wait for their turn, and those that arrived during a pause and are held back.
 
     Held requests are not in the queue: `first` finds none of them before `release`. Nor does it find suspects, which
-    wait in `isolated`.
+    wait in `isolated`, and requests whose adapter has no slot, which are parked in `adapters`.
     """
 
-    def __init__(self) -> None:
-        self.turns = FairTurns()
+    def __init__(self, adapters: AdapterTurns | None = None) -> None:
+        """Without `adapters` no request may have an adapter."""
+        self.adapters = adapters
+        self.turns = FairTurns() if adapters is None else adapters.turns
         self.isolated = IsolatedGroups()
         self._held: dict[RequestKey, Request] = {}
         self.is_holding = False
         """True: requests that arrive are held back."""
 
     def __len__(self) -> int:
-        """Return the number of waiting requests, suspects included, without held requests."""
+        """Return the number of waiting requests, suspects included, without held and parked requests."""
         return len(self.turns) + len(self.isolated)
 
     @property
     def num_held(self) -> int:
         return len(self._held)
+
+    @property
+    def num_parked(self) -> int:
+        """Number of requests whose adapter has no slot."""
+        return 0 if self.adapters is None else self.adapters.num_parked
 
     def add(self, request: Request, may_hold: bool = True) -> None:
         """Queue a request, or hold it back if it arrives during a pause and `may_hold` is true."""
@@ -38,7 +46,7 @@ class WaitingQueue:
             return
         if request.isolate_until_num_tokens:
             self.isolated.add(request)
-        else:
+        elif request.adapter is None or self._adapters.place(request.adapter, request):
             self.turns.add(request)
 
     def first(self) -> Request | None:
@@ -55,6 +63,8 @@ class WaitingQueue:
             self.turns.count(request.client, num_tokens)
         else:
             self.turns.take_turn(request, num_tokens)
+        if request.adapter is not None:
+            self._adapters.note_admission(request.adapter, request)
         if request.queue_seconds is None:
             request.queue_seconds = time.monotonic() - request.queued_at
 
@@ -64,8 +74,19 @@ class WaitingQueue:
             return
         if request.isolate_until_num_tokens:
             self.isolated.remove(request)
-        else:
+        elif request.adapter is None or not self._adapters.remove(request.adapter, request):
             self.turns.remove(request)
+
+    def forget_client(self, client: int) -> None:
+        """Forget the turns of a client that has left and has no request."""
+        self.turns.forget(client)
+        if self.adapters is not None:
+            self.adapters.forget_client(client)
+
+    @property
+    def _adapters(self) -> AdapterTurns:
+        assert self.adapters is not None, "a request has an adapter only if adapters are enabled"
+        return self.adapters
 
     def hold(self) -> None:
         """Hold back requests that arrive from now on."""

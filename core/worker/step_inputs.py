@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from vllm_mp.core.lora.cached_adapter import NO_SLOT
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels.ops import AttentionMetadata
@@ -45,8 +46,16 @@ def step_inputs(
         host_seq_lens=seq_lens.tolist(),
         num_decodes=step.num_decodes,
         max_seq_len=max_seq_len,
+        adapter_slots=_adapter_slots(batch.adapter_slot[rows], counts, to_device),
     )
     return input_ids, to_device(positions), metadata
+
+
+def _adapter_slots(
+    slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int64], to_device: Callable[[npt.NDArray[Any]], Tensor]
+) -> Tensor | None:
+    """Return the adapter slot of each token, from those of the rows [num_rows]; None if no row has an adapter."""
+    return to_device(np.repeat(slots, counts)) if (slots != NO_SLOT).any() else None
 
 
 def token_types(step: ScheduledStep, batch: Batch, to_device: Callable[[npt.NDArray[Any]], Tensor]) -> Tensor | None:

@@ -107,7 +107,7 @@ class Worker:
         return self._runner.num_parameters
 
     def get_supported_tasks(self) -> list[str]:
-        """Return what requests may ask for, of "generate", "embed" and "classify"."""
+        """Return what requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
         return self._config.model_config.supported_tasks
 
 

@@ -1,7 +1,6 @@
 """A bad request gets a message that names the fault, and does not disturb other requests."""
 
 import asyncio
-import enum
 import re
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from vllm_mp import SamplingParams, wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.testing.engines import answer, eventually, greedy
+from vllm_mp.utils import Device
 
 PROMPT = "Hello"
 
@@ -96,13 +96,6 @@ def test_tokenizer_of_an_adapter_is_refused_because_lora_is_not_enabled(llm):
     assert llm.get_tokenizer(None) is llm.get_tokenizer()
     with pytest.raises(ValueError, match=r"lora_request must be None, got 'adapter': LoRA is not enabled"):
         llm.get_tokenizer("adapter")
-
-
-class Device(enum.Enum):
-    """As vLLM's callers name a device."""
-
-    GPU = enum.auto()
-    CPU = enum.auto()
 
 
 def test_prefix_cache_is_reset_only_on_the_device_that_holds_it(llm):

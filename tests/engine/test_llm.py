@@ -20,7 +20,9 @@ from vllm_mp import (
     LLM,
     BatchDeadError,
     EngineDeadError,
+    EngineError,
     EngineStartError,
+    LoRARequest,
     PoolingParams,
     RequestFailure,
     RequestOutputKind,
@@ -48,7 +50,10 @@ def texts(outputs):
 
 
 def num_live(llm):
-    return llm._thread.run(llm._engine.get_num_unfinished_requests())
+    async def count():
+        return llm._engine.get_num_unfinished_requests()
+
+    return llm._thread.run(count())
 
 
 def is_idle(llm):
@@ -119,7 +124,10 @@ def test_prompt_that_fails_is_reported_in_its_place_and_harms_no_other(small_llm
         ({"sampling_params": [GREEDY, PoolingParams()]}, TypeError, "must be SamplingParams or a list of them, got P"),
         ({"sampling_params": {"max_tokens": 3}}, TypeError, "must be SamplingParams or a list of them, got dict"),
         ({"priority": [1]}, ValueError, "priority must have an entry"),
-        ({"mm_processor_kwargs": {"crop": 1}}, NotImplementedError, "mm_processor_kwargs is not served yet"),
+        ({"priority": [0, 1]}, ValueError, "priority=1 needs an engine with scheduling_policy='priority'"),
+        ({"lora_request": LoRARequest("a", 1, "/a")}, ValueError, "LoRA is not enabled"),
+        ({"lora_request": [None, "a"]}, TypeError, "lora_request must be a LoRARequest, got str"),
+        ({"mm_processor_kwargs": {"crop": 1}}, NotImplementedError, "mm_processor_kwargs=.*no images"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_runs(small_llm, options, error, words):
@@ -251,8 +259,15 @@ def test_embeddings_and_their_similarities(small_llm):
 def test_operations_of_the_engine_are_calls_that_block(small_llm):
     expected = texts(small_llm.generate(PROMPTS, GREEDY))
     small_llm.sleep(level=2)
-    small_llm.wake_up()
+    assert small_llm.wake_up(["weights"]) is False
+    assert small_llm.wake_up() is True
     assert small_llm.reset_prefix_cache() is True
+    small_llm.reset_mm_cache()
+    with pytest.raises(EngineError, match="profile"):
+        small_llm.stop_profile()
+    with pytest.raises(NotImplementedError, match="profile_prefix='mine': each profile has a folder"):
+        small_llm.start_profile("mine")
+    assert small_llm.collective_rpc("get_num_parameters")[0] > 0
     assert texts(small_llm.generate(PROMPTS, GREEDY)) == expected
     assert small_llm.get_default_sampling_params() == SamplingParams(**small_llm.model_config.default_sampling_params)
     assert (small_llm.get_world_size(), small_llm.model_config.max_model_len) == (1, 1024)

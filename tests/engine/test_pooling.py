@@ -190,7 +190,7 @@ def test_add_request_takes_pooling_params_and_other_calls_refuse_the_wrong_kind(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"lora_request": object()}, NotImplementedError, "lora_request"),
+        ({"lora_request": object()}, TypeError, "lora_request must be a LoRARequest"),
         ({"trace_headers": {"traceparent": 7}}, TypeError, "trace_headers"),
         ({"priority": 3}, ValueError, "scheduling_policy='priority'"),
         ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens"),

@@ -281,3 +281,36 @@ def test_every_public_name_can_be_imported():
         assert getattr(vllm_mp, name) is not None
     sections = {"ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig", "LoRAConfig", "DecodingConfig"}
     assert sections | {"TextPrompt", "TokensPrompt", "PromptType", "UsageContext"} <= set(vllm_mp.__all__)
+
+
+def test_pause_waits_for_requests_under_its_older_argument_too(llm):
+    async def run():
+        request = asyncio.create_task(answer(llm, PROMPT, greedy(40, ignore_eos=True)))
+
+        async def runs():
+            return (await llm.core_status())["num_running"] == 1
+
+        await eventually(runs)
+        await llm.pause_generation(wait_for_inflight_requests=True)
+        is_paused = await llm.is_paused()
+        await llm.resume_generation()
+        return is_paused, (await request).outputs[0].finish_reason
+
+    assert asyncio.run(run()) == (True, "length")
+
+
+def test_engine_says_what_its_model_can(llm, encoder):
+    assert asyncio.run(llm.get_supported_tasks()) == ("generate", "embed")
+    assert asyncio.run(encoder.get_supported_tasks()) == ("embed",)
+
+
+def test_rank_beyond_the_only_core_is_out_of_range(llm):
+    with pytest.raises(ValueError, match="data_parallel_rank=1: one core"):
+        asyncio.run(answer_of_rank(llm, 1))
+    assert asyncio.run(answer_of_rank(llm, 0)).finished
+
+
+async def answer_of_rank(llm, rank):
+    async for output in llm.generate(PROMPT, greedy(2), data_parallel_rank=rank):
+        last = output
+    return last

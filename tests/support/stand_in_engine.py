@@ -79,7 +79,8 @@ class Memory:
 class Engine:
     """A scheduler and what it owns, with `ahead` steps pending while the next step is scheduled."""
 
-    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, ahead=0, **config):
+    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, ahead=0, adapters=None, **config):
+        """`adapters` are the `AdapterTurns`, if requests have adapters."""
         settings = {
             "max_num_partial_prefills": 1,
             "enable_chunked_prefill": True,
@@ -92,7 +93,7 @@ class Engine:
         )
         self.cache = KVCacheManager(self.batch, num_blocks + 1, BLOCK)
         self.pool = self.cache.pool
-        self.scheduler = Scheduler(self.config, self.batch, self.cache)
+        self.scheduler = Scheduler(self.config, self.batch, self.cache, adapters)
         self.pauses = []
         """(mode, number of requests that may still run) of each pause that was noted."""
         self.pause = Pause(self.scheduler, self.end, lambda *state: self.pauses.append(state))
@@ -127,6 +128,7 @@ class Engine:
         isolation_group=None,
         client=0,
         after_pause=False,
+        adapter=None,
         arrival_time=0.0,
         **params,
     ):
@@ -152,13 +154,14 @@ class Engine:
             tokens=tokens,
             num_prompt_tokens=num_prompt_tokens,
             max_total_tokens=num_prompt_tokens if pooled else min(self.max_model_len, num_prompt_tokens + max_tokens),
-            hashes=[] if salt is None else [root_hash(salt)],
+            hashes=[] if salt is None else [root_hash(salt, 0 if adapter is None else adapter.number)],
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
             after_pause=after_pause,
             arrival_time=arrival_time,
             isolate_until_num_tokens=isolate_until_num_tokens,
             isolation_group=slot if isolation_group is None else isolation_group,
+            adapter=adapter,
         )
         if not pooled:
             request.logits_processors = LogitsProcessors.from_params(request.sampling, [])

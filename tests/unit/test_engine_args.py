@@ -60,10 +60,9 @@ FINDS_FILES = {"model", "tokenizer", "revision", "hf_token", "download_dir", "lo
 NOT_READ = {
     "decoding_config.reasoning_backend",
     "parallel_config.distributed_executor_backend",
-    "lora_config.max_cpu_loras",
 }
-"""Fields of the configuration that belong to options that are not served, and to adapters."""
-LIMITS_OF_LORA = ("max_loras", "max_cpu_loras", "max_lora_rank")
+"""Fields of the configuration that belong to options that are not served."""
+OPTIONS_OF_LORA = ("max_loras", "max_cpu_loras", "max_lora_rank", "lora_modules")
 """The options that have an effect only with `enable_lora`."""
 _SPECIAL_VALUES: dict[str, typing.Any] = {
     "chat_template": "{{ messages }}",
@@ -74,6 +73,7 @@ _SPECIAL_VALUES: dict[str, typing.Any] = {
     "generation_config": "vllm",
     "kv_cache_memory_bytes": 2**35,
     "logits_processors": ("some.module:Class", "name=entry-point"),
+    "lora_modules": ("sql=/adapters/a b", '{"name": "law", "path": "/adapters/law"}'),
     "max_logprobs": -1,
     "override_generation_config": {"top_k": 5},
 }
@@ -215,7 +215,7 @@ def test_all_flags_together_mean_the_same_as_all_arguments():
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in FINDS_FILES])
 def test_every_served_option_changes_the_configuration(model, name):
     folder = model(generation={"eos_token_id": 7})
-    others = {"enable_lora": True} if name in LIMITS_OF_LORA else {}
+    others = {"enable_lora": True} if name in OPTIONS_OF_LORA else {}
     assert config_of(folder, **others, **{name: other_value(name)}) != config_of(folder, **others)
 
 
@@ -227,6 +227,24 @@ def test_configuration_of_adapters_keeps_as_many_in_host_memory_as_on_the_device
 def test_fewer_adapters_in_host_memory_than_on_the_device_are_refused(model):
     with pytest.raises(ValueError, match="max_cpu_loras=2 is below max_loras=3; raise the first or lower the second"):
         config_of(model(), enable_lora=True, max_loras=3, max_cpu_loras=2)
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        (("sql",), "lora_modules must be NAME=FOLDER, got 'sql'"),
+        (("=/a",), "lora_name must have 1 to 256 characters"),
+        (("sql=",), "lora_path must have 1 to 4096 characters"),
+        (('{"name": "sql"}',), "is no JSON object with name and path"),
+        (("sql=/a", "sql=/b"), "the name 'sql' is used twice"),
+        (("mine=/a",), "the name 'mine' is used twice"),
+    ],
+)
+def test_adapters_that_a_server_cannot_name_are_refused(model, modules, words):
+    with pytest.raises(ValueError, match=words):
+        config_of(model(), enable_lora=True, lora_modules=modules, served_model_name="mine")
+    with pytest.raises(ValueError, match="needs enable_lora=True"):
+        config_of(model(), lora_modules=modules)
 
 
 def test_adapters_are_refused_for_a_model_that_takes_none(model):

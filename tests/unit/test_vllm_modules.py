@@ -19,6 +19,7 @@ PUBLIC = {
     "inputs": ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"],
     "inputs.data": ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"],
     "lora.request": ["LoRARequest"],
+    "usage.usage_lib": ["UsageContext"],
     "utils.async_utils": ["AsyncMicrobatchTokenizer"],
     "v1.engine.async_llm": ["AsyncEngineArgs", "AsyncLLM"],
     "v1.metrics.loggers": ["LoggingStatLogger", "PrometheusStatLogger", "StatLoggerBase"],
@@ -27,7 +28,14 @@ PUBLIC = {
     "version": ["__version__"],
     # Modules that have the same name in both packages.
     "config": ["CacheConfig", "LoRAConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig"],
-    "outputs": ["CompletionOutput", "EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput"],
+    "outputs": [
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "RequestOutput",
+    ],
     "pooling_params": ["PoolingParams"],
     "sampling_params": ["RequestOutputKind", "SamplingParams"],
 }
@@ -46,6 +54,7 @@ HELPERS = {
     "tokenizers": ["get_tokenizer"],
     "transformers_utils.tokenizer": ["get_tokenizer"],
     "utils": [
+        "Device",
         "FlexibleArgumentParser",
         "collect_from_async_generator",
         "in_loop",
@@ -83,14 +92,12 @@ REFUSED = [
     ("", "ModelRegistry"),
     ("", "initialize_ray_cluster"),
     ("engine.async_llm_engine", "AsyncStream"),
+    ("engine.async_llm_engine", "ENGINE_ITERATION_TIMEOUT_S"),
     ("engine.async_llm_engine", "RequestTracker"),
     ("engine.async_llm_engine", "STOP_ITERATION"),
     ("engine.async_llm_engine", "_AsyncLLMEngine"),
     ("engine.llm_engine", "LLMEngine"),
     ("engine.protocol", "StreamingInput"),
-    ("sampling_params", "BeamSearchParams"),
-    ("sampling_params", "GuidedDecodingParams"),
-    ("sampling_params", "StructuredOutputsParams"),
     ("v1.engine", "EngineCoreRequest"),
     ("v1.engine.llm_engine", "LLMEngine"),
     ("v1.engine.output_processor", "OutputProcessor"),
@@ -128,6 +135,12 @@ def test_importing_them_loads_neither_torch_nor_transformers():
 def test_name_that_is_not_served_says_what_to_use(name, refused):
     with pytest.raises(ImportError, match=f"{refused} of vLLM is not in vllm_mp: .{{10}}"):
         getattr(module(name), refused)
+
+
+@pytest.mark.parametrize("name", ["BeamSearchParams", "GuidedDecodingParams", "StructuredOutputsParams"])
+def test_parameters_that_are_not_served_can_be_imported_but_not_made(name):
+    with pytest.raises(NotImplementedError, match=r"ask for|use "):
+        getattr(module("sampling_params"), name)(json={})
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in REFUSED}))

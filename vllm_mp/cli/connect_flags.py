@@ -19,7 +19,8 @@ def check_connect(args: argparse.Namespace) -> None:
                 raise ValueError(f"{flag_of(option)} needs --connect ADDRESS; add it, or leave out {flag_of(option)}")
         return
     for field in dataclasses.fields(AsyncEngineArgs):
-        if field.name not in AsyncEngineArgs.CLIENT_OPTIONS and getattr(args, field.name) != field.default:
+        # A flag that may be repeated is None if it is not given.
+        if field.name not in AsyncEngineArgs.CLIENT_OPTIONS and getattr(args, field.name) not in (None, field.default):
             raise ValueError(
                 f"{flag_of(field.name)} has no effect on a running core; give it to "
                 "`vllm-mp engine`, or leave out --connect"

@@ -39,7 +39,12 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.server.listening import is_loopback, listen_together, url_of
     from vllm_mp.server.security import read_api_keys, tls_context
 
-    options = dataclasses.replace(options, api_key=read_api_keys(options, os.environ))
+    options = dataclasses.replace(
+        options,
+        api_key=read_api_keys(options, os.environ),
+        allow_runtime_lora_updating=options.allow_runtime_lora_updating
+        or os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip().lower() in ("1", "true"),
+    )
     tls = tls_context(options)
     # Before the engine: a port in use must cost no loading of a model.
     listeners = listen_together(options.host, options.port, options.api_server_count)

@@ -8,6 +8,7 @@ from starlette.routing import BaseRoute
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineError
 from vllm_mp.server import (
+    adapters,
     chat,
     completions,
     embeddings,
@@ -35,6 +36,7 @@ _ENDPOINTS = (
     responses,
     embeddings,
     models,
+    adapters,
     tokenization,
     health,
     metrics,

@@ -145,17 +145,17 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
     prompt = TextPrompt(prompt=text, cache_salt=body.cache_salt or "")
     # The template has written the special tokens.
     generation = await start_generation(
-        call, "chatcmpl", [prompt], params, body, field="messages", add_special_tokens=False
+        call, "chatcmpl", [prompt], params, body, field="messages", add_special_tokens=False, lora=model.lora
     )
     created = int(time.time())
     if body.stream:
-        chunk = ChatChunk(id=generation.request_id, created=created, model=model, choices=[])
+        chunk = ChatChunk(id=generation.request_id, created=created, model=model.name, choices=[])
         return EventStream(_events(generation, chunk, body, call.write_now))
     [result] = await generation.results()
     response = ChatResponse(
         id=generation.request_id,
         created=created,
-        model=model,
+        model=model.name,
         choices=[
             ChatChoice(
                 index=output.index,

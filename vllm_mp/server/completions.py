@@ -76,8 +76,10 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     model = check_model(call.server, body.model)
     prompts = _prompts(body, call.server.admission.max_live)
     params = _params(body, engine.model_config.default_sampling_params)
-    generation = await start_generation(call, "cmpl", prompts, params, body, field="prompt", add_special_tokens=True)
-    head = CompletionResponse(id=generation.request_id, created=int(time.time()), model=model, choices=[])
+    generation = await start_generation(
+        call, "cmpl", prompts, params, body, field="prompt", add_special_tokens=True, lora=model.lora
+    )
+    head = CompletionResponse(id=generation.request_id, created=int(time.time()), model=model.name, choices=[])
     generation.discards_completions = _is_echo_alone(body)
     choices = _Choices(engine, body, params)
     if body.stream:

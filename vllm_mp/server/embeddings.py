@@ -8,6 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import PoolingRequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.server.body import Ignored, RequestBody
@@ -92,7 +93,9 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
         tasks: list[asyncio.Task[PoolingRequestOutput]] = []
         async with asyncio.TaskGroup() as group:
             for index, prompt in enumerate(prompts):
-                tasks.append(group.create_task(_embed(call, body, prompt, params, f"{request_id}-{index}", index)))
+                tasks.append(
+                    group.create_task(_embed(call, body, prompt, params, f"{request_id}-{index}", index, model.lora))
+                )
                 if index % PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
     except ExceptionGroup as errors:
@@ -101,7 +104,7 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     response = EmbeddingsResponse(
         id=request_id,
-        model=model,
+        model=model.name,
         data=await _encoded(outputs, body.encoding_format == "base64"),
         usage=EmbeddingsUsage(num_tokens, num_tokens),
     )
@@ -138,7 +141,13 @@ def _prompts(given: str | list[Any], cache_salt: str) -> list[PromptType]:
 
 
 async def _embed(
-    call: Call, body: EmbeddingsBody, prompt: PromptType, params: PoolingParams, request_id: str, index: int
+    call: Call,
+    body: EmbeddingsBody,
+    prompt: PromptType,
+    params: PoolingParams,
+    request_id: str,
+    index: int,
+    lora: LoRARequest | None,
 ) -> PoolingRequestOutput:
     """Return the vector of an input. Raises ApiError, naming the input or the field at fault, if it cannot have any."""
     options = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
@@ -146,6 +155,7 @@ async def _embed(
         prompt,
         params,
         request_id,
+        lora_request=lora,
         priority=body.priority or 0,
         trace_headers=trace_headers(call),
         tokenization_kwargs=options,

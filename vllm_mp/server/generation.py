@@ -7,6 +7,7 @@ import msgspec
 
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.stream_group import Outputs, StreamGroup
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
@@ -147,12 +148,14 @@ async def start_generation(
     *,
     field: str,
     add_special_tokens: bool,
+    lora: LoRARequest | None = None,
 ) -> Generation:
     """Send a request to the engine for each prompt, once the server admits them.
 
-    `kind` begins the id of the generation, as "cmpl"; the rest is the id of `call`. `field` is the
-    field of the prompts. `add_special_tokens` applies if `body` does not say it. The requests are aborted when `call`
-    ends. Raises ApiError, naming the field at fault, for a request that cannot run.
+    `kind` begins the id, as "cmpl"; the rest is the id of `call`. `field` is the field of the prompts.
+    `add_special_tokens` applies if `body` does not say it. `lora` is the adapter that answers; None: the base model
+    does. The requests are aborted when `call` ends. Raises ApiError, naming the field at fault, for a request that
+    cannot run.
     """
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true; add it, or leave them out", param="stream_options")
@@ -171,6 +174,7 @@ async def start_generation(
                 prompts[index],
                 params,
                 ids[index],
+                lora_request=lora,
                 priority=body.priority or 0,
                 trace_headers=trace_headers(call),
                 tokenization_kwargs={"add_special_tokens": add_special_tokens},

@@ -1,12 +1,19 @@
 """The endpoint /v1/models: the models that requests may name."""
 
+from typing import NamedTuple
+
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.state import ServerState
+
+_MAX_NAMES = 20
+"""Maximum number of names that an error lists."""
 
 
 class Model(msgspec.Struct):
@@ -18,6 +25,8 @@ class Model(msgspec.Struct):
     owned_by: str
     max_model_len: int
     """Maximum number of tokens of a request, prompt and completion together."""
+    parent: str | UnsetType = UNSET
+    """The model that an adapter changes; absent for the model itself."""
 
 
 class ModelList(msgspec.Struct):
@@ -27,35 +36,49 @@ class ModelList(msgspec.Struct):
     data: list[Model]
 
 
-def check_model(server: ServerState, name: str | None) -> str:
-    """Return the name of the served model. Raises ApiError if a request names another; it may name none."""
+class ChosenModel(NamedTuple):
+    """The model that answers a request."""
+
+    name: str
+    lora: LoRARequest | None
+    """The adapter with that name; None for the base model."""
+
+
+def check_model(server: ServerState, name: str | None) -> ChosenModel:
+    """Return the model that a request names: the base model, also if it names none, or an adapter.
+
+    Raises ApiError for any other name.
+    """
     served = server.engine.model_config.served_model_name
-    if name is not None and name != served:
-        raise ApiError(
-            404,
-            f"the model {name[:100]!r} does not exist; the server has {served!r}",
-            param="model",
-            code="model_not_found",
-        )
-    return served
+    if name is None or name == served:
+        return ChosenModel(served, None)
+    if (lora := server.adapters.get(name)) is not None:
+        return ChosenModel(name, lora)
+    names = ", ".join(map(repr, [served, *server.adapters][:_MAX_NAMES]))
+    raise ApiError(
+        404, f"the model {name[:100]!r} does not exist; the server has {names}", param="model", code="model_not_found"
+    )
 
 
 async def list_models(request: Request) -> Response:
-    """Return the served model in OpenAI's list."""
-    models = ModelList("list", [_served_model(request.app.state.server)])
-    return Response(msgspec.json.encode(models), media_type="application/json")
+    """Return the served model and its adapters in OpenAI's list."""
+    server: ServerState = request.app.state.server
+    models = [_described(server, server.engine.model_config.served_model_name)]
+    models += [_described(server, name) for name in server.adapters]
+    return Response(msgspec.json.encode(ModelList("list", models)), media_type="application/json")
 
 
 async def retrieve_model(request: Request) -> Response:
-    """Return the served model, if the path names it."""
+    """Return the model or the adapter that the path names."""
     server: ServerState = request.app.state.server
-    check_model(server, request.path_params["model"])
-    return Response(msgspec.json.encode(_served_model(server)), media_type="application/json")
+    chosen = check_model(server, request.path_params["model"])
+    return Response(msgspec.json.encode(_described(server, chosen.name)), media_type="application/json")
 
 
-def _served_model(server: ServerState) -> Model:
+def _described(server: ServerState, name: str) -> Model:
     config = server.engine.model_config
-    return Model(config.served_model_name, "model", server.created, "vllm_mp", config.max_model_len)
+    parent = config.served_model_name if name in server.adapters else UNSET
+    return Model(name, "model", server.created, "vllm_mp", config.max_model_len, parent)
 
 
 ROUTES = [Route("/v1/models", list_models), Route("/v1/models/{model:path}", retrieve_model)]

@@ -62,6 +62,11 @@ class ServerOptions(Options):
     trust_request_chat_template: bool = option(
         False, "Run the chat templates that requests bring; by default such a request is refused"
     )
+    allow_runtime_lora_updating: bool = option(
+        False,
+        "Let requests load and unload LoRA adapters, from any folder of the core's machine "
+        "(/v1/load_lora_adapter); VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 does the same",
+    )
     max_body_bytes: int = option(
         32 * 2**20, "Maximum size of a request's body in bytes; a larger body gets status 413", low=1
     )

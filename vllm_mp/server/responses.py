@@ -152,14 +152,16 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     params = sampling_params(body, {"max_tokens": None, **defaults}, **own)
     prompt = TextPrompt(prompt=await _prompt(call, body), cache_salt=body.cache_salt or "")
     # The template has written the special tokens.
-    generation = await start_generation(call, "resp", [prompt], params, body, field="input", add_special_tokens=False)
+    generation = await start_generation(
+        call, "resp", [prompt], params, body, field="input", add_special_tokens=False, lora=model.lora
+    )
     response = ResponseObject(
         id=f"resp_{call.request_id}",
         created_at=int(time.time()),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
-        model=model,
+        model=model.name,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         prompt_cache_key=body.prompt_cache_key,
         safety_identifier=body.safety_identifier,

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.live_feed import LiveFeed
 from vllm_mp.server.options import ServerOptions
@@ -24,12 +25,18 @@ class ServerState:
     """When the server started, in seconds since 1970: the `created` of its models."""
     live_feed: LiveFeed = field(init=False)
     """What the page at `/` shows."""
+    adapters: dict[str, LoRARequest] = field(init=False)
+    """The adapters that requests may name as their model, by name."""
+    adapter_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while `adapters` is changed."""
 
     _ping: "asyncio.Future[None] | None" = field(init=False, default=None)
     """The latest ping of the core."""
 
     def __post_init__(self) -> None:
         self.live_feed = LiveFeed(self.engine, self.admission)
+        lora = self.engine.vllm_config.lora_config
+        self.adapters = {} if lora is None else {module.lora_name: module for module in lora.lora_modules}
 
     async def ping_core(self) -> None:
         """Return once the core answers; callers at the same time share a ping, so that probes cannot flood the core.

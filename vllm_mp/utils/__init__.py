@@ -1,5 +1,6 @@
 """The helpers of `vllm.utils` that programs around an engine use; `vllm_mp.utils.async_utils` has the other ones."""
 
+import enum
 import uuid
 
 from vllm_mp.argument_parser import FlexibleArgumentParser
@@ -7,6 +8,7 @@ from vllm_mp.async_iterators import collect_from_async_generator, merge_async_it
 from vllm_mp.event_loops import in_loop, make_async
 
 __all__ = [
+    "Device",
     "FlexibleArgumentParser",
     "collect_from_async_generator",
     "in_loop",
@@ -14,6 +16,13 @@ __all__ = [
     "merge_async_iterators",
     "random_uuid",
 ]
+
+
+class Device(enum.Enum):
+    """A kind of device, for `AsyncLLM.reset_prefix_cache`."""
+
+    GPU = enum.auto()
+    CPU = enum.auto()
 
 
 def random_uuid() -> str:

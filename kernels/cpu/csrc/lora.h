@@ -12,12 +12,12 @@
 
 namespace vmp {
 
-// The adapters of one projection, which may fuse several parts, such as q, k and v; mirrors CAdapterStack. Both matrices
-// are packed in panels of W columns. Memory past the rank of an adapter is not read.
+// The adapters of one projection, which may fuse several parts, such as q, k and v; mirrored by CAdapterStack. Both
+// matrices are packed in panels of W columns. Memory past the rank of an adapter is not read.
 template <class T>
 struct AdapterStack {
     const T* a;                  // [num_slots, panels()]: the columns are the ranks of all parts, one after the other
-    const T* b;                  // [2 for each panel of the product, num_slots]: the inputs are the ranks of `span` parts
+    const T* b;                  // [2 for each panel of the product, num_slots]: its inputs are ranks of `span` parts
     const int32_t* ranks;        // [num_slots], multiples of KP; 0: the adapter does not change this projection
     const int32_t* first_parts;  // for each W columns of the product, the first of the `span` parts
     int64_t num_slots;
@@ -58,9 +58,9 @@ struct AdapterRows {
         for (int64_t first = 0, end; first < size; first = end) {
             const int32_t slot = slots[rows[first]];
             for (end = first; end < size && slots[rows[end]] == slot; ++end) places[rows[end]] = end;
-            const int64_t count = end - first, parts = (count + MR - 1) / MR;
+            const int64_t own = end - first, parts = (own + MR - 1) / MR;
             for (int64_t i = 0; i < parts; ++i)
-                tiles.push_back({slot, first + count * i / parts, first + count * (i + 1) / parts});
+                tiles.push_back({slot, first + own * i / parts, first + own * (i + 1) / parts});
         }
     }
 };
@@ -81,20 +81,22 @@ struct NoPrefetch {
     void ask() const {}
 };
 
-// Multiplies the rows of a tile with one or two panels of W columns: calls `take(row, column, vector)`.
-template <class T, class Take>
-inline void multiply_narrow(int rows, const T* x, int64_t stride, const T* panel, int64_t next, int count,
-                            int64_t inputs, Take&& take) {
-    const NarrowPanels panels{panel, next * int64_t(sizeof(T))};
-    if (count == 2)
-        multiply_rows<MR, 2>(rows, x, stride, panels, inputs, NoPrefetch{}, [&](int r, const vf(&sums)[2]) {
-            take(r, 0, sums[0]);
-            take(r, W, sums[1]);
-        });
-    else
-        multiply_rows<MR, 1>(rows, x, stride, panels, inputs, NoPrefetch{},
-                             [&](int r, const vf(&sums)[1]) { take(r, 0, sums[0]); });
+// Multiplies `rows` rows, at most ROWS, with VECTORS panels of W columns: writes [rows, VECTORS].
+template <int ROWS, int VECTORS, class T>
+inline void multiply_narrow(int64_t rows, const T* x, int64_t stride, const NarrowPanels& panels, int64_t inputs,
+                            vf* out) {
+    if constexpr (ROWS > 0) {
+        if (rows < ROWS) return multiply_narrow<ROWS - 1, VECTORS>(rows, x, stride, panels, inputs, out);
+        multiply<ROWS, VECTORS>(x, stride, panels, inputs, NoPrefetch{}, *(vf(*)[ROWS][VECTORS])out);
+    }
 }
+
+// The sums that adapters add to one panel of a product.
+struct PanelSums {
+    const vf* at;          // null: nothing is added
+    int64_t place_stride;  // vectors from a place to the next
+    int64_t next;          // vectors from the first half of the panel's columns to the second
+};
 
 // What adapters add to one product.
 template <class T>
@@ -103,36 +105,34 @@ struct Additions {
     const AdapterRows* rows = nullptr;  // null: nothing is added
     const T* ranked = nullptr;          // A x by place, `stack->panels() * W` elements each
 
-    // Returns the sums to add to panel `i` of the product, NR for each place; null if there are none.
-    const float* panel(int64_t i) const {
-        if (!rows) return nullptr;
-        thread_local std::vector<float> sums;
-        sums.resize(std::max(sums.size(), rows->rows.size() * NR));
+    // Returns the sums to add to panel `i` of the product, which are valid until this thread's next call.
+    PanelSums panel(int64_t i) const {
+        if (!rows) return {};
+        thread_local std::vector<vf> sums;
         const AdapterStack<T>& w = *stack;
-        const int64_t stride = w.panels() * W, next = w.num_slots * W * w.span * w.max_rank;
+        const int64_t places = rows->rows.size(), stride = w.panels() * W;
+        sums.resize(std::max<int64_t>(sums.size(), 2 * places));
         const int64_t part0 = w.first_parts[2 * i], part1 = w.first_parts[2 * i + 1];
+        const bool is_one_part = part0 == part1;
         for (const AdapterTile& tile : rows->tiles) {
-            const int64_t rank = w.ranks[tile.slot];
-            float* out = sums.data() + tile.first * NR;
+            const int64_t rank = w.ranks[tile.slot], inputs = w.span * rank, count = tile.end - tile.first;
             const T* x = ranked + tile.first * stride;
-            auto multiply = [&](int64_t part, int64_t vector, int count) {
-                multiply_narrow(int(tile.end - tile.first), x + part * rank, stride, w.b_panel(tile.slot, 2 * i + vector),
-                                next, count, w.span * rank, [&](int row, int64_t column, vf some) {
-                                    store(out + row * NR + vector * W + column, some);
-                                });
-            };
-            if (part0 == part1) {
-                multiply(part0, 0, 2);
+            const T *x0 = x + part0 * rank, *x1 = x + part1 * rank;
+            const T *b0 = w.b_panel(tile.slot, 2 * i), *b1 = w.b_panel(tile.slot, 2 * i + 1);
+            vf* out = sums.data() + tile.first;
+            if (is_one_part) {
+                const NarrowPanels both{b0, (b1 - b0) * int64_t(sizeof(T))};
+                multiply_narrow<MR, 2>(count, x0, stride, both, inputs, out + tile.first);
             } else {
-                multiply(part0, 0, 1);
-                multiply(part1, 1, 1);
+                multiply_narrow<MR, 1>(count, x0, stride, {b0, 0}, inputs, out);
+                multiply_narrow<MR, 1>(count, x1, stride, {b1, 0}, inputs, out + places);
             }
         }
-        return sums.data();
+        return is_one_part ? PanelSums{sums.data(), 2, 1} : PanelSums{sums.data(), 1, places};
     }
 };
 
-// Computes A x with all members of a team into `ranked`, which grows; `x` [rows, inputs].
+// Computes A x with all members of a team into `ranked`, which has room for all places; `x` [rows, inputs].
 template <class T>
 Additions<T> additions(Member& member, const AdapterStack<T>* stack, const AdapterRows& rows, const T* x, T* ranked) {
     if (!stack || rows.tiles.empty()) return {};
@@ -152,8 +152,14 @@ Additions<T> additions(Member& member, const AdapterStack<T>* stack, const Adapt
             from = gathered.data();
         }
         T* out = ranked + tile.first * stride + i % pairs * NR;
-        multiply_narrow(int(count), from, w.inputs, w.a_panel(tile.slot, i % pairs * 2), W * w.inputs, left > W ? 2 : 1,
-                        w.inputs, [&](int row, int64_t column, vf some) { store(out + row * stride + column, some); });
+        const NarrowPanels panel{w.a_panel(tile.slot, i % pairs * 2), W * w.inputs * int64_t(sizeof(T))};
+        vf sums[2 * MR];
+        if (left > W)
+            multiply_narrow<MR, 2>(count, from, w.inputs, panel, w.inputs, sums);
+        else
+            multiply_narrow<MR, 1>(count, from, w.inputs, panel, w.inputs, sums);
+        const int64_t vectors = left > W ? 2 : 1;
+        for (int64_t v = 0; v < count * vectors; ++v) store(out + v / vectors * stride + v % vectors * W, sums[v]);
     });
     return {stack, &rows, ranked};
 }
@@ -161,12 +167,13 @@ Additions<T> additions(Member& member, const AdapterStack<T>* stack, const Adapt
 // Does what `products` does, with additions.
 template <class T, class Take>
 inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, const Additions<T>& added, Take&& take) {
-    const float* sums = added.panel(i);
+    const PanelSums sums = added.panel(i);
     products(w, i, x, [&](int64_t row, vf first, vf second) {
-        const int64_t place = sums ? added.rows->places[row] : -1;
+        const int64_t place = sums.at ? added.rows->places[row] : -1;
         if (place >= 0) {
-            first += load(sums + place * NR);
-            second += load(sums + place * NR + W);
+            const vf* at = sums.at + place * sums.place_stride;
+            first += at[0];
+            second += at[sums.next];
         }
         take(row, first, second);
     });

@@ -28,7 +28,14 @@ class Client:
         self.stats.add_listener(self.finished.append)
         self.num_tokens: dict[int, int] = {}
 
-    def add(self, request_id: str, num_prompt_tokens: int = 4, arrived_s_ago: float = 0.0, **params: Any) -> list[int]:
+    def add(
+        self,
+        request_id: str,
+        num_prompt_tokens: int = 4,
+        arrived_s_ago: float = 0.0,
+        adapter: str | None = None,
+        **params: Any,
+    ) -> list[int]:
         """Send a request that arrived some time ago; return its slots."""
         prompt = list(range(num_prompt_tokens))
         sampling = SamplingParams(**params)
@@ -39,7 +46,7 @@ class Client:
         stream = GenerationStream(request, completions)
         self.requests.reserve(request_id)
         self.requests.enter(stream)
-        self.stats.note_sent(stream, request.arrival_time, {})
+        self.stats.note_sent(stream, request.arrival_time, {}, adapter)
         slots = [completion.slot for completion in completions]
         self.num_tokens.update(dict.fromkeys(slots, 0))
         return slots
@@ -348,3 +355,12 @@ def test_nothing_is_recorded_unless_asked_for(client: Client) -> None:
     client.stats.end_records()
     client.step([slot], 1.0)
     assert client.stats.take_record() is None
+
+
+def test_live_requests_are_counted_by_their_adapter(client: Client) -> None:
+    adapters = ("first", "first", "second", None)
+    slots = [client.add(str(number), adapter=adapter)[0] for number, adapter in enumerate(adapters)]
+    client.step(slots[1:], 1.0, dict.fromkeys(slots[1:], 0.0))
+    assert client.stats.live_adapters() == ({"first": 1}, {"first": 1, "second": 1})
+    client.requests.abort("0")
+    assert client.stats.live_adapters() == ({}, {"first": 1, "second": 1})

@@ -20,6 +20,11 @@ from vllm_mp.client import request_manager
 WORDS = ("Once", " upon", " a", " time")
 
 
+async def settle(turns=30):
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
 class StandInEngine:
     """Answers each request with `WORDS`, one for each `step`."""
 
@@ -43,6 +48,7 @@ class StandInEngine:
             completion = CompletionOutput(0, "".join(WORDS[:num_tokens]), list(range(num_tokens)), finish_reason=reason)
             yield RequestOutput(request_id, "prompt", [1, 2], [completion], reason is not None)
             if reason is not None:
+                await settle(5)  # consumers see the last output before the end
                 return
 
     async def abort(self, request_id):
@@ -62,11 +68,6 @@ def run(test):
         await test(RequestManager(engine), engine)
 
     asyncio.run(main())
-
-
-async def settle():
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -116,6 +117,7 @@ def test_caller_s_parameters_are_left_as_they_are():
         engine.step(4)
         await manager.get_result("a")
         assert params == DELTA
+        assert engine.calls["a"][1].output_kind == RequestOutputKind.CUMULATIVE
 
     run(test)
 

@@ -44,7 +44,7 @@ class Engine:
         stream = GenerationStream(request, [Completion(0, params)])
         self._requests.reserve("a")
         self._requests.enter(stream)
-        self.stats.note_sent(stream, 0.0, {})
+        self.stats.note_sent(stream, 0.0, {}, "poet")
         self._num_tokens = 0
 
     def core_load(self) -> CoreReading | None:
@@ -150,6 +150,17 @@ def test_the_log_call_comes_after_the_record_of_all_that_has_happened(engine, lo
         log(loggers)
         assert logger.num_tokens == num_tokens
         assert logger.calls[-1] == "log"
+
+
+@pytest.mark.parametrize(("lora_config", "running"), [(None, {}), (SimpleNamespace(max_loras=2), {"poet": 1})])
+def test_a_logger_is_told_the_adapters_of_live_requests_if_lora_is_enabled(lora_config, running, engine, loggers):
+    engine.vllm_config = SimpleNamespace(cache_config=None, lora_config=lora_config)
+    logger = Logger()
+    loggers.add("mine", logger)
+    engine.step()
+    log(loggers)
+    scheduler, _ = logger.records[0]
+    assert (scheduler.waiting_lora_adapters, scheduler.running_lora_adapters) == ({}, running)
 
 
 def test_the_load_of_a_core_that_was_never_known_is_none(engine, loggers):

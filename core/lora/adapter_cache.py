@@ -1,0 +1,388 @@
+"""The adapters that a core knows: which are in host memory, which are being loaded, and which are kept."""
+
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_mp.core.lora.cached_adapter import CachedAdapter
+from vllm_mp.lora_request import AdapterRecord, LoRARequest
+
+if TYPE_CHECKING:
+    from vllm_mp.core.lora.adapter import Adapter
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOADS = 4
+"""Number of adapters that are loaded at a time, without those whose load is slow."""
+_SLOW_LOAD_S = 2.0
+"""Time after which a load is slow, so that others do not wait for it: its disk may never answer."""
+_MAX_THREADS = 64
+
+
+class NotOperatorOfAdapterError(ValueError):
+    """A client that is no operator names an adapter that the core does not know, or a folder."""
+
+
+class _Load(NamedTuple):
+    """The load of an adapter."""
+
+    adapter: CachedAdapter
+    started: float
+    """In seconds of `time.monotonic()`."""
+
+
+class _Loaded(NamedTuple):
+    """The end of a load."""
+
+    adapter: CachedAdapter
+    weights: "Adapter | None"
+    digest: str
+    error: Exception | None
+
+
+class AdapterCache:
+    """Owns the known adapters, and the host memory that they take.
+
+    An adapter is known from the first request or call that names its folder. One that `add` was called for is known
+    until `remove`; any other is forgotten when it has left host memory and slot, and no request uses it. The folder of
+    a known adapter is read again when its memory was taken away, and must then hold the same weights.
+
+    Folders are read by threads, and everything else happens in the core's thread. `fd` is readable when a load has
+    ended; `take_loaded` then makes its result known.
+    """
+
+    def __init__(
+        self,
+        max_in_memory: int,
+        num_slots: int,
+        read: "Callable[[str], tuple[Adapter, str]]",
+        note: Callable[[Sequence[AdapterRecord]], None],
+    ) -> None:
+        """`read` returns the weights in a folder, and their digest. It runs in a thread, and raises any Exception.
+
+        `note` is called with what a successor must know, at each change.
+        """
+        self._max_in_memory = max_in_memory
+        self._num_slots = num_slots
+        self._read = read
+        self._note = note
+        self._known: dict[int, CachedAdapter] = {}
+        self._in_memory: OrderedDict[CachedAdapter, None] = OrderedDict()
+        """The adapters in host memory, least recently used first."""
+        self._numbers = itertools.count(1)
+        self._loads: dict[CachedAdapter, _Load] = {}
+        self._queued: deque[CachedAdapter] = deque()
+        """Adapters whose load has not begun, because too many are loaded already."""
+        self._calls: dict[CachedAdapter, list[tuple[Future[bool], bool]]] = {}
+        """(future, result) of the calls that wait for the load of an adapter."""
+        self._replaced: dict[CachedAdapter, CachedAdapter] = {}
+        """By the adapter that is being loaded: the adapter that it will replace."""
+        self._ended: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def load_first(self, modules: Sequence[LoRARequest]) -> None:
+        """Load the adapters of the configuration before the core serves. Raises ValueError if one cannot be loaded."""
+        for module in modules:
+            adapter = self._known[module.lora_int_id] = self._make(module)
+            try:
+                adapter.weights, adapter.digest = self._read(module.lora_path)
+            except OSError as error:
+                raise ValueError(f"{adapter} cannot be loaded: {error}") from error
+            adapter.is_added = True
+            self._in_memory[adapter] = None
+            self._evict()
+        self._publish()
+
+    def restore(self, records: Sequence[AdapterRecord]) -> None:
+        """Know the adapters that a predecessor knew; each is loaded when a request needs it."""
+        for record in records:
+            self._known[record.id] = CachedAdapter(
+                id=record.id,
+                name=record.name,
+                path=record.path,
+                number=next(self._numbers),
+                digest=record.digest,
+                is_added=record.is_added,
+                is_pinned=record.is_pinned,
+            )
+        self._publish()
+
+    def find(self, lora: LoRARequest, may_open: bool, digest: str = "") -> CachedAdapter:
+        """Return the adapter for a request, which becomes known if need be.
+
+        `may_open`: the client may name folders; else the path of `lora` has no meaning, and the adapter must be known.
+        `digest` is that of the weights with which an earlier core began the request; empty for a new request.
+
+        Raises ValueError if the id belongs to another name or path, if the weights are others than before, or if every
+        slot is pinned; NotOperatorOfAdapterError if the client must not make the core open the folder.
+        """
+        adapter = self._known.get(lora.lora_int_id)
+        if adapter is None:
+            if not may_open:
+                raise NotOperatorOfAdapterError(
+                    f"adapter {lora.lora_name!r} (id {lora.lora_int_id}) is not loaded, and only operators make this "
+                    "core open a folder: have an operator call add_lora"
+                )
+            adapter = self._make(lora)
+            adapter.digest = digest
+        else:
+            self._check_same(adapter, lora, check_path=may_open)
+        if digest and adapter.digest and digest != adapter.digest:
+            raise ValueError(f"the weights of {adapter} have changed since this request began; send it again")
+        pinned = [other for other in self._known.values() if other.is_pinned]
+        if len(pinned) >= self._num_slots and not adapter.is_pinned:
+            raise ValueError(
+                f"{adapter} can never run: all {self._num_slots} slots are pinned by other adapters; call remove_lora "
+                "for one of them, or raise max_loras"
+            )
+        self._known[adapter.id] = adapter
+        if adapter in self._in_memory:
+            self._in_memory.move_to_end(adapter)
+        return adapter
+
+    def release(self, adapter: CachedAdapter) -> None:
+        """Forget an adapter if nothing keeps it; call this when it has lost its slot, or a request that used it."""
+        if not adapter.is_current and not adapter.requests:
+            self._drop(adapter)
+        self._forget_if_unused(adapter)
+
+    def add(self, name: str, number: int, path: str, load_inplace: bool) -> "Future[bool]":
+        """Load an adapter, and know it until `remove`. The future is done when it is in host memory.
+
+        Its result is False if the adapter was listed before. With `load_inplace`, the folder is read in any case, and
+        new requests use what it holds now; requests that have begun keep the former weights. The future holds a
+        RuntimeError if the folder cannot be used; then nothing has changed.
+
+        Raises ValueError for arguments that cannot work, and if the id belongs to another name or path, unless
+        `load_inplace` is true.
+        """
+        try:
+            lora = LoRARequest(name, number, path, load_inplace=load_inplace)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        done: Future[bool] = Future()
+        known = self._known.get(lora.lora_int_id)
+        if known is not None and lora.load_inplace:
+            adapter = self._make(lora)
+            self._replaced[adapter] = known
+        elif known is not None:
+            self._check_same(known, lora, check_path=True)
+            adapter = known
+        else:
+            adapter = self._known[lora.lora_int_id] = self._make(lora)
+        is_new = lora.load_inplace or not (known is not None and self._is_listed(known))
+        if adapter.is_at_hand:
+            self._keep(adapter)
+            done.set_result(is_new)
+            return done
+        self._calls.setdefault(adapter, []).append((done, is_new))
+        self.load(adapter)
+        return done
+
+    def remove(self, number: int) -> bool:
+        """Forget an adapter; return False if it is not known. Requests that use it run to their ends."""
+        adapter = self._known.get(number) if isinstance(number, int) else None
+        if adapter is None or not self._is_listed(adapter):
+            return False
+        self._retire(adapter)
+        self._publish()
+        return True
+
+    def pin(self, number: int) -> bool:
+        """Keep an adapter in host memory and, once it has one, in its slot; `remove` ends that.
+
+        Raises ValueError if it is not known, if as many adapters as there are slots are pinned already, or if requests
+        with other adapters could then never run.
+        """
+        adapter = self._known.get(number) if isinstance(number, int) else None
+        if adapter is None or not self._is_listed(adapter):
+            raise ValueError(f"no adapter with id {number} is loaded; call add_lora first")
+        if adapter.is_pinned:
+            return True
+        num_pinned = 1 + sum(other.is_pinned for other in self._known.values())
+        if num_pinned > self._num_slots:
+            raise ValueError(
+                f"{adapter} cannot be pinned: all {self._num_slots} slots are pinned; remove a pinned adapter, or "
+                "raise max_loras"
+            )
+        if num_pinned == self._num_slots:
+            others = [other for other in self._known.values() if other.requests and not other.is_pinned]
+            if blocked := [other for other in others if other is not adapter]:
+                raise ValueError(
+                    f"{adapter} cannot be pinned to the last slot while requests use {blocked[0]}; pin it after their "
+                    "ends, or raise max_loras"
+                )
+        adapter.is_pinned = adapter.is_added = True
+        self._publish()
+        return True
+
+    def ids(self) -> list[int]:
+        """Return the ids of the adapters that requests may use without a folder."""
+        return sorted(adapter.id for adapter in self._known.values() if self._is_listed(adapter))
+
+    @property
+    def num_ahead(self) -> int:
+        """Number of adapters that may be in host memory without a slot, because they get one next."""
+        return max(1, self._max_in_memory - self._num_slots)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether as many adapters are loaded now as may be at a time."""
+        return bool(self._queued) or not self._may_start()
+
+    def load(self, adapter: CachedAdapter) -> None:
+        """Begin to load an adapter that is not at hand; no-op while it is loaded already."""
+        if adapter not in self._loads and adapter not in self._queued:
+            self._queued.append(adapter)
+            self._start_queued()
+
+    def take_loaded(self) -> list[tuple[CachedAdapter, str]]:
+        """Make the results of ended loads known; return (adapter, reason) of those that failed.
+
+        The requests that use these adapters must be ended.
+        """
+        failures = []
+        if not self._ended.empty():
+            os.eventfd_read(self.fd)
+        while not self._ended.empty():
+            loaded = self._ended.get()
+            del self._loads[loaded.adapter]
+            why = self._settle(loaded)
+            if why is not None:
+                logger.warning("%s", why)
+                failures.append((loaded.adapter, why))
+            for done, result in self._calls.pop(loaded.adapter, ()):
+                if why is None:
+                    done.set_result(result)
+                else:
+                    done.set_exception(RuntimeError(why))
+        self._start_queued()
+        return failures
+
+    def _settle(self, loaded: _Loaded) -> str | None:
+        """Make an adapter that was loaded available; return why, if it is not."""
+        adapter, replaced = loaded.adapter, self._replaced.pop(loaded.adapter, None)
+        error = loaded.error
+        if error is None and adapter.digest and adapter.digest != loaded.digest:
+            error = ValueError(
+                "its files have changed since it was first loaded; call add_lora with load_inplace=True to use them"
+            )
+        if error is not None:
+            if not adapter.digest and not adapter.is_added and replaced is None:
+                self._known.pop(adapter.id, None)
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return f"{adapter} cannot be loaded: {reason}"
+        adapter.weights, adapter.digest = loaded.weights, loaded.digest
+        if replaced is not None and replaced.is_current:
+            if replaced.digest == adapter.digest and (replaced.name, replaced.path) == (adapter.name, adapter.path):
+                self._keep(replaced)
+                return None
+            adapter.is_pinned = replaced.is_pinned
+            self._retire(replaced)
+            self._known[adapter.id] = adapter
+        elif replaced is not None:  # it was removed, or another replacement came first
+            self._known.setdefault(adapter.id, adapter)
+        self._in_memory[adapter] = None
+        if adapter in self._calls:
+            adapter.is_added = True
+        if not adapter.is_current and not adapter.requests:
+            self._drop(adapter)
+        self._evict()
+        self._publish()
+        return None
+
+    def _keep(self, adapter: CachedAdapter) -> None:
+        """Know an adapter until it is removed."""
+        if not adapter.is_added:
+            adapter.is_added = True
+            self._publish()
+
+    def _make(self, lora: LoRARequest) -> CachedAdapter:
+        return CachedAdapter(id=lora.lora_int_id, name=lora.lora_name, path=lora.lora_path, number=next(self._numbers))
+
+    def _check_same(self, known: CachedAdapter, lora: LoRARequest, check_path: bool) -> None:
+        """Raise ValueError if `lora` has another name or, with `check_path`, another path than the known adapter."""
+        names = [("lora_name", known.name, lora.lora_name)]
+        if check_path:
+            names.append(("lora_path", known.path, lora.lora_path))
+        for field, old, new in names:
+            if old != new:
+                raise ValueError(
+                    f"lora_int_id {known.id} belongs to the adapter with {field} {old!r}, got {new!r}; choose another "
+                    "id, or call add_lora with load_inplace=True to replace that adapter"
+                )
+
+    def _is_listed(self, adapter: CachedAdapter) -> bool:
+        return adapter.is_added or adapter.is_at_hand
+
+    def _retire(self, adapter: CachedAdapter) -> None:
+        """Let no new request use an adapter."""
+        if self._known.get(adapter.id) is adapter:
+            del self._known[adapter.id]
+        adapter.is_current = adapter.is_added = adapter.is_pinned = False
+        self.release(adapter)
+
+    def _drop(self, adapter: CachedAdapter) -> None:
+        """Free the host memory of an adapter."""
+        self._in_memory.pop(adapter, None)
+        adapter.weights = None
+
+    def _evict(self) -> None:
+        """Free host memory beyond the limit: of the least recently used adapters that no request needs there."""
+        while len(self._in_memory) > self._max_in_memory:
+            unneeded = (
+                adapter
+                for adapter in self._in_memory
+                if adapter.is_idle and not adapter.is_selected and not adapter.is_pinned
+            )
+            adapter = next(unneeded, None)
+            if adapter is None:
+                return
+            self._drop(adapter)
+            self._forget_if_unused(adapter)
+
+    def _forget_if_unused(self, adapter: CachedAdapter) -> None:
+        is_kept = adapter.is_added or adapter.is_at_hand or adapter.requests or adapter in self._loads
+        if not is_kept and adapter not in self._queued and self._known.get(adapter.id) is adapter:
+            del self._known[adapter.id]
+            self._publish()
+
+    def _publish(self) -> None:
+        self._note(
+            [
+                AdapterRecord(
+                    adapter.id, adapter.name, adapter.path, adapter.digest, adapter.is_added, adapter.is_pinned
+                )
+                for adapter in self._known.values()
+                if adapter.digest
+            ]
+        )
+
+    def _may_start(self) -> bool:
+        """Whether another load may begin now."""
+        slow = time.monotonic() - _SLOW_LOAD_S
+        num_prompt = sum(load.started > slow for load in self._loads.values())
+        return num_prompt < _MAX_LOADS and len(self._loads) < _MAX_THREADS
+
+    def _start_queued(self) -> None:
+        while self._queued and self._may_start():
+            adapter = self._queued.popleft()
+            self._loads[adapter] = _Load(adapter, time.monotonic())
+            threading.Thread(target=self._load, args=(adapter,), name=f"load-adapter-{adapter.id}", daemon=True).start()
+
+    def _load(self, adapter: CachedAdapter) -> None:
+        """Read the folder of an adapter, in a thread."""
+        weights, digest, error = None, "", None
+        try:
+            weights, digest = self._read(adapter.path)
+        except Exception as failure:
+            error = failure.with_traceback(None)
+        self._ended.put(_Loaded(adapter, weights, digest, error))
+        os.eventfd_write(self.fd, 1)

@@ -1,0 +1,1 @@
+"""Modules under the names that programs import from `vllm.usage`."""
