@@ -20,7 +20,7 @@ from support.tiny_tokenizers import byte_level
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 IN_SLOW_MOTION = """
 import asyncio, functools, runpy, sys, vllm_mp
 
