@@ -43,6 +43,10 @@ class BatchInputs:
             if len(values) != self.total:
                 raise ValueError(f"{name} must have an entry for each of the {self.total} prompts, got {len(values)}")
 
+    def values(self, name: str) -> Sequence[Any]:
+        """Return what was given as `name`: a value for each prompt, or the one of all prompts."""
+        return self._lists[name] if name in self._lists else [self._same[name]]
+
     def __iter__(self) -> Iterator[BatchInput]:
         if "priority" not in self._lists:
             for place, prompt in enumerate(self._prompts):

@@ -9,6 +9,8 @@ from typing import Any, NoReturn, Self
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.batch import Batch, BatchRequest, Output
 from vllm_mp.client.batch_inputs import BatchInputs
+from vllm_mp.client.engine_adapters import checked_adapter
+from vllm_mp.client.input_processor import check_priority
 from vllm_mp.client.loop_thread import LoopThread
 from vllm_mp.client.progress_bar import ProgressBar, UseTqdm
 from vllm_mp.client.unserved_arguments import check_unserved
@@ -175,6 +177,19 @@ class BlockingEngine:
         if name in _REFUSED:
             raise _NotServedError(f"{type(self).__name__} has no {name}: {_REFUSED[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _inputs(self, prompts: Iterable[Any], params: Any, lora_request: Any, priority: Any) -> BatchInputs:
+        """Return the inputs of a batch.
+
+        Raises ValueError or TypeError for lists of different lengths, and for adapters and priorities that no request
+        to this engine can have.
+        """
+        inputs = BatchInputs(prompts, params, lora_request, priority)
+        for lora in inputs.values("lora_request"):
+            checked_adapter(lora, self.vllm_config)
+        for number in inputs.values("priority"):
+            check_priority(number, self.vllm_config)
+        return inputs
 
     def _requests(
         self, call: Callable[..., AsyncGenerator[Output, None]], inputs: BatchInputs, **arguments: Any

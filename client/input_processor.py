@@ -29,6 +29,17 @@ from vllm_mp.request_validation import (
 from vllm_mp.sampling_params import EXTRA_ARGS, SEED_LIMIT, SamplingParams
 
 
+def check_priority(priority: Any, config: VllmConfig) -> None:
+    """Raise ValueError, naming the value, unless requests to an engine of this configuration may have the priority."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise ValueError(f"priority must be a 32-bit integer, got {priority!r}")
+    if priority and config.scheduler_config.policy != "priority":
+        raise ValueError(
+            f"priority={priority} needs an engine with scheduling_policy='priority'; leave it 0, or start the "
+            "engine with that policy"
+        )
+
+
 class InputProcessor:
     """Turns a caller's request into a stream that holds its record; the event loop never waits for the tokenizer."""
 
@@ -139,13 +150,7 @@ class InputProcessor:
         """Raise TypeError or ValueError if a request with these arguments cannot run on any engine of this kind."""
         if params is not None and not isinstance(params, SamplingParams | PoolingParams):
             raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-            raise ValueError(f"priority must be a 32-bit integer, got {priority!r}")
-        if priority and self._config.scheduler_config.policy != "priority":
-            raise ValueError(
-                f"priority={priority} needs an engine with scheduling_policy='priority'; leave it 0, or start the "
-                "engine with that policy"
-            )
+        check_priority(priority, self._config)
 
     def _truncation_limit(self, params: SamplingParams) -> int | None:
         """Return how many of the prompt's last tokens to keep; None means all."""

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_mp.client.batch import BatchRequest
-from vllm_mp.client.batch_inputs import BatchInputs, Message, conversations_of, prompts_of
+from vllm_mp.client.batch_inputs import Message, conversations_of, prompts_of
 from vllm_mp.client.llm_pooling import PoolingCalls
 from vllm_mp.client.progress_bar import UseTqdm
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.engine_args import EngineArgs
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
@@ -46,7 +47,7 @@ class LLM(PoolingCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
@@ -57,7 +58,7 @@ class LLM(PoolingCalls):
         for good.
         """
         check_unserved(mm_processor_kwargs=mm_processor_kwargs)
-        inputs = BatchInputs(prompts_of(prompts), self._sampling(sampling_params), lora_request, priority)
+        inputs = self._inputs(prompts_of(prompts), self._sampling(sampling_params), lora_request, priority)
         requests = self._requests(self._engine.generate, inputs, tokenization_kwargs=tokenization_kwargs)
         return self._run(requests, inputs.total, use_tqdm)
 
@@ -66,7 +67,7 @@ class LLM(PoolingCalls):
         messages: Iterable[Message] | Iterable[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -84,7 +85,7 @@ class LLM(PoolingCalls):
         """
         check_unserved(mm_processor_kwargs=mm_processor_kwargs)
         _check_content_format(chat_template_content_format)
-        inputs = BatchInputs(conversations_of(messages), self._sampling(sampling_params), lora_request, priority)
+        inputs = self._inputs(conversations_of(messages), self._sampling(sampling_params), lora_request, priority)
         requests = self._requests(
             self._engine.chat,
             inputs,
@@ -101,7 +102,7 @@ class LLM(PoolingCalls):
         self,
         prompts: PromptType | Iterable[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: UseTqdm = True,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -112,7 +113,7 @@ class LLM(PoolingCalls):
         Nothing runs yet, so there is no bar: `use_tqdm` has no effect.
         """
         check_unserved(mm_processor_kwargs=mm_processor_kwargs)
-        inputs = BatchInputs(prompts_of(prompts), self._sampling(sampling_params), lora_request, priority)
+        inputs = self._inputs(prompts_of(prompts), self._sampling(sampling_params), lora_request, priority)
         requests = list(self._requests(self._engine.generate, inputs, tokenization_kwargs=tokenization_kwargs))
         self._enqueued += [request._replace(place=len(self._enqueued) + request.place) for request in requests]
         return [request.request_id for request in sorted(requests)]

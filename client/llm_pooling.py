@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from vllm_mp.client.batch_inputs import BatchInputs, prompts_of
+from vllm_mp.client.batch_inputs import prompts_of
 from vllm_mp.client.blocking_engine import BlockingEngine
 from vllm_mp.client.progress_bar import UseTqdm
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.unserved_arguments import check_unserved
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -35,7 +36,7 @@ class PoolingCalls(BlockingEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput | RequestFailure]:
@@ -44,7 +45,7 @@ class PoolingCalls(BlockingEngine):
         `pooling_task` is "embed" or "classify" and overrides this. Raises BatchDeadError if the core is gone for good.
         """
         params = _with_task(pooling_params, pooling_task)
-        inputs = BatchInputs(prompts_of(prompts), params, lora_request, None)
+        inputs = self._inputs(prompts_of(prompts), params, lora_request, None)
         requests = self._requests(self._engine.encode, inputs, tokenization_kwargs=tokenization_kwargs)
         return self._run(requests, inputs.total, use_tqdm)
 
@@ -54,7 +55,7 @@ class PoolingCalls(BlockingEngine):
         *,
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput | RequestFailure]:
         """Return the embedding of each prompt."""
@@ -73,7 +74,7 @@ class PoolingCalls(BlockingEngine):
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput | RequestFailure]:
         """Return the probability of each class for each prompt. Raises ValueError if the model has no classes."""
@@ -97,7 +98,7 @@ class PoolingCalls(BlockingEngine):
         *,
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput | RequestFailure]:
@@ -135,7 +136,7 @@ class PoolingCalls(BlockingEngine):
         pairs: list[tuple[Any, Any]],
         pooling_params: PoolingParams | None,
         use_tqdm: UseTqdm,
-        lora_request: Any,
+        lora_request: LoRARequest | None,
         tokenization_kwargs: dict[str, Any] | None,
     ) -> list[ScoringRequestOutput | RequestFailure]:
         """Return the scores of pairs of texts by a cross-encoder. Raises TypeError unless all are str."""

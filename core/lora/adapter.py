@@ -15,6 +15,8 @@ from vllm_mp.kernels.ops import Factors
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
+_MAX_PROBLEM: Final = 400
+"""Characters of an error about one tensor, whose name may be long."""
 _PREFIX: Final = "base_model.model."
 _MODEL_PREFIXES: Final = ("model.", "transformer.")
 """The names of the model around the layers, which adapters for the bare model lack."""
@@ -80,7 +82,7 @@ class _Reader:
         """Take a tensor of the file."""
         problem = self._take(name, tensor)
         if problem is not None:
-            self._problems.append(problem)
+            self._problems.append(problem[:_MAX_PROBLEM])
 
     def adapter(self) -> Adapter:
         """Return the adapter; raise ValueError that lists what is wrong."""

@@ -1,6 +1,10 @@
 """The adapters that the model can use in a step: their memory on the device, in numbered slots."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.lora.targets import projections
@@ -21,7 +25,8 @@ class AdapterSlots:
 
     def bind(self, model: Any) -> None:
         """Allocate the slots in `model`, a `NativeModel` with its weights, and load the adapters into them again."""
-        self._stacks = model.make_adapter_stacks(len(self._adapters), self._max_rank)
+        with _one_thread():
+            self._stacks = model.make_adapter_stacks(len(self._adapters), self._max_rank)
         for slot, adapter in enumerate(self._adapters):
             if adapter is not None:
                 self.load(slot, adapter)
@@ -31,14 +36,22 @@ class AdapterSlots:
         self._stacks = []
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Put `adapter` into `slot`, in place of what it held; the host's copy of it stays too.
+        """Put `adapter` into `slot`, in place of what it held. Its copy on the host is kept until the next load.
 
         No pending step may use the slot, and the weights of the model must not be in host memory (`sleep`).
         """
         self._adapters[slot] = adapter
-        for stack, projection in zip(self._stacks, self._projections if self._stacks else [], strict=True):
-            stack.load(slot, [adapter.factors.get(part) for part in projection.parts])
+        with _one_thread():
+            for stack, projection in zip(self._stacks, self._projections if self._stacks else [], strict=True):
+                stack.load(slot, [adapter.factors.get(part) for part in projection.parts])
 
-    def clear(self, slot: int) -> None:
-        """Forget the adapter in `slot`, which no request may use before the next `load`."""
-        self._adapters[slot] = None
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Limit torch to one thread: many small operations take longer if threads wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ import pytest
 from vllm_mp import LLM, SamplingParams
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TESTED = {"batch", "concurrent_requests", "embeddings", "http_server", "recovery", "shared_core", "streaming"}
+TESTED = {"batch", "concurrent_requests", "embeddings", "http_server", "lora", "recovery", "shared_core", "streaming"}
 TESTED |= {"timeout", "weight_update"}
 
 
@@ -46,6 +46,7 @@ def test_batch(small_model, tmp_path):
     assert len(out.splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_recovery(small_model):
     lines = run("recovery", small_model).splitlines()
     assert lines[-2:] == ["restarts: 1", "the same tokens: True"]
@@ -120,3 +121,22 @@ def test_http_server(small_model):
         finally:
             watchdog.cancel()
             process.kill()
+
+
+@pytest.mark.slow
+def test_lora(small_model, tmp_path):
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folders = []
+    for seed, rank in ((1, 4), (2, 8)):
+        base = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+        torch.manual_seed(seed)
+        model = get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False))
+        folders.append(tmp_path / f"adapter-{seed}")
+        model.save_pretrained(folders[-1])
+    lines = run("lora", small_model, *folders).splitlines()
+    assert lines[0].startswith("base model: ")
+    assert [line.partition(": ")[0] for line in lines[1:]] == [str(folder) for folder in folders]
+    assert len({line.partition(": ")[2] for line in lines}) == 3

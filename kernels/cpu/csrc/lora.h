@@ -58,9 +58,9 @@ struct AdapterRows {
         for (int64_t first = 0, end; first < size; first = end) {
             const int32_t slot = slots[rows[first]];
             for (end = first; end < size && slots[rows[end]] == slot; ++end) places[rows[end]] = end;
-            const int64_t count = end - first, parts = (count + MR - 1) / MR;
+            const int64_t own = end - first, parts = (own + MR - 1) / MR;
             for (int64_t i = 0; i < parts; ++i)
-                tiles.push_back({slot, first + count * i / parts, first + count * (i + 1) / parts});
+                tiles.push_back({slot, first + own * i / parts, first + own * (i + 1) / parts});
         }
     }
 };
@@ -93,7 +93,7 @@ inline void multiply_narrow(int64_t rows, const T* x, int64_t stride, const Narr
 
 // The sums that adapters add to one panel of a product.
 struct PanelSums {
-    const vf* at;         // null: nothing is added
+    const vf* at;          // null: nothing is added
     int64_t place_stride;  // vectors from a place to the next
     int64_t next;          // vectors from the first half of the panel's columns to the second
 };
@@ -132,7 +132,7 @@ struct Additions {
     }
 };
 
-// Computes A x with all members of a team into `ranked`, which grows; `x` [rows, inputs].
+// Computes A x with all members of a team into `ranked`, which has room for all places; `x` [rows, inputs].
 template <class T>
 Additions<T> additions(Member& member, const AdapterStack<T>* stack, const AdapterRows& rows, const T* x, T* ranked) {
     if (!stack || rows.tiles.empty()) return {};
