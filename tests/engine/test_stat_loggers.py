@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_h
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, LoggingStatLogger, PrometheusStatLogger, SamplingParams, StatLoggerBase
+from vllm_mp.client import engine_readings
+from vllm_mp.client.stat_loggers import prometheus
 from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.testing.engines import answer, replay_core
@@ -174,7 +176,9 @@ def test_a_registry_of_an_app_has_the_metrics_of_the_server(connect):
     )
 
 
-def test_a_scrape_in_another_thread_has_the_load_that_only_the_core_knows(connect):
+def test_a_scrape_in_another_thread_has_the_load_that_only_the_core_knows(connect, monkeypatch):
+    monkeypatch.setattr(prometheus, "_LOAD_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(engine_readings, "_TIMEOUT_S", 30.0)
     registry, engine = CollectorRegistry(), connect()
     server, thread = start_http_server(0, "127.0.0.1", registry)
 
@@ -215,12 +219,12 @@ def test_engines_of_one_process_share_a_registry_under_different_labels(connect)
     assert tokens_by_engine(registry) == {"1": 8}
     engines[1].shutdown()
     assert generate_latest(registry) == b""
-    Gauge("vllm:num_requests_running", "of somebody else", registry=registry)  # the names are free again
+    Gauge("vllm:num_requests_running", "of another program", registry=registry)  # the names are free again
 
 
 def test_metrics_of_others_are_not_mixed_with_those_of_an_engine(connect):
     registry, engine = CollectorRegistry(), connect()
-    Gauge("vllm:num_requests_running", "of somebody else", registry=registry)
+    Gauge("vllm:num_requests_running", "of another program", registry=registry)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         engine.add_logger("prometheus", PrometheusStatLogger(engine.vllm_config, registry=registry))
 
@@ -249,8 +253,9 @@ def test_disable_log_stats_leaves_out_the_line_and_no_logger_that_is_given(make_
     assert "tokens/s generated" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["list", "dict"])
-@pytest.mark.parametrize("way", ["from_engine_args", "from_vllm_config", "start"])
+@pytest.mark.parametrize(
+    ("way", "kind"), [("from_engine_args", "list"), ("from_vllm_config", "dict"), ("start", "list")]
+)
 def test_every_way_to_start_an_engine_takes_loggers(way, kind, connect, monkeypatch):
     monkeypatch.setattr(AsyncLLM, "_launch", lambda *arguments: connect())
     totals = Totals()
