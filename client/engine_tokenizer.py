@@ -4,8 +4,9 @@ import functools
 from typing import Any
 
 from vllm_mp.client.chat_template import ChatTemplate
+from vllm_mp.client.engine_adapters import checked_adapter
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
-from vllm_mp.client.input_preprocessor import InputPreprocessor, check_lora_enabled
+from vllm_mp.client.input_preprocessor import InputPreprocessor
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 
@@ -16,10 +17,10 @@ class EngineTokenizer(EngineLifecycle):
     def get_tokenizer(self, lora_request: Any = None) -> Any:
         """Return the Hugging Face tokenizer; `await` on the result gives the same object.
 
-        Adapters use the model's tokenizer, so a `lora_request` changes nothing. Raises ValueError for one without LoRA,
-        and if the engine has no tokenizer.
+        Adapters use the model's tokenizer, so a LoRARequest as `lora_request` changes nothing. Raises ValueError for one
+        without LoRA, and if the engine has no tokenizer.
         """
-        check_lora_enabled(self.vllm_config, lora_request)
+        checked_adapter(lora_request, self.vllm_config)
         return self._tokenizes().tokenizer
 
     @property
