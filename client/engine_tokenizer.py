@@ -17,8 +17,8 @@ class EngineTokenizer(EngineLifecycle):
     def get_tokenizer(self, lora_request: Any = None) -> Any:
         """Return the Hugging Face tokenizer; `await` on the result gives the same object.
 
-        Adapters use the model's tokenizer, so a LoRARequest as `lora_request` changes nothing. Raises ValueError for one
-        without LoRA, and if the engine has no tokenizer.
+        Adapters use the model's tokenizer, so a `lora_request` changes nothing. Raises ValueError for one without LoRA,
+        and if the engine has no tokenizer.
         """
         checked_adapter(lora_request, self.vllm_config)
         return self._tokenizes().tokenizer
