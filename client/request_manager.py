@@ -11,6 +11,7 @@ from typing import Any
 from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.prompt import PromptType, TokensPrompt
 from vllm_mp.errors import DuplicateRequestIdError, EngineGenerateError
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import RequestOutput
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
@@ -39,7 +40,7 @@ class StreamingRequest:
     sampling_params: SamplingParams
     arrival_time: float
     """In seconds of `time.time()`."""
-    lora_request: Any = None
+    lora_request: LoRARequest | None = None
 
 
 class RequestManager:
@@ -68,7 +69,7 @@ class RequestManager:
         sampling_params: SamplingParams,
         prompt_token_ids: list[int] | None = None,
         arrival_time: float | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Begin a request and return at once; `get_result` and `stream` raise the error of a request that cannot run.
 
