@@ -17,6 +17,7 @@ from vllm_mp import (
     EngineGenerateError,
     EngineStartError,
     InputPreprocessor,
+    LoRARequest,
     NotOperatorError,
     PoolingParams,
     SamplingParams,
@@ -126,7 +127,10 @@ def test_calls_of_older_and_newer_versions_bind(llm, caplog):
     async def run():
         await llm.do_log_stats(object(), [])
         await llm.reset_mm_cache()
+        await llm.reset_encoder_cache()
         assert await llm.reset_prefix_cache() is True
+        assert await llm.wake_up() is True
+        assert await llm.get_supported_tasks() == ("generate", "embed")
         assert not await llm.is_tracing_enabled()
         assert llm.get_num_unfinished_requests() == await llm.get_num_unfinished_requests() == 0
         await llm.wait_for_requests_to_drain(drain_timeout=5)
@@ -238,8 +242,8 @@ def test_input_preprocessor_makes_a_prompt_that_has_the_token_ids_of_generate(ll
                 preprocessor.preprocess(wrong)
             with pytest.raises(ValueError, match=words):
                 await preprocessor.preprocess_async(wrong)
-        with pytest.raises(ValueError, match="lora_request must be None"):
-            preprocessor.preprocess(PROMPT, None, object())
+        with pytest.raises(ValueError, match="LoRA is not enabled"):
+            preprocessor.preprocess(PROMPT, None, LoRARequest("mine", 1, "/adapters/mine"))
         with pytest.raises(NotImplementedError, match="'multimodal'"):
             preprocessor.preprocess({"type": "multimodal", "prompt_token_ids": [1]})
 
