@@ -156,7 +156,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
+        request_id: str | int | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,

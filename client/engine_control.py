@@ -31,6 +31,10 @@ class EngineControl(EngineLifecycle):
         """Return at once: this version serves no images or sounds, so there is no cache of them."""
         self._attach()
 
+    async def reset_encoder_cache(self) -> None:
+        """Return at once, as `reset_mm_cache` does."""
+        self._attach()
+
     async def collective_rpc(
         self,
         method: str,
@@ -119,8 +123,8 @@ class EngineControl(EngineLifecycle):
         await self._call("sleep", level, mode)
         self._stat_loggers.note_sleep(1, level)
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """End a sleep, whichever client began it; no-op if the engine is awake.
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """End a sleep, whichever client began it, and return whether the engine is awake; no-op if it was.
 
         `tags` names what comes back: "weights", "kv_cache" or both; generation continues when both are back. Returns
         when that is done, which after level 2 takes as long as loading the model; the core answers nothing else
@@ -128,8 +132,10 @@ class EngineControl(EngineLifecycle):
         read: then the engine stays asleep, the memory that this call took is released, and the call may be repeated.
         """
         await self._call("wake_up", *check_wake_up(tags))
-        if not (await self._ask("status"))["is_sleeping"]:
-            self._stat_loggers.note_sleep(0, 0)
+        if (await self._ask("status"))["is_sleeping"]:
+            return False
+        self._stat_loggers.note_sleep(0, 0)
+        return True
 
 
 def _device_type(device: Any) -> str:

@@ -139,14 +139,8 @@ class EngineStatus(EngineLifecycle):
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """Return what requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
-        architecture = self.model_config.architecture
-        can = {
-            "generate": not architecture.is_encoder,
-            "embed": True,
-            "classify": architecture.num_classes > 0,
-            "score": architecture.num_classes == 1,
-        }
-        return tuple(task for task in can if can[task])
+        self._check_process()
+        return tuple(self.model_config.supported_tasks)
 
     async def get_vllm_config(self) -> VllmConfig:
         return self.vllm_config

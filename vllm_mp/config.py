@@ -69,6 +69,18 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
         """`path` as a `Path`."""
         return Path(self.path)
 
+    @property
+    def supported_tasks(self) -> list[str]:
+        """What requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
+        architecture = self.architecture
+        can = {
+            "generate": not architecture.is_encoder,
+            "embed": True,
+            "classify": architecture.num_classes > 0,
+            "score": architecture.num_classes == 1,
+        }
+        return [task for task in can if can[task]]
+
     def get_vocab_size(self) -> int:
         return self.architecture.vocab_size
 

@@ -24,7 +24,7 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm_mp.lora_request import parse_lora_module
+from vllm_mp.lora_request import parse_adapter
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
 from vllm_mp.model_config.json_file import read_json
@@ -230,7 +230,7 @@ def _lora_config(args: "EngineArgs", architecture: Architecture) -> LoRAConfig |
         raise ValueError(
             f"max_cpu_loras={max_cpu_loras} is below max_loras={args.max_loras}; raise the first or lower the second"
         )
-    modules = [parse_lora_module(text, number) for number, text in enumerate(args.lora_modules, 1)]
+    modules = [parse_adapter(text, number, "lora_modules") for number, text in enumerate(args.lora_modules, 1)]
     names = [args.served_model_name or args.model, *(module.lora_name for module in modules)]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"lora_modules: the name {repeated[0]!r} is used twice; give each adapter a name of its own")

@@ -71,24 +71,24 @@ class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True):
         return hash(self.lora_name)
 
 
-def parse_lora_module(text: str, number: int) -> LoRARequest:
+def parse_adapter(text: str, number: int, option: str) -> LoRARequest:
     """Return the adapter with the id `number` that `text` names: NAME=FOLDER, or a JSON object with name and path.
 
-    Raises ValueError, with the remedy, for another text.
+    Raises ValueError, which names `option` and the remedy, for another text.
     """
     name, is_pair, path = text.partition("=")
     if text.lstrip().startswith("{"):
         try:
             module = msgspec.json.decode(text, type=_Module)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"lora_modules: {text!r} is no JSON object with name and path: {error}") from None
+            raise ValueError(f"{option}: {text!r} is no JSON object with name and path: {error}") from None
         name, path = module.name, module.path
     elif not is_pair:
-        raise ValueError(f"lora_modules must be NAME=FOLDER, got {text!r}")
+        raise ValueError(f"{option} must be NAME=FOLDER, got {text!r}")
     try:
         return LoRARequest(name, number, path)
     except ValueError as error:
-        raise ValueError(f"lora_modules: {error}") from None
+        raise ValueError(f"{option}: {error}") from None
 
 
 class _Module(msgspec.Struct, forbid_unknown_fields=True):

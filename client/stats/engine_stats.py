@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from vllm_mp import wire
 from vllm_mp.client.outputs.stream import PoolingStream, RequestStream
-from vllm_mp.client.stats.engine_counters import FINISH_REASONS, EngineCounters
+from vllm_mp.client.stats.engine_counters import EngineCounters
 from vllm_mp.client.stats.finished_request import FinishedRequest
 from vllm_mp.client.stats.iteration_stats import FinishedRequestStats, FinishReason, IterationStats
+from vllm_mp.client.stats.live_request import LiveRequest, finish_reason
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -46,21 +47,6 @@ class Restart:
     """Requests that continue on the next core; None while there is no core."""
 
 
-@dataclass(slots=True, eq=False)
-class _LiveRequest:
-    """What is known of a request until it ends."""
-
-    arrival: float
-    sent: float
-    trace_headers: Mapping[str, str]
-    adapter: str | None
-    """The name of its LoRA adapter; None for the base model."""
-    queue_s: float | None = None
-    first_token: float | None = None
-    num_cached_tokens: int = 0
-    num_recoveries: int = 0
-
-
 class EngineStats(EngineCounters):
     """Counts what a client sends and receives; the parts of the client call it, readers read its metrics.
 
@@ -72,7 +58,7 @@ class EngineStats(EngineCounters):
         """`max_model_len` is in tokens."""
         super().__init__(max_model_len)
         self._has_prefix_cache = has_prefix_cache
-        self._live: dict[RequestStream, _LiveRequest] = {}
+        self._live: dict[RequestStream, LiveRequest] = {}
         self._awaited: dict[int, tuple[RequestStream, bool]] = {}
         """By slot: the stream of a completion or vector that no step has begun, and whether it is its first."""
         self._last_token = np.zeros(wire.MAX_LIVE_REQUESTS)
@@ -170,7 +156,7 @@ class EngineStats(EngineCounters):
         now = time.monotonic()
         arrival = now - max(0.0, time.time() - arrival_time)
         with self._lock:
-            self._live[stream] = _LiveRequest(arrival, now, trace_headers, adapter)
+            self._live[stream] = LiveRequest(arrival, now, trace_headers, adapter)
             self._write_step()
             for awaited in stream.awaited:
                 self._last_token[awaited.slot] = 0.0
@@ -251,16 +237,16 @@ class EngineStats(EngineCounters):
                 if entry is not None and entry[0] is stream:
                     del self._awaited[awaited.slot]
             now = time.monotonic()
-            reason = _finish_reason(stream)
+            reason = finish_reason(stream)
             lengths = [awaited.num_tokens for awaited in stream.awaited]
             self.finished_requests.add(1, reason)
             if reason == "length" or reason == "stop":
                 self._count_finished(stream, live, lengths, now)
             if self._record is not None:
-                self._record.add_finished(_finished(stream, live, lengths, reason, now), lengths)
+                self._record.add_finished(live.stats(stream, lengths, reason, now), lengths)
                 self._announce()
         if self._listeners:
-            self._hand_over(stream, live, sum(lengths), reason, now)
+            self._hand_over(live.record(stream, sum(lengths), reason, now))
 
     def note_death(self, kind: str, at: float, cause: str) -> None:
         """Note that the core died `at` a moment; `kind` is one of `DEATH_KINDS`, `cause` says more."""
@@ -372,7 +358,7 @@ class EngineStats(EngineCounters):
             self._last_token[self._step_indexes] = self._step_time
             self._step_slots = b""
 
-    def _count_finished(self, stream: RequestStream, live: _LiveRequest, lengths: list[int], now: float) -> None:
+    def _count_finished(self, stream: RequestStream, live: LiveRequest, lengths: list[int], now: float) -> None:
         """Count a request that ended `now` with "stop" or "length"; `lengths` are the tokens of its completions."""
         self.e2e_s.observe(now - live.arrival)
         self.tokenize_s.observe(live.sent - live.arrival)
@@ -392,65 +378,11 @@ class EngineStats(EngineCounters):
         if longest > 1:
             self.token_s.observe((now - first) / (longest - 1))
 
-    def _hand_over(
-        self, stream: RequestStream, live: _LiveRequest, num_output_tokens: int, reason: str, now: float
-    ) -> None:
-        """Hand the record of a request that ended `now` to the listeners."""
-        # What is added to a moment gives seconds of `time.time()`.
-        epoch = time.time() - now
-        record = FinishedRequest(
-            request_id=stream.request_id,
-            params=stream.params,
-            arrival_time=live.arrival + epoch,
-            sent_time=live.sent + epoch,
-            queue_s=live.queue_s,
-            first_token_time=None if live.first_token is None else live.first_token + epoch,
-            end_time=now + epoch,
-            num_prompt_tokens=len(stream.prompt_token_ids),
-            num_cached_tokens=live.num_cached_tokens,
-            num_output_tokens=num_output_tokens,
-            finish_reason=reason,
-            error=None if stream.error is None else str(stream.error),
-            num_recoveries=live.num_recoveries,
-            trace_headers=live.trace_headers,
-        )
+    def _hand_over(self, record: FinishedRequest) -> None:
+        """Hand the record of a finished request to the listeners."""
         for listener in list(self._listeners):
             try:
                 listener(record)
             except Exception:
                 logger.exception("a listener to finished requests failed, and is not called again")
                 self._listeners.remove(listener)
-
-
-def _finish_reason(stream: RequestStream) -> str:
-    """Return one of `FINISH_REASONS`; of several completions, that of the worst end."""
-    if stream.error is not None:
-        return "error"
-    reasons = [awaited.finish.reason for awaited in stream.awaited if awaited.finish is not None]
-    if len(reasons) == 1 and reasons[0] in FINISH_REASONS:
-        return reasons[0]
-    # A core may send a reason that does not exist.
-    return next((reason for reason in reversed(FINISH_REASONS) if reason in reasons), "stop")
-
-
-def _finished(
-    stream: RequestStream, live: _LiveRequest, lengths: list[int], reason: str, now: float
-) -> FinishedRequestStats:
-    """Return what a request took that ended `now`; `lengths` are the tokens of its completions."""
-    params, longest = stream.params, max(lengths)
-    finished = FinishedRequestStats(
-        FinishReason(reason),
-        stream.request_id,
-        e2e_latency=now - live.arrival,
-        num_prompt_tokens=len(stream.prompt_token_ids),
-        num_generation_tokens=sum(lengths),
-        max_tokens_param=params.max_tokens if isinstance(params, SamplingParams) else None,
-        num_cached_tokens=live.num_cached_tokens,
-    )
-    if live.first_token is not None and live.queue_s is not None:
-        scheduled, since_first = live.sent + live.queue_s, now - live.first_token
-        finished.queued_time = live.queue_s
-        finished.prefill_time, finished.inference_time = live.first_token - scheduled, now - scheduled
-        finished.decode_time = since_first if longest else 0.0
-        finished.mean_time_per_output_token = since_first / (longest - 1) if longest > 1 else 0.0
-    return finished

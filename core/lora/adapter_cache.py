@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.lora_request import AdapterRecord, LoRARequest
+from vllm_mp.status_page import MAX_ADAPTER_BYTES
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.adapter import Adapter
@@ -24,6 +25,8 @@ _MAX_LOADS = 4
 _SLOW_LOAD_S = 2.0
 """Time after which a load is slow, so that others do not wait for it: its disk may never answer."""
 _MAX_THREADS = 64
+_RECORD_BYTES = 64
+"""Bytes that the status page needs for an adapter beside its name and path."""
 
 
 class NotOperatorOfAdapterError(ValueError):
@@ -76,14 +79,16 @@ class AdapterCache:
         self._known: dict[int, CachedAdapter] = {}
         self._in_memory: OrderedDict[CachedAdapter, None] = OrderedDict()
         """The adapters in host memory, least recently used first."""
+        self._num_pinned = 0
+        """Number of pinned adapters, as of the latest `_publish`."""
         self._numbers = itertools.count(1)
         self._loads: dict[CachedAdapter, _Load] = {}
         self._queued: deque[CachedAdapter] = deque()
         """Adapters whose load has not begun, because too many are loaded already."""
         self._calls: dict[CachedAdapter, list[tuple[Future[bool], bool]]] = {}
         """(future, result) of the calls that wait for the load of an adapter."""
-        self._replaced: dict[CachedAdapter, CachedAdapter] = {}
-        """By the adapter that is being loaded: the adapter that it will replace."""
+        self._replacements: set[CachedAdapter] = set()
+        """Adapters that are being loaded, each to replace the known adapter with its id."""
         self._ended: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -131,13 +136,13 @@ class AdapterCache:
                     "core open a folder: have an operator call add_lora"
                 )
             adapter = self._make(lora)
-            adapter.digest = digest
         else:
             self._check_same(adapter, lora, check_path=may_open)
+        if digest and may_open and not adapter.digest:
+            adapter.digest = digest
         if digest and adapter.digest and digest != adapter.digest:
             raise ValueError(f"the weights of {adapter} have changed since this request began; send it again")
-        pinned = [other for other in self._known.values() if other.is_pinned]
-        if len(pinned) >= self._num_slots and not adapter.is_pinned:
+        if self._num_pinned >= self._num_slots and not adapter.is_pinned:
             raise ValueError(
                 f"{adapter} can never run: all {self._num_slots} slots are pinned by other adapters; call remove_lora "
                 "for one of them, or raise max_loras"
@@ -169,9 +174,11 @@ class AdapterCache:
             raise ValueError(str(error)) from None
         done: Future[bool] = Future()
         known = self._known.get(lora.lora_int_id)
+        if known is None:
+            self._check_room(lora)
         if known is not None and lora.load_inplace:
             adapter = self._make(lora)
-            self._replaced[adapter] = known
+            self._replacements.add(adapter)
         elif known is not None:
             self._check_same(known, lora, check_path=True)
             adapter = known
@@ -206,13 +213,12 @@ class AdapterCache:
             raise ValueError(f"no adapter with id {number} is loaded; call add_lora first")
         if adapter.is_pinned:
             return True
-        num_pinned = 1 + sum(other.is_pinned for other in self._known.values())
-        if num_pinned > self._num_slots:
+        if self._num_pinned >= self._num_slots:
             raise ValueError(
                 f"{adapter} cannot be pinned: all {self._num_slots} slots are pinned; remove a pinned adapter, or "
                 "raise max_loras"
             )
-        if num_pinned == self._num_slots:
+        if self._num_pinned == self._num_slots - 1:
             others = [other for other in self._known.values() if other.requests and not other.is_pinned]
             if blocked := [other for other in others if other is not adapter]:
                 raise ValueError(
@@ -249,10 +255,7 @@ class AdapterCache:
         The requests that use these adapters must be ended.
         """
         failures = []
-        if not self._ended.empty():
-            os.eventfd_read(self.fd)
-        while not self._ended.empty():
-            loaded = self._ended.get()
+        for loaded in self._ended_loads():
             del self._loads[loaded.adapter]
             why = self._settle(loaded)
             if why is not None:
@@ -266,29 +269,40 @@ class AdapterCache:
         self._start_queued()
         return failures
 
+    def _ended_loads(self) -> list[_Loaded]:
+        """Return the loads that have ended since the last call."""
+        if not self._loads:
+            return []
+        try:
+            num_ended = os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return []
+        return [self._ended.get() for _ in range(num_ended)]
+
     def _settle(self, loaded: _Loaded) -> str | None:
         """Make an adapter that was loaded available; return why, if it is not."""
-        adapter, replaced = loaded.adapter, self._replaced.pop(loaded.adapter, None)
-        error = loaded.error
+        adapter, error = loaded.adapter, loaded.error
+        is_replacement = adapter in self._replacements
+        self._replacements.discard(adapter)
         if error is None and adapter.digest and adapter.digest != loaded.digest:
             error = ValueError(
                 "its files have changed since it was first loaded; call add_lora with load_inplace=True to use them"
             )
         if error is not None:
-            if not adapter.digest and not adapter.is_added and replaced is None:
+            if not adapter.digest and not adapter.is_added and not is_replacement:
                 self._known.pop(adapter.id, None)
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             return f"{adapter} cannot be loaded: {reason}"
         adapter.weights, adapter.digest = loaded.weights, loaded.digest
-        if replaced is not None and replaced.is_current:
-            if replaced.digest == adapter.digest and (replaced.name, replaced.path) == (adapter.name, adapter.path):
-                self._keep(replaced)
-                return None
-            adapter.is_pinned = replaced.is_pinned
-            self._retire(replaced)
+        if is_replacement:
+            former = self._known.get(adapter.id)
+            if former is not None:
+                if (former.digest, former.name, former.path) == (adapter.digest, adapter.name, adapter.path):
+                    self._keep(former)
+                    return None
+                adapter.is_pinned = former.is_pinned
+                self._retire(former)
             self._known[adapter.id] = adapter
-        elif replaced is not None:  # it was removed, or another replacement came first
-            self._known.setdefault(adapter.id, adapter)
         self._in_memory[adapter] = None
         if adapter in self._calls:
             adapter.is_added = True
@@ -340,7 +354,10 @@ class AdapterCache:
             unneeded = (
                 adapter
                 for adapter in self._in_memory
-                if adapter.is_idle and not adapter.is_selected and not adapter.is_pinned
+                if adapter.is_idle
+                and not adapter.is_selected
+                and not adapter.is_pinned
+                and (adapter.is_current or not adapter.requests)  # its folder may hold other weights
             )
             adapter = next(unneeded, None)
             if adapter is None:
@@ -354,13 +371,23 @@ class AdapterCache:
             del self._known[adapter.id]
             self._publish()
 
+    def _check_room(self, lora: LoRARequest) -> None:
+        """Raise ValueError if there are too many added adapters for a successor to be told of another."""
+        added = [(adapter.name, adapter.path) for adapter in self._known.values() if adapter.is_added]
+        added.append((lora.lora_name, lora.lora_path))
+        if sum(len(name.encode()) + len(path.encode()) + _RECORD_BYTES for name, path in added) > MAX_ADAPTER_BYTES:
+            raise ValueError(f"too many adapters are added: {len(added) - 1}; remove one of them first")
+
     def _publish(self) -> None:
+        """Tell the successor of all adapters that were loaded, those that were added first."""
+        self._num_pinned = sum(adapter.is_pinned for adapter in self._known.values())
+        known = sorted(self._known.values(), key=lambda adapter: not adapter.is_added)
         self._note(
             [
                 AdapterRecord(
                     adapter.id, adapter.name, adapter.path, adapter.digest, adapter.is_added, adapter.is_pinned
                 )
-                for adapter in self._known.values()
+                for adapter in known
                 if adapter.digest
             ]
         )
@@ -384,5 +411,5 @@ class AdapterCache:
             weights, digest = self._read(adapter.path)
         except Exception as failure:
             error = failure.with_traceback(None)
+        os.eventfd_write(self.fd, 1)  # `_ended_loads` waits for what follows
         self._ended.put(_Loaded(adapter, weights, digest, error))
-        os.eventfd_write(self.fd, 1)

@@ -107,10 +107,8 @@ class Worker:
         return self._runner.num_parameters
 
     def get_supported_tasks(self) -> list[str]:
-        """Return what requests may ask for, of "generate", "embed" and "classify"."""
-        architecture = self._config.model_config.architecture
-        tasks = ["embed"] if architecture.is_encoder else ["generate", "embed"]
-        return [*tasks, "classify"] if architecture.num_classes else tasks
+        """Return what requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
+        return self._config.model_config.supported_tasks
 
 
 def _resident_bytes() -> int:

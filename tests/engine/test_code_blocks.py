@@ -9,18 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.adapters import adapter_tensors, save_adapter
 from support.code_blocks import PAGES, ROOT, blocks_of, compiled, provided, run_python
 from support.server_process import ServedModel, served
 from support.shell_blocks import Shell
 
 import vllm_mp
-from vllm_mp import AsyncLLM, SamplingParams
+from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing.engines import standalone_core
 
 _RUN = ("bash", "python")
-_STARTS_ENGINES = ("docs/getting_started.md", "docs/operating/", "docs/using/batch.md", "docs/using/loggers.md")
+_STARTS_ENGINES = (
+    "docs/getting_started.md",
+    "docs/operating/",
+    "docs/using/batch.md",
+    "docs/using/loggers.md",
+    "docs/using/lora.md",
+)
 """Pages whose commands and programs start engines and servers of their own, which takes long."""
 
 
@@ -70,6 +77,15 @@ def core(model, folder) -> Iterator[str]:
 def llm(core, folder) -> AsyncLLM:
     """An engine, which the test of the page shuts down."""
     return AsyncLLM.connect(core, operator_key_file=str(folder / "operators"), timeout=120)
+
+
+@pytest.fixture(scope="module")
+def adapters(model, folder) -> Path:
+    """A folder with the adapters `sql` and `law` for the small model."""
+    architecture = AsyncEngineArgs(model=str(model)).create_engine_config().model_config.architecture
+    for seed, name in enumerate(("sql", "law")):
+        save_adapter(folder / "adapters" / name, adapter_tensors(architecture, 8, seed=seed))
+    return folder / "adapters"
 
 
 @pytest.fixture

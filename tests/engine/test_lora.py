@@ -3,6 +3,8 @@
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from support.adapters import adapter_tensors, save_adapter
@@ -242,3 +244,19 @@ def test_value_that_is_no_lora_request_is_refused(lora, wrong):
             await lora.remove_lora("1")
 
     asyncio.run(run())
+
+
+def test_generate_of_the_shell_answers_with_an_adapter(lora, adapters, small_model):
+    flags = ("--model", str(small_model), "--dtype", "float32", "--kv-cache-memory-bytes", str(2**26))
+    flags += ("--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--lora", f"mine={adapters[1].lora_path}")
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_mp.cli", "generate", PROMPT, *flags], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+    async def text():
+        async for output in lora.generate(PROMPT, PARAMS, lora_request=adapters[1]):
+            last = output
+        return last.outputs[0].text
+
+    assert done.stdout == asyncio.run(text()) + "\n"

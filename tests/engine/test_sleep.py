@@ -55,9 +55,9 @@ def test_streams_continue_unchanged_after_wake_up(engine, level):
         (vector,) = [asyncio.create_task(anext(engine.encode(PROMPT, PoolingParams())))]
         await eventually(num_waiting_is(engine, 5))
         assert (await engine.core_status())["step"] == status["step"]
-        await engine.wake_up(["weights"])
+        assert not await engine.wake_up(["weights"])
         assert await engine.is_sleeping()
-        await engine.wake_up(["kv_cache"])
+        assert await engine.wake_up(["kv_cache"])
         assert not await engine.is_sleeping()
         assert (await engine.core_status())["total_blocks"] == status["total_blocks"]
         assert [(await rest(stream)).token_ids for stream in streams] == expected

@@ -126,7 +126,10 @@ def test_calls_of_older_and_newer_versions_bind(llm, caplog):
     async def run():
         await llm.do_log_stats(object(), [])
         await llm.reset_mm_cache()
+        await llm.reset_encoder_cache()
         assert await llm.reset_prefix_cache() is True
+        assert await llm.wake_up() is True
+        assert await llm.get_supported_tasks() == ("generate", "embed")
         assert not await llm.is_tracing_enabled()
         assert llm.get_num_unfinished_requests() == await llm.get_num_unfinished_requests() == 0
         await llm.wait_for_requests_to_drain(drain_timeout=5)

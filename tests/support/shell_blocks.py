@@ -56,9 +56,10 @@ def words_of(command: str) -> list[str]:
 def check_arguments(words: list[str]) -> None:
     """Raise ValueError or SystemExit unless `words`, after `vllm-mp`, are arguments that the command accepts."""
     args = cli.parser().parse_args(words)
-    for options in (ServerOptions, AsyncEngineArgs):
-        if hasattr(args, "model") and (options is AsyncEngineArgs or words[0] == "serve"):
-            options.from_cli_args(args)
+    if words[0] == "serve":
+        ServerOptions.from_cli_args(args)
+    if hasattr(args, "model"):
+        AsyncEngineArgs.from_cli_args(args)
 
 
 class Shell:
@@ -127,6 +128,8 @@ class Shell:
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        # A stream that fails has begun with status 200.
+        assert '"error":' not in done.stdout, f"{command}\n{done.stdout}"
 
     def _start(self, words: list[str]) -> None:
         """Start a server or an engine of a small model, and return when it listens.

@@ -1,5 +1,6 @@
 """The pages name files, links, commands and tests that exist, and their code blocks are valid."""
 
+import argparse
 import ast
 import functools
 import json
@@ -14,6 +15,8 @@ import yaml
 from support.code_blocks import PAGES, ROOT, CodeBlock, blocks_of, compiled
 from support.shell_blocks import NOT_RUN, check_arguments, commands, not_run, words_of
 
+from vllm_mp import cli
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 _FOLDERS = ("vllm_mp", "client", "core", "kernels", "tests", "tools", "docs", "deploy", "examples", ".ci")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -26,6 +29,9 @@ _MAX_GLOSSARY_ROWS = 30
 _FUNCTION = re.compile(r"`([\w/]+\.py)`: `([\w.]+)`")
 """A file, and a function or class in it."""
 _MAX_HOPS = 25
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+_OTHER_FLAGS = {"--build-arg", "--cpus", "--preload", "--worker"}
+"""Flags of docker and gunicorn, and of a core that is planned."""
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 """A file below tests, and a test in it."""
 
@@ -148,6 +154,29 @@ def _source_of(tool: Path) -> str:
     """Return the text of a tool and of the modules that only tools and tests use, where its flags may be."""
     modules = [*(ROOT / "tools/shared").glob("*.py"), *(ROOT / "vllm_mp/testing").rglob("*.py")]
     return "\n".join(path.read_text() for path in (tool, *modules))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_flag_in_backticks_is_one_of_a_command_or_a_tool(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    flags = {flag for code in re.findall(r"`([^`]+)`", text) for flag in _FLAG.findall(code)}
+    assert sorted(flags - _known_flags()) == []
+
+
+@functools.cache
+def _known_flags() -> set[str]:
+    """Return the flags of all commands, and those that the text of a tool has."""
+    flags = set(_OTHER_FLAGS)
+    parsers: list[argparse.ArgumentParser] = [cli.parser()]
+    for parser in parsers:
+        for action in parser._actions:
+            flags.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    for tool in (ROOT / "tools").iterdir():
+        if tool.is_file():
+            flags.update(_FLAG.findall(_source_of(tool)))
+    return flags
 
 
 def test_commands_that_no_test_runs_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.connect_flags import check_connect, flag_of
-from vllm_mp.cli.generate import chat_prompt, show, stream_completion
+from vllm_mp.cli.generate import add_lora_flag, chat_prompt, chosen_adapter, show, stream_completion
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="USER",
         help="User beside this one and root who may own the core's Unix socket (default: no other user)",
     )
+    add_lora_flag(parser)
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
 
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
     check_connect(args)
+    lora = chosen_adapter(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.connect is not None:
@@ -65,13 +68,15 @@ def run(args: argparse.Namespace) -> int:
             if sys.stdin.isatty():
                 print(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")
             params = sampling_params(args, llm.model_config.default_sampling_params)
-            _converse(runner, llm, params, args.system)
+            _converse(runner, llm, params, args.system, lora)
         finally:
             llm.shutdown()
     return 0
 
 
-def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams, system: str | None) -> None:
+def _converse(
+    runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams, system: str | None, lora: LoRARequest | None
+) -> None:
     """Answer each line until the input ends. The text of a stopped completion stays in the conversation."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -92,7 +97,7 @@ def _converse(runner: "asyncio.Runner", llm: "AsyncLLM", params: SamplingParams,
 
         try:
             prompt = _fitting_prompt(llm, messages, len(start))
-            runner.run(stream_completion(llm, prompt, params, take))
+            runner.run(stream_completion(llm, prompt, params, take, lora))
         except KeyboardInterrupt:
             show(" [stopped]")
         except ValueError as error:

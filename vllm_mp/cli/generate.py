@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.lora_request import LoRARequest, parse_adapter
 from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,8 +24,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Put the prompt into the model's chat template (default: off)",
     )
+    add_lora_flag(parser)
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
+
+
+def add_lora_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora",
+        metavar="NAME=FOLDER",
+        help="LoRA adapter that answers, in a folder that PEFT has saved (default: none)",
+    )
+
+
+def chosen_adapter(args: argparse.Namespace) -> LoRARequest | None:
+    """Return the adapter of --lora, for which LoRA is enabled in `args`. Raises ValueError if it is not NAME=FOLDER."""
+    if args.lora is None:
+        return None
+    args.enable_lora = True
+    return parse_adapter(args.lora, 1 + len(args.lora_modules or ()), "--lora")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,13 +53,14 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.client.async_llm import AsyncLLM
 
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
+    lora = chosen_adapter(args)
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
             params = sampling_params(args, llm.model_config.default_sampling_params)
-            runner.run(stream_completion(llm, prompt, params, show))
+            runner.run(stream_completion(llm, prompt, params, show, lora))
             print()
         finally:
             llm.shutdown()
@@ -49,11 +68,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def stream_completion(
-    llm: "AsyncLLM", prompt: str | list[int], params: SamplingParams, show: Callable[[str], None]
+    llm: "AsyncLLM",
+    prompt: str | list[int],
+    params: SamplingParams,
+    show: Callable[[str], None],
+    lora: LoRARequest | None = None,
 ) -> str:
     """Give each piece of the completion to `show` when it arrives, and return the whole text."""
     pieces = []
-    async for output in llm.generate(prompt, params):
+    async for output in llm.generate(prompt, params, lora_request=lora):
         pieces.append(output.outputs[0].text)
         show(pieces[-1])
     return "".join(pieces)

@@ -53,6 +53,10 @@ class Known:
         return self.cache.find(lora(number, path), may_open, digest)
 
     @property
+    def told_path(self):
+        return self.notes[-1][0].path
+
+    @property
     def told(self):
         """What the successor would know: (id, is pinned) by name."""
         return {record.name: (record.id, record.is_pinned) for record in self.notes[-1]}
@@ -291,3 +295,38 @@ def test_record_names_everything_that_a_successor_needs():
     known = Known()
     known.add(1)
     assert list(known.notes[-1]) == [AdapterRecord(1, "adapter 1", "/1", "digest of /1", True, False)]
+
+
+def test_latest_of_two_loads_in_place_at_the_same_time_counts():
+    known = Known(max_in_memory=4)
+    known.add(1)
+    first = known.cache.add("adapter 1", 1, "/first", True)
+    second = known.cache.add("adapter 1", 1, "/second", True)
+    known.settle()
+    assert first.result(0)
+    assert second.result(0)
+    assert known.find(1, path=known.told_path).weights == f"weights of {known.told_path}"
+    assert known.told_path in ("/first", "/second")
+    assert len(known.notes[-1]) == 1
+
+
+def test_adapters_beyond_what_a_successor_can_be_told_of_are_refused():
+    known = Known()
+    path = "/" + 3000 * "x"
+    for number in range(1, 86):
+        known.add(number, path=f"{path}{number}")
+    with pytest.raises(ValueError, match="too many adapters are added: 85; remove one of them first"):
+        known.add(86, path=f"{path}86")
+    assert known.cache.remove(1)
+    assert known.add(86, path=f"{path}86")
+
+
+def test_replaced_weights_stay_in_memory_while_requests_need_them():
+    known = Known(max_in_memory=1)
+    known.add(1)
+    before = known.find(1)
+    before.requests[0, 0] = "a live request"
+    known.disk.contents["/1"] = "new"
+    known.add(1, load_inplace=True)
+    known.add(2)
+    assert before.weights == "weights of /1"
