@@ -236,6 +236,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         check_data_parallel_rank(data_parallel_rank)
         trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
+        arrival_time = time.time() if arrival_time is None else checked_arrival_time(arrival_time)
         self._attach_to_loop()
         lora = await self._prepare(lora_request)
         given = CallerRequest(
@@ -243,7 +244,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             priority=priority,
-            arrival_time=time.time() if arrival_time is None else checked_arrival_time(arrival_time),
+            arrival_time=arrival_time,
             tokenization_kwargs=tokenization_kwargs or {},
             prompt_text=prompt_text,
             lora=lora,
@@ -264,7 +265,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
             self._requests.cancel(given.request_id)
             raise
         if is_sent:
-            self.stats.note_sent(stream, given.arrival_time, trace_context, lora.lora_name if lora else None)
+            self.stats.note_sent(stream, arrival_time, trace_context, lora.lora_name if lora else None)
             log_request(self.vllm_config.observability_config, stream)
         else:
             self.stats.note_unsent()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
 from vllm_mp.client.loop_thread import LoopThread
@@ -12,6 +12,9 @@ from vllm_mp.errors import BatchDeadError, EngineDeadError
 from vllm_mp.outputs import PoolingRequestOutput, RequestFailure, RequestOutput
 
 logger = logging.getLogger(__name__)
+
+_CHECK_INTERVAL_S = 1.0
+"""Seconds after which a caller that waits looks whether the thread still runs."""
 
 Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 
@@ -72,17 +75,26 @@ class Batch(Generic[Output]):
                 self._num_live += request.num_completions
             while self._num_live:
                 self._take()
-        except BaseException:
+        except BaseException as error:
             if self._thread.close.alive:
                 self._thread.run(self._abort())
-            raise
+                raise
+            if not isinstance(error, EngineDeadError):
+                raise
+            self._death = error  # another thread has shut the engine down
+            while not self._ended.empty():
+                self._take()
         finally:
             self._bar.close()
         return self._result()
 
     def _take(self) -> None:
-        """Wait for the end of a request, and keep its output."""
-        ended = self._ended.get()
+        """Wait for the end of a request, and keep its output; return without one if it takes long."""
+        try:
+            ended = self._ended.get(timeout=_CHECK_INTERVAL_S)
+        except Empty:
+            self._thread.check()
+            return
         self._num_live -= ended.request.num_completions
         self._outputs[ended.request.place] = ended.output
         if isinstance(ended.output, RequestFailure) and isinstance(ended.output.error, EngineDeadError):
@@ -92,7 +104,7 @@ class Batch(Generic[Output]):
     def _result(self) -> list[Output | RequestFailure]:
         outputs = self._outputs
         if self._death is not None:
-            length = max(outputs) + 1 if self._total is None else self._total
+            length = max(outputs, default=-1) + 1 if self._total is None else self._total
             missing = RequestFailure("", self._death)
             results = [outputs.get(place, missing) for place in range(length)]
             num_done = sum(not isinstance(output, RequestFailure) for output in results)

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.config import ModelConfig, VllmConfig
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
@@ -43,7 +44,7 @@ class EngineClient(ABC):
         sampling_params: SamplingParams,
         request_id: str,
         *,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -57,7 +58,7 @@ class EngineClient(ABC):
         pooling_params: PoolingParams,
         request_id: str,
         *,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -99,6 +100,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def is_sleeping(self) -> bool: ...
+
+    @abstractmethod
+    async def add_lora(self, lora_request: LoRARequest) -> bool: ...
 
     @abstractmethod
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None: ...

@@ -4,8 +4,9 @@ import functools
 from typing import Any
 
 from vllm_mp.client.chat_template import ChatTemplate
+from vllm_mp.client.engine_adapters import checked_adapter
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
-from vllm_mp.client.input_preprocessor import InputPreprocessor, check_lora_enabled
+from vllm_mp.client.input_preprocessor import InputPreprocessor
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 
@@ -19,7 +20,7 @@ class EngineTokenizer(EngineLifecycle):
         Adapters use the model's tokenizer, so a `lora_request` changes nothing. Raises ValueError for one without LoRA,
         and if the engine has no tokenizer.
         """
-        check_lora_enabled(self.vllm_config, lora_request)
+        checked_adapter(lora_request, self.vllm_config)
         return self._tokenizes().tokenizer
 
     @property

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_mp.client.engine_adapters import checked_adapter
 from vllm_mp.client.prompt import ParsedPrompt, PromptType, TokensPrompt, TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import VllmConfig
@@ -50,7 +51,7 @@ class InputPreprocessor:
         return self._config.model_config.max_model_len
 
     def _parse(self, prompt: PromptType, lora_request: Any) -> ParsedPrompt:
-        check_lora_enabled(self._config, lora_request)
+        checked_adapter(lora_request, self._config)
         parsed = parse_prompt(prompt, None, self._max_tokens)
         if parsed.embeds is not None:
             raise ValueError("prompt_embeds have no token ids: give them to generate(), or a text here")
@@ -68,12 +69,6 @@ class InputPreprocessor:
             yield
         except TooManyTokensError as error:
             raise pooling_prompt_too_long(error.size, self._config.model_config) from None
-
-
-def check_lora_enabled(config: VllmConfig, lora_request: Any) -> None:
-    """Raise ValueError for a `lora_request` to an engine without LoRA."""
-    if lora_request is not None and config.lora_config is None:
-        raise ValueError(f"lora_request must be None, got {lora_request!r}: LoRA is not enabled; leave it None")
 
 
 def _tokens_prompt(parsed: ParsedPrompt, token_ids: list[int]) -> TokensPrompt:

@@ -57,7 +57,8 @@ async def pack_prompt_embeds(
         check_prompt_embeds(embeds, params, model)
         return embeds
 
-    return pack() if num_bytes <= _INLINE_BYTES and not is_tensor else await asyncio.to_thread(pack)
+    is_on_host = not is_tensor or value.device.type == "cpu"
+    return pack() if is_on_host and num_bytes <= _INLINE_BYTES else await asyncio.to_thread(pack)
 
 
 def _tensor_bytes(tensor: Any, torch: Any) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.prompt import PromptType, TokensPrompt
 from vllm_mp.errors import DuplicateRequestIdError, EngineGenerateError
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import RequestOutput
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
@@ -39,7 +40,7 @@ class StreamingRequest:
     sampling_params: SamplingParams
     arrival_time: float
     """In seconds of `time.time()`."""
-    lora_request: Any = None
+    lora_request: LoRARequest | None = None
 
 
 class RequestManager:
@@ -68,13 +69,16 @@ class RequestManager:
         sampling_params: SamplingParams,
         prompt_token_ids: list[int] | None = None,
         arrival_time: float | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Begin a request and return at once; `get_result` and `stream` raise the error of a request that cannot run.
 
         The arguments are those of `AsyncLLM.generate`. The id of an ended request may be used again, and the ended
-        request is forgotten then. Raises DuplicateRequestIdError if a request that runs has the id.
+        request is forgotten then. Raises DuplicateRequestIdError if a request that runs has the id, and TypeError for
+        other parameters than SamplingParams.
         """
+        if not isinstance(sampling_params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(sampling_params).__name__}")
         known = self._requests.get(request_id)
         if known is not None and not known.has_ended:
             raise DuplicateRequestIdError(f"request_id {request_id!r} is in use by a live request; choose another")

@@ -7,7 +7,6 @@ _REASONS = {
     "chat_template": "pairs of texts are scored without a template; leave it None",
     "delay_iterations": "a profile begins with the next step; leave it None",
     "kv_hints": "the prefix cache chooses by itself which blocks it keeps; leave it None",
-    "lora_request": "LoRA is not served yet; leave it None",
     "max_iterations": "a profile has at most 256 steps; leave it None, and call stop_profile() earlier",
     "mm_processor_kwargs": "prompts have no images or sounds; leave it None",
     "profile_prefix": "each profile has a folder of its own, which stop_profile() returns; leave it None",

@@ -11,7 +11,7 @@ that knows no other request. The requests that fail alone end with the error; th
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -179,24 +179,30 @@ class _Processor:
             for request, place in places.items():
                 self._run_alone(logits, request, place)
             return
-        is_bad = ~changed.amax(dim=-1).isfinite()  # NaN is the highest of all
-        if is_bad.any():
-            for member, place in places.items():
-                i = self._members.index(member)
-                if is_bad[i] and logits[place].amax().isfinite():
-                    self._fail(member, "returned values that are not finite, or allows no token")
-        logits.index_copy_(0, index, changed)
+        self._store(logits, self._members, index, changed)
 
     def _run_alone(self, logits: Tensor, request: ProcessedRequest, place: int) -> None:
         """Change a row of `logits` with an instance of its own, or fail the request."""
+        index = to_device(np.array([place]), logits.device)
         try:
             instance = self._make()
             added = [(0, request.params, request.prompt, request.output)]
             instance.update_state(BatchUpdate(1, removed=[], added=added, moved=[]))
-            logits[place] = _checked(instance.apply(logits[place : place + 1].clone()), 1, logits)[0]
+            changed = _checked(instance.apply(logits.index_select(0, index)), 1, logits)
         except Exception as error:
             self._fail(request, f"failed: {error!r:.500}")
             logits[place] = torch.nan
+            return
+        self._store(logits, [request], index, changed)
+
+    def _store(self, logits: Tensor, members: Sequence[ProcessedRequest], index: Tensor, changed: Tensor) -> None:
+        """Write the rows `changed` of `members` [n] to `logits` at `index` int64 [n]; fail those without a choice."""
+        is_bad = ~changed.amax(dim=-1).isfinite()  # NaN is the highest of all
+        if is_bad.any():
+            is_bad &= logits.index_select(0, index).amax(dim=-1).isfinite()  # else the model is to blame
+            for i in is_bad.nonzero().flatten().tolist():
+                self._fail(members[i], "returned values that are not finite, or allows no token")
+        logits.index_copy_(0, index, changed)
 
     def _fail(self, request: ProcessedRequest, why: str) -> None:
         request.error = f"logits processor {self.registration.name!r} {why}; correct it, or change the request"

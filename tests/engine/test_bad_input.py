@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from vllm_mp import SamplingParams, wire
+from vllm_mp import LoRARequest, SamplingParams, wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.testing.engines import answer, eventually, greedy
 from vllm_mp.utils import Device
@@ -94,8 +94,10 @@ def test_empty_trace_headers_are_accepted_everywhere(llm):
 
 def test_tokenizer_of_an_adapter_is_refused_because_lora_is_not_enabled(llm):
     assert llm.get_tokenizer(None) is llm.get_tokenizer()
-    with pytest.raises(ValueError, match=r"lora_request must be None, got 'adapter': LoRA is not enabled"):
+    with pytest.raises(TypeError, match="lora_request must be a LoRARequest"):
         llm.get_tokenizer("adapter")
+    with pytest.raises(ValueError, match="'mine', but LoRA is not enabled"):
+        llm.get_tokenizer(LoRARequest("mine", 1, "/adapters/mine"))
 
 
 def test_prefix_cache_is_reset_only_on_the_device_that_holds_it(llm):

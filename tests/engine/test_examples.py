@@ -46,6 +46,7 @@ def test_batch(small_model, tmp_path):
     assert len(out.splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_recovery(small_model):
     lines = run("recovery", small_model).splitlines()
     assert lines[-2:] == ["restarts: 1", "the same tokens: True"]

@@ -319,24 +319,36 @@ def test_outputs_so_far_are_in_the_error_when_the_core_is_gone_for_good(small_mo
     llm.shutdown()
 
 
-def test_shutdown_frees_a_caller_that_waits_and_ends_all_processes(small_model):
+def test_shutdown_frees_callers_that_wait_or_make_prompts_and_ends_all_processes(small_model):
     llm = LLM(str(small_model), **ENGINE, num_threads=1)
     core = psutil.Process(pid(llm))
+    is_first_done, is_shut_down = threading.Event(), threading.Event()
 
-    def generate():
+    def generate(prompts, params):
         try:
-            return llm.generate([[5]] * 3, LONG)
+            return llm.generate(prompts, params)
         except EngineDeadError as error:
             return error
 
-    wait = in_thread(generate)
+    def prompts():
+        yield [5]
+        while num_live(llm):
+            time.sleep(0.001)
+        is_first_done.set()
+        assert is_shut_down.wait(30)
+        yield [6]
+
+    feeding = in_thread(generate, prompts(), GREEDY)
+    assert is_first_done.wait(30)
+    waiting = in_thread(generate, [[5]] * 3, LONG)
     while not num_live(llm):
         time.sleep(0.001)
     llm.shutdown()
     llm.shutdown()
-    error = wait()
-    assert isinstance(error, BatchDeadError)
-    assert all(isinstance(output, RequestFailure) for output in error.outputs)
+    is_shut_down.set()
+    for error, failed in ((waiting(), [True, True, True]), (feeding(), [False])):
+        assert isinstance(error, BatchDeadError)
+        assert [isinstance(output, RequestFailure) for output in error.outputs] == failed
     assert not core.is_running()
     assert not llm._thread._thread.is_alive()
     with pytest.raises(EngineDeadError, match="shut down"):

@@ -221,6 +221,15 @@ def test_requests_continue_with_their_adapters_after_a_sleep(lora, adapters, exp
     asyncio.run(run())
 
 
+def test_adapter_uses_the_tokenizer_of_the_model(lora, adapters):
+    async def run():
+        assert await lora.get_tokenizer(adapters[1]) is lora.get_tokenizer()
+        preprocessor = await lora.get_input_preprocessor()
+        assert preprocessor.preprocess(PROMPT, None, adapters[1]) == preprocessor.preprocess(PROMPT)
+
+    asyncio.run(run())
+
+
 def test_engine_without_lora_refuses_adapters_by_name(llm, adapters):
     async def run():
         with pytest.raises(ValueError, match="lora_request names 'adapter-1', but LoRA is not enabled"):

@@ -194,7 +194,7 @@ def test_add_request_takes_pooling_params_and_other_calls_refuse_the_wrong_kind(
         ({"trace_headers": {"traceparent": 7}}, TypeError, "trace_headers"),
         ({"priority": 3}, ValueError, "scheduling_policy='priority'"),
         ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens"),
-        ({"request_id": 7}, TypeError, "request_id must be a str"),
+        ({"request_id": 7.5}, TypeError, "request_id must be a str"),
         ({"tokenization_kwargs": {"return_tensors": "np"}}, TypeError, "integers"),
     ],
 )

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.lora_engines import save_adapters
 from support.tiny_tokenizers import byte_level
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 IN_SLOW_MOTION = """
 import asyncio, functools, runpy, sys, vllm_mp
 
@@ -80,10 +81,13 @@ def printed(hub) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def printed_by_default_model(hub, default_model) -> dict[str, str]:
+def printed_by_default_model(hub, default_model, tmp_path_factory) -> dict[str, str]:
     """What the other programs print, for the real default model."""
-    names = ("embeddings", "pause_and_sleep")
-    return run_all(hub, {name: [str(PROGRAMS / f"{name}.py"), str(default_model)] for name in names})
+    names = ("embeddings", "pause_and_sleep", "lora")
+    commands = {name: [str(PROGRAMS / f"{name}.py"), str(default_model)] for name in names}
+    adapters = save_adapters(default_model, tmp_path_factory.mktemp("adapters"))
+    commands["lora"] += [adapters[number].lora_path for number in (1, 2, 3)]
+    return run_all(hub, commands)
 
 
 def test_basic_program_prints_the_growing_text(printed):
@@ -125,6 +129,15 @@ def test_program_pauses_and_sleeps_and_goes_on(printed_by_default_model):
         "same text after level 1: True",
         "sleeping: True",
         "same text after level 2: True",
+    ]
+
+
+@pytest.mark.slow
+def test_program_for_lora_mixes_adapters_and_the_base_model(printed_by_default_model):
+    assert printed_by_default_model["lora"].splitlines() == [
+        "different texts: 4",
+        "same texts in one batch: True",
+        "adapters: {2, 3}",
     ]
 
 

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-from transformers import PhiConfig
 
 from vllm_mp import SamplingParams
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
@@ -12,7 +11,6 @@ from vllm_mp.testing.greedy_parity import num_preemptions
 from vllm_mp.testing.random_models import (
     CONFIGS,
     PROMPT_LENGTHS,
-    SIZES,
     one_thread,
     random_prompts,
     save_random_model,
@@ -20,14 +18,6 @@ from vllm_mp.testing.random_models import (
 )
 
 PROMPTS = random_prompts(PROMPT_LENGTHS)
-PHI = PhiConfig(
-    **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
-    num_attention_heads=6,
-    max_position_embeddings=128,
-    bos_token_id=0,
-    eos_token_id=0,
-)
-"""A model that transformers computes."""
 
 
 def running(folder, **options):
@@ -77,15 +67,6 @@ def test_embeddings_of_tokens_give_the_same_tokens_in_chunks_and_after_preemptio
     sampled = SamplingParams(n=3, seed=4, max_tokens=8, ignore_eos=True, presence_penalty=1.0)
     several = asyncio.run(answers(llm, [PROMPTS[0], as_embeds(table, PROMPTS[0], cache_salt="x")], sampled))
     assert several[0] == several[1]
-
-
-@pytest.mark.parametrize("config", [CONFIGS["gpt2"], PHI], ids=["gpt2", "transformers"])
-def test_models_with_learned_positions_and_of_transformers_take_embeddings(tmp_path, config):
-    table = save_random_model(config, tmp_path).get_input_embeddings().weight.detach()
-    with running(tmp_path, max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128) as llm:
-        prompts, params = PROMPTS[:4], greedy(8, ignore_eos=True)
-        expected = asyncio.run(answers(llm, prompts, params))
-        assert asyncio.run(answers(llm, [as_embeds(table, ids) for ids in prompts], params)) == expected
 
 
 def test_prefix_cache_keeps_embeddings_apart_from_tokens_and_from_other_embeddings(engine):

@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_h
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, LoggingStatLogger, PrometheusStatLogger, SamplingParams, StatLoggerBase
+from vllm_mp.client import engine_readings
+from vllm_mp.client.stat_loggers import prometheus
 from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
-from vllm_mp.testing.engines import answer, replay_core
+from vllm_mp.testing.engines import ENGINE, answer, replay_core
 
 PROMPT = {"prompt_token_ids": [1, 2, 3, 4, 5]}
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -25,7 +27,7 @@ class Totals(StatLoggerBase):
 
     def __init__(self, vllm_config=None, engine_index=0):
         self.num_prompt_tokens = self.num_generation_tokens = 0
-        self.finished, self.scheduler_stats, self.num_logs = [], None, 0
+        self.finished, self.sleeps, self.scheduler_stats, self.num_logs = [], [], None, 0
 
     def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0):
         self.scheduler_stats = scheduler_stats
@@ -35,6 +37,9 @@ class Totals(StatLoggerBase):
 
     def log(self):
         self.num_logs += 1
+
+    def record_sleep_state(self, is_awake, level):
+        self.sleeps.append((is_awake, level))
 
 
 class Blocking(Totals):
@@ -174,7 +179,9 @@ def test_a_registry_of_an_app_has_the_metrics_of_the_server(connect):
     )
 
 
-def test_a_scrape_in_another_thread_has_the_load_that_only_the_core_knows(connect):
+def test_a_scrape_in_another_thread_has_the_load_that_only_the_core_knows(connect, monkeypatch):
+    monkeypatch.setattr(prometheus, "_LOAD_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(engine_readings, "_TIMEOUT_S", 30.0)
     registry, engine = CollectorRegistry(), connect()
     server, thread = start_http_server(0, "127.0.0.1", registry)
 
@@ -215,12 +222,12 @@ def test_engines_of_one_process_share_a_registry_under_different_labels(connect)
     assert tokens_by_engine(registry) == {"1": 8}
     engines[1].shutdown()
     assert generate_latest(registry) == b""
-    Gauge("vllm:num_requests_running", "of somebody else", registry=registry)  # the names are free again
+    Gauge("vllm:num_requests_running", "of another program", registry=registry)  # the names are free again
 
 
 def test_metrics_of_others_are_not_mixed_with_those_of_an_engine(connect):
     registry, engine = CollectorRegistry(), connect()
-    Gauge("vllm:num_requests_running", "of somebody else", registry=registry)
+    Gauge("vllm:num_requests_running", "of another program", registry=registry)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         engine.add_logger("prometheus", PrometheusStatLogger(engine.vllm_config, registry=registry))
 
@@ -233,24 +240,46 @@ def test_a_prometheus_logger_shows_one_engine(connect):
         second.add_logger("prometheus", logger)
 
 
-def test_disable_log_stats_leaves_out_the_line_and_no_logger_that_is_given(make_engine, small_model, caplog):
+@pytest.fixture(scope="module")
+def quiet_engine(small_model):
+    """A real engine that writes no statistics, and the logger that it was given."""
     totals = Totals()
+    args = AsyncEngineArgs(model=str(small_model), **{**ENGINE, "disable_log_stats": True})
+    engine = AsyncLLM.from_engine_args(args, stat_loggers=[lambda config, index: totals])
+    yield engine, totals
+    engine.shutdown()
+
+
+def test_disable_log_stats_leaves_out_the_line_and_no_logger_that_is_given(quiet_engine, caplog):
+    engine, totals = quiet_engine
 
     async def run():
         await answer(engine, PROMPT, PARAMS)
         await engine.do_log_stats()
 
     with caplog.at_level(logging.INFO, "vllm_mp.client.stat_loggers"):
-        loggers = [lambda config, index: totals]
-        engine = make_engine(model=str(small_model), disable_log_stats=True, stat_loggers=loggers)
         asyncio.run(run())
     assert (totals.num_generation_tokens, totals.num_logs) == (4, 1)
     assert totals.scheduler_stats.num_running_reqs in (0, 1)
     assert "tokens/s generated" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["list", "dict"])
-@pytest.mark.parametrize("way", ["from_engine_args", "from_vllm_config", "start"])
+def test_a_logger_is_told_of_sleep_and_of_its_end(quiet_engine):
+    engine, totals = quiet_engine
+
+    async def run():
+        await engine.sleep(2)
+        await engine.wake_up(["weights"])
+        await engine.wake_up(["kv_cache"])
+        await engine.do_log_stats()
+
+    asyncio.run(run())
+    assert totals.sleeps == [(1, 2), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"), [("from_engine_args", "list"), ("from_vllm_config", "dict"), ("start", "list")]
+)
 def test_every_way_to_start_an_engine_takes_loggers(way, kind, connect, monkeypatch):
     monkeypatch.setattr(AsyncLLM, "_launch", lambda *arguments: connect())
     totals = Totals()

@@ -17,6 +17,7 @@ from vllm_mp import (
     EngineGenerateError,
     EngineStartError,
     InputPreprocessor,
+    LoRARequest,
     NotOperatorError,
     PoolingParams,
     SamplingParams,
@@ -241,8 +242,8 @@ def test_input_preprocessor_makes_a_prompt_that_has_the_token_ids_of_generate(ll
                 preprocessor.preprocess(wrong)
             with pytest.raises(ValueError, match=words):
                 await preprocessor.preprocess_async(wrong)
-        with pytest.raises(ValueError, match="lora_request must be None"):
-            preprocessor.preprocess(PROMPT, None, object())
+        with pytest.raises(ValueError, match="LoRA is not enabled"):
+            preprocessor.preprocess(PROMPT, None, LoRARequest("mine", 1, "/adapters/mine"))
         with pytest.raises(NotImplementedError, match="'multimodal'"):
             preprocessor.preprocess({"type": "multimodal", "prompt_token_ids": [1]})
 

@@ -21,9 +21,8 @@ def make_engine(default_model):
     """A function that makes engines with own options. They are shut down after the test."""
     engines = []
 
-    def make(stat_loggers=None, **options):
-        args = AsyncEngineArgs(**{"model": str(default_model), **ENGINE, **options})
-        engines.append(AsyncLLM.from_engine_args(args, stat_loggers=stat_loggers))
+    def make(**options):
+        engines.append(AsyncLLM.from_engine_args(AsyncEngineArgs(**{"model": str(default_model), **ENGINE, **options})))
         return engines[-1]
 
     yield make

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm_mp.client.stat_loggers import (
     LoggingStatLogger,
     StatLoggerBase,
     StatLoggers,
+    logger_thread,
     requested_loggers,
     stat_loggers,
 )
@@ -171,7 +173,7 @@ def test_the_load_of_a_core_that_was_never_known_is_none(engine, loggers):
     assert logger.records[0][0] is None
 
 
-def test_preemptions_are_counted_since_the_record_before_and_anew_for_the_next_core(engine, loggers):
+def test_preemptions_are_counted_since_the_record_before_and_from_zero_for_the_next_core(engine, loggers):
     logger = Logger()
     loggers.add("mine", logger)
     for incarnation, num_preemptions in ((1, 4), (1, 6), (2, 1)):
@@ -213,16 +215,20 @@ def test_a_logger_that_raises_in_log_is_dropped(error, engine, loggers, caplog):
 
 
 def test_a_logger_that_blocks_is_dropped_after_the_limit_with_the_reason(engine, loggers, caplog, monkeypatch):
-    monkeypatch.setattr(stat_loggers, "CALL_LIMIT_S", 0.2)
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(logger_thread, "time", SimpleNamespace(monotonic=lambda: clock.now))
     blocking, healthy = Blocking(), Logger()
     loggers.add("blocking", blocking)
     loggers.add("healthy", healthy)
     engine.step()
     blocking.wait_for_tokens(1)
+    while loggers._loggers["healthy"].thread.has_calls or not healthy.num_tokens:
+        time.sleep(0.001)
+    clock.now += stat_loggers.CALL_LIMIT_S + 1
     engine.step()
     healthy.wait_for_tokens(2)  # records go on when the blocking logger is dropped
-    assert "stat logger 'blocking' has blocked for" in caplog.text
-    assert "in record, and is not called again: the limit is 0.2 s" in caplog.text
+    assert "stat logger 'blocking' has blocked for 6.0 s in record, and is not called again" in caplog.text
+    assert "the limit is 5 s" in caplog.text
     assert blocking.calls == ["log_engine_initialized", "record"]
     blocking.goes_on.set()
 

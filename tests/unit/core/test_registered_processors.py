@@ -165,6 +165,14 @@ def test_fault_fails_its_request_alone(fault):
     assert not any(request.processed.error for request in (*spared, later))
 
 
+def test_two_faults_in_a_step_are_told_apart():
+    rows = Rows(f"{MODULE}:Faulty")
+    bad = [rows.add(extra_args={"fault": fault}) for fault in ("nan", "raise")]
+    assert rows.sample() == [NO_TOKEN, NO_TOKEN]
+    assert "not finite" in bad[0].processed.error
+    assert "a fault in the step" in bad[1].processed.error
+
+
 def test_faults_of_the_model_are_not_blamed_on_processors():
     rows = Rows(f"{MODULE}:Target")
     request = rows.add()
