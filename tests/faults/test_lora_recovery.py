@@ -98,7 +98,7 @@ def test_adapters_and_pins_are_there_again_after_the_death_of_the_core(lora, ada
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("change", ["other weights", "no folder"])
+@pytest.mark.parametrize("change", ["other weights", pytest.param("no folder", marks=pytest.mark.slow)])
 def test_files_that_change_before_the_death_fail_their_requests_alone(lora, adapters, small_model, tmp_path, change):
     shutil.copytree(adapters[1].lora_path, tmp_path / "own")
     own = LoRARequest("own", 50, str(tmp_path / "own"))
@@ -163,6 +163,7 @@ def test_plain_client_of_a_shared_core_uses_what_an_operator_has_loaded_and_open
         plain.shutdown()
 
 
+@pytest.mark.slow
 def test_adapters_of_the_configuration_are_served_before_and_after_a_death(small_model, adapters):
     modules = tuple(f"{adapters[number].lora_name}={adapters[number].lora_path}" for number in (1, 2))
     with running_engine(small_model, **LORA, lora_modules=modules) as engine:
