@@ -74,8 +74,11 @@ class RequestManager:
         """Begin a request and return at once; `get_result` and `stream` raise the error of a request that cannot run.
 
         The arguments are those of `AsyncLLM.generate`. The id of an ended request may be used again, and the ended
-        request is forgotten then. Raises DuplicateRequestIdError if a request that runs has the id.
+        request is forgotten then. Raises DuplicateRequestIdError if a request that runs has the id, and TypeError for
+        other parameters than SamplingParams.
         """
+        if not isinstance(sampling_params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(sampling_params).__name__}")
         known = self._requests.get(request_id)
         if known is not None and not known.has_ended:
             raise DuplicateRequestIdError(f"request_id {request_id!r} is in use by a live request; choose another")

@@ -251,16 +251,17 @@ def _make_adapters(
 
     `known` are those of a predecessor; None: load those of the configuration. Raises ValueError if that fails.
     """
-    limits, slots = config.lora_config, runner.adapters
-    if limits is None or slots is None:
+    limits = config.lora_config
+    if limits is None:
         return None, None
+    assert runner.adapters is not None
     read = adapter_reader(config.model_config, limits.max_lora_rank)
     cache = AdapterCache(limits.max_cpu_loras, limits.max_loras, read, page.note_adapters)
     if known is None:
         cache.load_first(limits.lora_modules)
     else:
         cache.restore(known)
-    return cache, AdapterTurns(limits.max_loras, cache, slots.load)
+    return cache, AdapterTurns(limits.max_loras, cache, runner.adapters.load)
 
 
 def _adapter_calls(adapters: AdapterCache | None) -> dict[str, Operation]:

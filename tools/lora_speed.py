@@ -42,7 +42,11 @@ class Steps:
 
     def __init__(self, args: argparse.Namespace) -> None:
         config = AsyncEngineArgs(
-            args.model, dtype=args.dtype, device=args.device, quantization=args.quantization
+            args.model,
+            dtype=args.dtype,
+            device=args.device,
+            quantization=args.quantization,
+            skip_tokenizer_init=True,
         ).create_engine_config()
         self.device = choose_device(config)
         self.dtype = choose_dtype(config, self.device)

@@ -136,7 +136,6 @@ class DecodeGraphs:
             # The other buffers keep values of an earlier step, which are harmless in rows without a context.
             self._cell_mapping[count:size].zero_()
             self._seq_lens[count:size].zero_()
-            self._adapter_slots[count:size].fill_(-1)
         if metadata.adapter_slots is None:
             return self._replays[size]()[:count]
         self._adapter_slots[:count].copy_(metadata.adapter_slots)

@@ -9,6 +9,7 @@ import pytest
 from vllm_mp import (
     CompletionOutput,
     EngineGenerateError,
+    PoolingParams,
     RequestManager,
     RequestOutput,
     RequestOutputKind,
@@ -274,6 +275,16 @@ def test_failure_is_reported_to_consumers_and_nowhere_else(prompt, kind, caplog)
         run(test)
         gc.collect()
     assert not caplog.records
+
+
+def test_other_parameters_than_sampling_parameters_are_refused_at_once():
+    async def test(manager, engine):
+        with pytest.raises(TypeError, match="must be SamplingParams, got PoolingParams"):
+            await manager.add_request("a", "prompt", PoolingParams())
+        with pytest.raises(KeyError):
+            await manager.get_request_status("a")
+
+    run(test)
 
 
 def test_unknown_id_is_a_key_error():

@@ -106,7 +106,6 @@ DIFFERENCES = {
     "handle_fault": "faults are handled without a call",
     "init_weight_transfer_engine": NO_TRAINING,
     "notify_kv_transfer_request_rejected": ONE_CORE,
-    "reset_encoder_cache": "models take text only",
     "reset_prefix_cache(reset_connector)": ONE_CORE,
     "reset_prefix_cache(reset_running_requests)": "pause_generation(mode='keep', clear_cache=True) resets them too",
     "scale_elastic_ep": ONE_CORE,

@@ -39,17 +39,18 @@ class Case:
     def __init__(self, name, folder):
         self.folder = folder
         self.arch = read_architecture(save_random_model(CONFIGS[name], folder).config.to_dict())
-        pattern = {"down_proj": 12, "c_fc": 12}
+        is_gpt2 = name == "gpt2"
+        ranks = {"c_fc" if is_gpt2 else "down_proj": 12}
+        alphas = {"h.1.attn.c_attn" if is_gpt2 else r"layers\.1\.self_attn\.v_proj": 4}
         adapters = [
             (adapter_tensors(self.arch, 8, seed=1), {}),
-            (
-                adapter_tensors(self.arch, 3, seed=2, ranks=pattern),
-                {"r": 3, "use_rslora": True, "rank_pattern": pattern},
-            ),
-            (adapter_tensors(self.arch, 8, seed=3, only="attn."), {"alpha_pattern": {"layers.1.self_attn.v_proj": 4}}),
+            (adapter_tensors(self.arch, 3, seed=2, ranks=ranks), {"r": 3, "use_rslora": True, "rank_pattern": ranks}),
+            (adapter_tensors(self.arch, 8, seed=3, only="attn."), {"alpha_pattern": alphas}),
         ]
         self.adapters = [
-            save_adapter(folder / f"adapter{i}", tensors, **fields, target_modules=targets(tensors))
+            save_adapter(
+                folder / f"adapter{i}", tensors, **fields, target_modules=layers(tensors), fan_in_fan_out=is_gpt2
+            )
             for i, (tensors, fields) in enumerate(adapters)
         ]
 
@@ -70,8 +71,9 @@ class Case:
         return model
 
 
-def targets(tensors):
-    return sorted({name.split(".")[-3] for name in tensors})
+def layers(tensors):
+    """Return the names of the layers that an adapter changes."""
+    return sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors})
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from vllm_mp.core.lora import adapter_cache
 from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
 from vllm_mp.lora_request import AdapterRecord, LoRARequest
 
@@ -170,11 +171,15 @@ def test_load_that_fails_says_why_and_leaves_everything_as_it_was():
     assert known.find(1).weights == "weights of /1"
 
 
-def test_slow_load_delays_no_other():
+def test_slow_loads_delay_no_other(monkeypatch):
+    monkeypatch.setattr(adapter_cache, "_SLOW_LOAD_S", 0.0)
     known = Known(max_in_memory=8)
-    known.disk.waits = {f"/{number}": threading.Event() for number in (1, 2, 3)}
-    slow = [known.cache.add(f"adapter {number}", number, f"/{number}", False) for number in (1, 2, 3)]
+    numbers = range(1, 9)
+    assert len(numbers) > adapter_cache._MAX_LOADS
+    known.disk.waits = {f"/{number}": threading.Event() for number in numbers}
+    slow = [known.cache.add(f"adapter {number}", number, f"/{number}", False) for number in numbers]
     fast = known.cache.add("adapter 9", 9, "/9", False)
+    assert not known.cache.is_busy
     while not fast.done():
         assert select.select([known.cache.fd], [], [], 30)[0]
         known.cache.take_loaded()
@@ -184,6 +189,18 @@ def test_slow_load_delays_no_other():
         event.set()
     known.settle()
     assert all(done.result(0) for done in slow)
+
+
+def test_few_adapters_are_loaded_at_a_time_and_the_others_in_their_order():
+    known = Known(max_in_memory=8)
+    known.disk.waits = {f"/{number}": threading.Event() for number in range(1, 9)}
+    done = [known.cache.add(f"adapter {number}", number, f"/{number}", False) for number in range(1, 9)]
+    assert known.cache.is_busy
+    assert sorted(known.disk.reads) == [f"/{number}" for number in range(1, adapter_cache._MAX_LOADS + 1)]
+    for event in known.disk.waits.values():
+        event.set()
+    known.settle()
+    assert all(each.result(0) for each in done)
 
 
 def test_client_that_is_no_operator_uses_known_adapters_and_names_no_folder():
