@@ -26,6 +26,7 @@ from vllm_mp.client.request_log import log_request
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
 from vllm_mp.client.unserved_arguments import check_data_parallel_rank, check_unserved
+from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.request_validation import checked_arrival_time
@@ -57,7 +58,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         sampling_params: SamplingParams | None = None,
         request_id: str | int | None = None,
         prompt_text: str | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -76,13 +77,15 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         Without `sampling_params`, the model's generation_config.json applies. Each output has all `n` completions, or
         with DELTA the completions that have new tokens or an end. An int as `request_id` becomes a str, which the
         outputs carry. `prompt_text` is what outputs repeat as the prompt, in place of the prompt's own text.
+        `lora_request` names the LoRA adapter that answers, which is loaded if need be; None: the base model.
 
         `arrival_time`, in seconds of `time.time()`, is by default the time of this call. Requests of this client that
         wait with the same priority run in its order; it has no effect on other clients.
 
         Raises ValueError or TypeError for a request that cannot run, DuplicateRequestIdError if a live request has the
-        id, NotImplementedError for a feature that is not served, EngineGenerateError if this request fails, and
-        EngineDeadError if the core is gone for good or the background loop is stopped.
+        id, NotImplementedError for a feature that is not served, EngineGenerateError if this request fails,
+        NotOperatorError if only an operator may have its adapter loaded, and EngineDeadError if the core is gone for
+        good or the background loop is stopped.
         """
 
         async def start() -> OutputIterator:
@@ -114,7 +117,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         prompt: PromptType | None,
         pooling_params: PoolingParams | None = None,
         request_id: str | int | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -163,7 +166,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -207,7 +210,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         prompt: PromptType | None,
         params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,

@@ -50,10 +50,11 @@ class EngineGenerateError(EngineError):
 
 
 class NotOperatorError(EngineError, PermissionError):
-    """The call changes a shared core for all its clients, and this client is no operator of it.
+    """The call, or request, changes a shared core for all its clients, and this client is no operator of it.
 
-    Raised by pauses, sleeps, their ends, the profiler, `reset_prefix_cache` and `collective_rpc` of a client from
-    `AsyncLLM.connect` without `operator_key_file`. Nothing has changed: connect with the operator key file of the core.
+    Raised by pauses, sleeps, their ends, the profiler, `reset_prefix_cache`, `collective_rpc`, `add_lora`,
+    `remove_lora`, `pin_lora` and requests with an adapter that is not loaded, of a client from `AsyncLLM.connect`
+    without `operator_key_file`. Nothing has changed: connect with the operator key file of the core.
     """
 
 

@@ -33,14 +33,6 @@ class NotOperatorOfAdapterError(ValueError):
     """A client that is no operator names an adapter that the core does not know, or a folder."""
 
 
-class _Load(NamedTuple):
-    """The load of an adapter."""
-
-    adapter: CachedAdapter
-    started: float
-    """In seconds of `time.monotonic()`."""
-
-
 class _Loaded(NamedTuple):
     """The end of a load."""
 
@@ -82,7 +74,8 @@ class AdapterCache:
         self._num_pinned = 0
         """Number of pinned adapters, as of the latest `_publish`."""
         self._numbers = itertools.count(1)
-        self._loads: dict[CachedAdapter, _Load] = {}
+        self._loads: dict[CachedAdapter, float] = {}
+        """The adapters that are being loaded, and since when, in seconds of `time.monotonic()`."""
         self._queued: deque[CachedAdapter] = deque()
         """Adapters whose load has not begun, because too many are loaded already."""
         self._calls: dict[CachedAdapter, list[tuple[Future[bool], bool]]] = {}
@@ -395,13 +388,13 @@ class AdapterCache:
     def _may_start(self) -> bool:
         """Whether another load may begin now."""
         slow = time.monotonic() - _SLOW_LOAD_S
-        num_prompt = sum(load.started > slow for load in self._loads.values())
-        return num_prompt < _MAX_LOADS and len(self._loads) < _MAX_THREADS
+        num_quick = sum(started > slow for started in self._loads.values())
+        return num_quick < _MAX_LOADS and len(self._loads) < _MAX_THREADS
 
     def _start_queued(self) -> None:
         while self._queued and self._may_start():
             adapter = self._queued.popleft()
-            self._loads[adapter] = _Load(adapter, time.monotonic())
+            self._loads[adapter] = time.monotonic()
             threading.Thread(target=self._load, args=(adapter,), name=f"load-adapter-{adapter.id}", daemon=True).start()
 
     def _load(self, adapter: CachedAdapter) -> None:
