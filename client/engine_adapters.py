@@ -63,6 +63,7 @@ class EngineAdapters(EngineLifecycle):
         return lora
 
     def _check_lora(self) -> None:
+        self._check_process()
         if self.vllm_config.lora_config is None:
             raise ValueError("LoRA is not enabled; start the engine with enable_lora=True")
 

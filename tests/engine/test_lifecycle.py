@@ -364,7 +364,8 @@ def test_forked_child_is_refused_at_once_and_its_end_does_not_harm_the_engine_of
                 "generate": ["Hello"], "encode": ["Hello"], "add_request": [None, "Hello"], "abort": ["x"],
                 "abort_request": ["x"], "collective_rpc": ["check_health"],
                 "tokenize": ["Hello"], "detokenize": [[1]], "ping": [1.0], "has_room": ["Hello", 1],
-                "add_logger": ["x", None], "remove_logger": ["x"],
+                "add_logger": ["x", None], "remove_logger": ["x"], "chat": [[]],
+                "add_lora": [None], "remove_lora": [1], "pin_lora": [1],
             }
             usable = {"shutdown", "aclose"}
             for name, method in inspect.getmembers(type(llm), inspect.isfunction):

@@ -139,16 +139,16 @@ def test_messages_that_wait_are_drained_in_turns_until_none_is_left(tmp_path, mo
     with peers(tmp_path) as (connection, _):
         heard, frames = [], deque(wire.encode(wire.Reply(0, call_id)) for call_id in range(50))
 
-        def recv(flags):
-            if not frames:
-                raise zmq.Again
-            return frames.popleft()
+        def getsockopt(name):
+            assert name == zmq.EVENTS
+            return zmq.POLLIN if frames else 0
 
         async def run():
             assert connection.drain(), "no loop, nothing to deliver to"
             connection.attach(heard.append, connection.monitor.getsockopt(zmq.FD), lambda: None)
             with monkeypatch.context() as patch:
-                patch.setattr(connection, "_socket", SimpleNamespace(closed=False, recv=recv))
+                waiting = SimpleNamespace(closed=False, getsockopt=getsockopt, recv=lambda flags: frames.popleft())
+                patch.setattr(connection, "_socket", waiting)
                 for count in range(1, 51):
                     assert not connection.drain()
                     assert len(heard) == count
@@ -174,12 +174,19 @@ class DyingCore:
         self.loop = None
         self.news = [Death("the core died", {}, 0, True)]
 
+    def is_attached(self):
+        return self.loop is asyncio.get_running_loop()
+
     def attach(self, on_message, news_fd, on_news):
         self.loop = asyncio.get_running_loop()
 
     def drain(self):
         self.num_left -= 1
         return self.num_left < 0
+
+    @property
+    def has_news(self):
+        return bool(self.news)
 
     def take_news(self):
         news, self.news = self.news, []
