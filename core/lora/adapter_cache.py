@@ -395,7 +395,13 @@ class AdapterCache:
         while self._queued and self._may_start():
             adapter = self._queued.popleft()
             self._loads[adapter] = time.monotonic()
-            threading.Thread(target=self._load, args=(adapter,), name=f"load-adapter-{adapter.id}", daemon=True).start()
+            thread = threading.Thread(
+                target=self._load, args=(adapter,), name=f"load-adapter-{adapter.id}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread left; that must not end the core
+                self._note_end(_Loaded(adapter, None, "", error))
 
     def _load(self, adapter: CachedAdapter) -> None:
         """Read the folder of an adapter, in a thread."""
@@ -404,5 +410,8 @@ class AdapterCache:
             weights, digest = self._read(adapter.path)
         except Exception as failure:
             error = failure.with_traceback(None)
+        self._note_end(_Loaded(adapter, weights, digest, error))
+
+    def _note_end(self, loaded: _Loaded) -> None:
         os.eventfd_write(self.fd, 1)  # `_ended_loads` waits for what follows
-        self._ended.put(_Loaded(adapter, weights, digest, error))
+        self._ended.put(loaded)

@@ -191,6 +191,20 @@ def test_slow_loads_delay_no_other(monkeypatch):
     assert all(done.result(0) for done in slow)
 
 
+def test_system_without_threads_fails_the_load_alone(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    known = Known()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        done = known.cache.add("adapter 1", 1, "/1", False)
+        known.settle()
+    with pytest.raises(RuntimeError, match="cannot be loaded: RuntimeError: can't start new thread"):
+        done.result(0)
+    assert known.add(1)
+
+
 def test_few_adapters_are_loaded_at_a_time_and_the_others_in_their_order():
     known = Known(max_in_memory=8)
     known.disk.waits = {f"/{number}": threading.Event() for number in range(1, 9)}
