@@ -5,7 +5,8 @@ import functools
 import importlib.util
 import logging
 import os
-from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+import zlib
+from ctypes import POINTER, c_float, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,11 +154,25 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
+def _interface() -> int:
+    """Return a number that changes with what is declared above; `INTERFACE` of csrc/kernels.cpp must be the same."""
+    structures = (CLinear, CAttentionMetadata, CHeads, CDecoderLayer, CDecoder, CAdapterStack, CLayerAdapters)
+    fields = [[(field[0], field[1].__name__) for field in structure._fields_] for structure in structures]
+    arguments = [(name, [kind.__name__ for kind in kinds]) for name, kinds in _SIGNATURES.items()]
+    return zlib.crc32(repr((fields, arguments)).encode())
+
+
 class Library:
     """One build of the kernels."""
 
     def __init__(self, path: Path) -> None:
+        """Raise ValueError if the build has another interface than this module declares."""
         self._functions = ctypes.CDLL(str(path))
+        built = getattr(self._functions, "vmp_interface", None)
+        if built is not None:
+            built.restype = c_uint32
+        if built is None or built() != _interface():
+            raise ValueError(f"{path} was compiled for another version of the package (not {_interface():#010x})")
         self._functions.vmp_panel_columns.restype = c_int64
         self.panel_columns: int = self._functions.vmp_panel_columns()
         """The columns of a panel of packed weights; a panel of a pair of matrices has half as many columns of each."""
@@ -209,9 +224,15 @@ def check_interpreter() -> None:
 
 
 def load(name: str) -> Library | None:
-    """Return the build of that name; None if it was not built."""
+    """Return the build of that name; None if it was not built, or for another version of the package."""
     spec = importlib.util.find_spec(f"{__package__}._{name}")
-    return None if spec is None or spec.origin is None else Library(Path(spec.origin))
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        return Library(Path(spec.origin))
+    except ValueError as error:
+        logger.warning("%s; %s", error, _REMEDY)
+        return None
 
 
 def runnable_builds() -> list[str]:

@@ -14,6 +14,7 @@ from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models import build_model
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops, reference
+from vllm_mp.kernels.cpu import library as library_module
 from vllm_mp.kernels.cpu.library import VARIABLE, library, load, runnable_builds
 from vllm_mp.kernels.cpu.packed import PackedLinear
 from vllm_mp.model_config.registry import read_architecture
@@ -329,6 +330,14 @@ def test_fused_decoder_agrees_with_its_modules(build, dtype, quantization, name,
         bound = 0.02 if dtype == torch.bfloat16 else 1e-3 if quantization else 1e-5
         for got, expected in zip(outputs[1], outputs[0], strict=True):
             assert (got.float() - expected.float()).norm() <= bound * expected.float().norm()
+
+
+def test_build_of_another_version_is_not_used(monkeypatch, caplog):
+    name = runnable_builds()[-1]
+    assert load(name) is not None
+    monkeypatch.setitem(library_module._SIGNATURES, "argmax", library_module._SIGNATURES["argmax"][1:])
+    assert load(name) is None
+    assert "was compiled for another version of the package" in caplog.text
 
 
 def test_environment_chooses_the_build_and_an_unknown_name_is_refused(monkeypatch):

@@ -125,6 +125,9 @@ using namespace vmp;
 
 extern "C" {
 
+// What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
+uint32_t vmp_interface() { return 0xac4d94acu; }
+
 int64_t vmp_panel_columns() { return NR; }
 
 #define FOR_TYPE(NAME, T)                                                                                             \
