@@ -35,7 +35,7 @@ PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_ID_BYTES = 1024
 TCP_HEARTBEAT_MS = 5000
-"""Time between two heartbeats of a TCP connection, which breaks after three that are not answered."""
+"""Time between two heartbeats of a client over TCP, whose connection breaks after three that are not answered."""
 MAX_CLIENTS = 4096
 """Clients of one core that have said hello and have not left."""
 TOKEN_BYTES = 16

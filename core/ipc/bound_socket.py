@@ -13,12 +13,14 @@ from vllm_mp.authorized_clients import AuthorizedClients
 from vllm_mp.core_launch import PublicAddress
 from vllm_mp.curve_keys import encode_key, read_server_key
 from vllm_mp.descriptor_limit import raise_descriptor_limit
-from vllm_mp.wire import MAX_MESSAGE_BYTES, TCP_HEARTBEAT_MS
+from vllm_mp.wire import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNREAD = 32
 """Number of unread messages of each client that the core holds."""
+PROBE_S = 5
+"""Seconds without a packet after which the system probes whether a client over TCP is there; it gets three of them."""
 _MAX_KEYS_LOGGED = 64
 """Number of unknown keys that the log names, so that no flood of clients fills it."""
 
@@ -98,9 +100,13 @@ class BoundSocket:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=_KeyCheck(clients))
-        # Only heartbeats show that a client vanished without closing the connection.
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * TCP_HEARTBEAT_MS)
+        # The system's probes show that a client vanished without closing its connection. ZeroMQ's heartbeats would
+        # abort this process if a connection breaks while its messages wait for room (libzmq 4.3.5, `!_io_error`).
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PROBE_S)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBE_S)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 2)
+        self.socket.setsockopt(zmq.TCP_MAXRT, 3000 * PROBE_S)
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = key
 
