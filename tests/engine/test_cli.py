@@ -498,6 +498,7 @@ def test_bench_startup_prints_and_writes_its_figures(default_model, options, tmp
     assert re.search(r"torch loaded by the client +False", done.stdout)
 
 
+@pytest.mark.slow
 def test_bench_recovery_prints_and_writes_its_figures(options, tmp_path):
     file = tmp_path / "figures.json"
     done = run("bench", "recovery", "--kills", "1", "--streams", "2", "--json", str(file), *options)
@@ -524,6 +525,7 @@ def test_bench_latency_prints_and_writes_its_figures(options, tmp_path):
     assert figures["output tokens/s"]["max"] == pytest.approx(24 / figures["prompt to last token, s"]["min"])
 
 
+@pytest.mark.slow
 def test_bench_throughput_prints_and_writes_its_figures(options, tmp_path):
     file = tmp_path / "figures.json"
     sizes = ("--num-prompts", "5", "--input-len", "8:20", "--output-len", "6", "--request-rate", "50")

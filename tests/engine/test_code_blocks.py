@@ -27,6 +27,8 @@ _STARTS_ENGINES = (
     "docs/using/batch.md",
     "docs/using/loggers.md",
     "docs/using/lora.md",
+    "docs/using/recovery.md",
+    "docs/using/server.md",
 )
 """Pages whose commands and programs start engines and servers of their own, which takes long."""
 

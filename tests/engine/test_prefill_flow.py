@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "prefill_flow.py"
 
 
+@pytest.mark.slow
 def test_tool_reports_both_figures_with_their_goals():
     command = [sys.executable, str(TOOL), "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -6,10 +6,13 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "record_recovery.py"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.slow
 def test_drawing_shows_the_text_of_both_cores_the_kill_and_the_pause(tmp_path):
     drawing = tmp_path / "recovery.svg"
     command = [sys.executable, str(TOOL), "--kill-after", "8", "--tokens", "24", "--output", str(drawing)]

@@ -10,6 +10,7 @@ import pytest
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "recovery_cost.py"
 
 
+@pytest.mark.slow
 def test_tool_reports_the_cost_of_page_and_heartbeats_as_a_share_of_a_step():
     command = [sys.executable, str(TOOL), "--batches", "1", "2", "--output-len", "8", "--rounds", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -163,6 +163,7 @@ def test_core_answers_a_call_with_wrong_arguments_with_an_error(engine, name, ar
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_each_level_of_sleep_frees_the_memory_that_it_names(tmp_path):
     config = LlamaConfig(
         vocab_size=32 * 1024,  # large weights, of which a step uses few

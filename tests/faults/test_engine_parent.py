@@ -150,7 +150,7 @@ def test_nothing_is_left_of_a_parent_that_is_killed(parent):
     async def is_clean():
         return [path.name for path in folder.iterdir()] == ["log"]
 
-    asyncio.run(eventually(is_clean, 5))
+    asyncio.run(eventually(is_clean, 30))
 
 
 @pytest.mark.parametrize("parent", ["tcp"], indirect=True)

@@ -505,6 +505,7 @@ def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(mak
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_standby_takes_over_and_a_new_standby_is_prepared(make_small_engine):
     engine = make_small_engine(warm_standby=True)
     source = engine._supervisor._source

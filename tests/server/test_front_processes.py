@@ -51,6 +51,7 @@ def _metric(server, prefix):
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(prefix))
 
 
+@pytest.mark.slow
 def test_streams_through_two_front_processes_complete_after_a_kill_of_their_core(fronts):
     prompts = [f"The number {index} is" for index in range(_NUM_STREAMS)]
     expected = asyncio.run(StreamedAnswers(fronts, prompts, _TOKENS).run())
