@@ -38,6 +38,8 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "fp8": {"ROWS": [16, 32, 64, 128], "OUTPUT_TILE": [32, 64, 128], "num_warps": [4, 8], "num_stages": [3, 4, 6]},
     "fp8_parts": {"PROGRAMS": [1, 2, 3, 4], "TILES": [2, 4, 8]},
     "fp8_library": {"ROWS": [0, 16, 32, 64, 128]},
+    "lora_shrink": {"ROWS": [16, 32, 64], "INPUT_TILE": [64, 128, 256], "num_warps": [4, 8], "num_stages": [2, 3]},
+    "lora_expand": {"ROWS": [16, 32, 64], "OUTPUT_TILE": [64, 128, 256], "num_warps": [4, 8], "num_stages": [2, 3]},
     "norm": {"ELEMENTS": [1024, 2048, 4096], "num_warps": [2, 4, 8, 16]},
     "elementwise": {"ELEMENTS": [512, 1024, 2048, 4096], "num_warps": [2, 4, 8]},
     "heads": {"ELEMENTS": [512, 1024, 2048, 4096], "num_warps": [1, 2, 4, 8]},
@@ -61,6 +63,11 @@ def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
         for count in [4] if quick else [most // 2, most] if most < 128 else [128, 2048]:
             for outputs, inputs in [(64, 256)] if quick else [(6144, 4096), (4096, 14_336), (28_672, 4096)]:
                 yield _fp8_product(count, outputs, inputs, most == 128, device)
+    elif kind.startswith("lora"):
+        few = int(details[0]) == 16
+        for count in [4 if few else 20] if quick else [1, 16] if few else [64, 2048]:
+            for outputs, inputs in [(64, 256)] if quick else [(4096, 4096), (4096, 14_336), (14_336, 4096)]:
+                yield _adapters(count, outputs, inputs, device)
     elif kind in ("merge", "splits"):
         for rows in _attention_rows("decode", quick):
             yield _attention(rows, 8, 2, 128, device)
@@ -100,6 +107,14 @@ def _fp8_product(rows: int, outputs: int, inputs: int, has_blocks: bool, device:
     shape = (outputs // 64, -(-inputs // 128)) if has_blocks else (outputs, 1)
     scale = torch.ones(shape, device=device)
     return lambda: operations.fp8_linear(x, weight, scale)
+
+
+def _adapters(count: int, outputs: int, inputs: int, device: torch.device) -> Run:
+    """Return a call with tokens of 8 adapters of rank 16 in turns."""
+    x, out = _random((count, inputs), device), _random((count, outputs), device)
+    a, b = _random((8, 1, 16, inputs), device), _random((8, 16, outputs), device)
+    slots = (torch.arange(count, device=device) % 8).int()
+    return lambda: operations.add_adapters(out, x, slots, a, b, [outputs])
 
 
 def _attention(

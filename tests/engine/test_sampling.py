@@ -503,4 +503,4 @@ def test_parameters_that_cannot_be_served_are_refused_by_name_and_disturb_no_oth
         return (await neighbour).outputs[0]
 
     assert len(asyncio.run(run()).token_ids) == 6
-    assert asyncio.run(llm.get_num_unfinished_requests()) == 0
+    assert llm.get_num_unfinished_requests() == 0
