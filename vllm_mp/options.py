@@ -45,8 +45,8 @@ def option(
 class Options:
     """The base class of dataclasses whose fields are declared with `option`.
 
-    Construction raises TypeError for a value of the wrong type, ValueError for a value out of range, and
-    NotImplementedError for a value that this version does not serve.
+    A tuple may be given as a list. Construction raises TypeError for a value of the wrong type, ValueError for a value
+    out of range, and NotImplementedError for a value that this version does not serve.
     """
 
     CLI_GROUP: ClassVar[str] = "options"
@@ -55,7 +55,10 @@ class Options:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            _check(field, hints[field.name], getattr(self, field.name))
+            value = getattr(self, field.name)
+            _check(field, hints[field.name], value)
+            if isinstance(value, list):
+                setattr(self, field.name, tuple(value))
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -118,14 +121,14 @@ def _check(field: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
     if value is None and type(None) in typing.get_args(hint):
         return
     expected = _value_type(hint)
-    allowed = (int, float) if expected is float else expected
+    allowed = {float: (int, float), tuple: (list, tuple)}.get(expected, expected)
     if not isinstance(value, allowed) or (isinstance(value, bool) and expected is not bool):
         raise TypeError(f"{name} must be of type {expected.__name__}, got {value!r}")
-    if isinstance(value, tuple) and not all(isinstance(element, str) for element in value):
+    if isinstance(value, list | tuple) and not all(isinstance(element, str) for element in value):
         raise TypeError(f"{name} must be a tuple of strings, got {value!r}")
     if meta["choices"] and value not in meta["choices"]:
         raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got {value!r}")
-    for text in value if isinstance(value, tuple) else (value,):
+    for text in value if isinstance(value, list | tuple) else (value,):
         _check_unicode(name, text)
     if isinstance(value, int | float) and not isinstance(value, bool):
         low = meta["low"] if meta["low"] is not None else -MAX_INTEGER

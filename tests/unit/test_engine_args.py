@@ -121,6 +121,14 @@ def flags_for(name, value):
     return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
+@pytest.mark.parametrize("options", [{}, {"lora_modules": ("poet=some/folder", "clerk=other/folder")}])
+def test_options_are_equal_after_they_were_written_as_json(options):
+    args = AsyncEngineArgs(**options)
+    read = json.loads(json.dumps(dataclasses.asdict(args)))
+
+    assert AsyncEngineArgs(**read) == args
+
+
 def parse(*flags):
     """Return the options from a command line. Raise ValueError with the text of stderr if it is refused."""
     parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
