@@ -1,13 +1,10 @@
 """The adapters that the model can use in a step: their memory on the device, in numbered slots."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.lora.targets import projections
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.kernels.ops import AnyAdapterStack
 from vllm_mp.model_config.architecture import NativeArchitecture
 
@@ -25,7 +22,7 @@ class AdapterSlots:
 
     def bind(self, model: Any) -> None:
         """Allocate the slots in `model`, a `NativeModel` with its weights, and load the adapters into them again."""
-        with _one_thread():
+        with one_thread():
             self._stacks = model.make_adapter_stacks(len(self._adapters), self._max_rank)
         for slot, adapter in enumerate(self._adapters):
             if adapter is not None:
@@ -41,17 +38,6 @@ class AdapterSlots:
         No pending step may use the slot, and the weights of the model must not be in host memory (`sleep`).
         """
         self._adapters[slot] = adapter
-        with _one_thread():
+        with one_thread():
             for stack, projection in zip(self._stacks, self._projections if self._stacks else [], strict=True):
                 stack.load(slot, [adapter.factors.get(part) for part in projection.parts])
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread: many small operations take longer if threads wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from vllm_mp import LLM, PoolingParams, RequestFailure
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import ENGINE, running_engine
-from vllm_mp.testing.random_models import one_thread
 
 SIZES = {"vocab_size": 97, "max_position_embeddings": 66}
 BERT = {**SIZES, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6}

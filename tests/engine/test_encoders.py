@@ -26,9 +26,9 @@ from transformers import (
 
 from vllm_mp import EngineGenerateError, PoolingParams, SamplingParams, wire
 from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.prompts import PROMPTS
-from vllm_mp.testing.random_models import one_thread
 
 BATCH = [*PROMPTS[:29], "long " * 400]
 CONTEXT = 256

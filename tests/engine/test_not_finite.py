@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from vllm_mp import EngineGenerateError, RequestOutputKind, SamplingParams
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
-from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model, scarce_blocks
+from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model, scarce_blocks
 
 BAD = 13
 LENGTHS = (37, 5, 22, 1, 13, 40)

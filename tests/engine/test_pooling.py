@@ -11,12 +11,12 @@ from support.pooling_parity import TOLERANCE, assert_pooled, hidden_states, para
 from transformers import AutoModel
 
 from vllm_mp import EngineDeadError, EngineGenerateError, PoolingParams, SamplingParams
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.prompts import PROMPTS
 from vllm_mp.testing.random_models import (
     CONFIGS,
     PROMPT_LENGTHS,
-    one_thread,
     random_prompts,
     save_random_model,
     scarce_blocks,

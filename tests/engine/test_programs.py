@@ -1,4 +1,4 @@
-"""Programs for vLLM run with another import: those of its reference pages, and others of the same style.
+"""Programs for vLLM run with another import: the programs of its reference pages, and others of the same style.
 
 microsoft/DialoGPT-medium, which the pages name, is a GPT-2 here whose weights are random.
 """

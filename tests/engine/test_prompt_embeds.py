@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from vllm_mp import SamplingParams
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.greedy_parity import num_preemptions
 from vllm_mp.testing.random_models import (
     CONFIGS,
     PROMPT_LENGTHS,
-    one_thread,
     random_prompts,
     save_random_model,
     scarce_blocks,

@@ -52,6 +52,7 @@ from transformers import (
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.models.transformers_backend import TransformersForCausalLM
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.weights.loader import load_model
 from vllm_mp.errors import EngineStartError
 from vllm_mp.model_config.registry import read_architecture
@@ -61,7 +62,6 @@ from vllm_mp.testing.random_models import (
     PROMPT_LENGTHS,
     SIZES,
     few_blocks,
-    one_thread,
     random_prompts,
     save_config,
     save_random_model,

@@ -5,6 +5,7 @@ import torch
 from support.gpu_device import DEVICE, ON_DEVICE
 from support.local_engine import LocalEngine
 
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import model_runner
 from vllm_mp.core.worker.cuda_graphs import cuda_capture
 from vllm_mp.core.worker.memory import free_cuda_memory
@@ -12,7 +13,7 @@ from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.triton import available as triton
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
-from vllm_mp.testing.random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, one_thread, random_prompts, save_random_model
+from vllm_mp.testing.random_models import CONFIGS, NATIVE, WHOLE_PROMPTS, random_prompts, save_random_model
 
 pytestmark = [
     *ON_DEVICE,

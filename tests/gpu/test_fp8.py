@@ -5,10 +5,11 @@ import torch
 from support.float8_reference import in_float8
 from support.gpu_device import DEVICE, ON_DEVICE
 
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.kernels import ops, reference
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
-from vllm_mp.testing.random_models import CONFIGS, PROMPT_LENGTHS, one_thread, random_prompts, save_random_model
+from vllm_mp.testing.random_models import CONFIGS, PROMPT_LENGTHS, random_prompts, save_random_model
 
 pytestmark = [
     *ON_DEVICE,

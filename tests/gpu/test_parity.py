@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_mp import SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.kernels import ops
 from vllm_mp.testing.attention_steps import paged_metadata
@@ -22,7 +23,6 @@ from vllm_mp.testing.random_models import (
     NATIVE,
     PROMPT_LENGTHS,
     WHOLE_PROMPTS,
-    one_thread,
     random_prompts,
     save_random_model,
     scarce_blocks,

@@ -61,7 +61,7 @@ def blocks_of(page: Path) -> Iterator[CodeBlock]:
 
 
 def compiled(block: CodeBlock, replaced: Callable[[str], str] = str) -> Any:
-    """Return the code of a Python block after `replaced`. Its line numbers are those of the page."""
+    """Return the code of a Python block after `replaced`. It has the line numbers of the page."""
     text = "\n" * block.line + replaced(block.text)
     return compile(text, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 

@@ -88,7 +88,7 @@ class Shell:
         self._processes.close()
 
     def replaced(self, text: str) -> str:
-        """Return `text` with the addresses, tools and programs of this test in place of those of the page."""
+        """Return `text` with the addresses, tools and programs of this test in place of the page's."""
         text = text.replace("ipc:///run/user/1000/", f"ipc://{self._folder}/").replace("tcp://HOST:PORT", self._tcp)
         text = text.replace(".venv/bin/vllm-mp", "vllm-mp").replace(" tools/", f" {shlex.quote(str(ROOT))}/tools/")
         return text.replace(_SERVER, self._server().url) if _SERVER in text else text

@@ -1,10 +1,8 @@
 """Small models of every native architecture with random weights, made and saved by transformers."""
 
-import contextlib
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +120,6 @@ def few_blocks(token_bytes: int) -> dict[str, Any]:
         "block_size": block_size,
         "kv_cache_memory_bytes": (num_blocks + 1) * block_size * token_bytes,
     }
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Limit torch to one thread in the block. For models this small, further threads cost more time than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def save_random_model(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedModel:

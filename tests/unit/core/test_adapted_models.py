@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 from vllm_mp.core.lora.adapter import read_adapter
 from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.models import build_model
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.weights.loader import load_weights
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.model_config.registry import read_architecture
-from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model
+from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 MODELS = ("llama-biased", "qwen3", "gpt2")
 PROMPTS = random_prompts((9, 3, 30, 2, 12, 5, 26, 4))

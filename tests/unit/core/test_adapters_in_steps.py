@@ -7,11 +7,12 @@ from support.adapters import adapter_tensors, save_adapter
 from support.local_engine import LocalEngine
 
 from vllm_mp.core.lora.adapter import read_adapter
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import memory, model_runner
 from vllm_mp.core.worker.cuda_graphs import DecodeGraphs
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.model_config.registry import read_architecture
-from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model
+from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 PROMPTS = random_prompts((9, 3, 30, 1, 12, 5))
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}

@@ -9,10 +9,11 @@ from vllm_mp import AsyncEngineArgs, PoolingParams, SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.kernels.cpu import decoder
-from vllm_mp.testing.random_models import CONFIGS, SIZES, one_thread, save_config
+from vllm_mp.testing.random_models import CONFIGS, SIZES, save_config
 
 COUNT, BLOCK = 20, 4
 MODELS = {

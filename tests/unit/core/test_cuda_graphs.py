@@ -13,12 +13,13 @@ import pytest
 import torch
 from support.local_engine import LocalEngine
 
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import cuda_graphs, model_runner
 from vllm_mp.core.worker.cuda_graphs import DecodeGraphs, batch_sizes
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.attention_backends import AttentionBackend
-from vllm_mp.testing.random_models import CONFIGS, one_thread, random_prompts, save_random_model
+from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 MODELS = ("llama", "qwen3", "mistral-windowed", "gpt2")
 PROMPTS = random_prompts((9, 3, 30, 1, 12, 5, 26, 2, 17, 8, 4, 11, 6, 21))

@@ -9,12 +9,13 @@ from support.local_engine import LocalEngine
 from torch import nn
 from transformers import GPTNeoXConfig
 
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import model_runner, offload
 from vllm_mp.core.worker.offload import OffloadedWeights
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.kernels.cpu.library import VARIABLE, library
 from vllm_mp.status_page import AWAKE
-from vllm_mp.testing.random_models import CONFIGS, SIZES, one_thread, random_prompts, save_random_model
+from vllm_mp.testing.random_models import CONFIGS, SIZES, random_prompts, save_random_model
 
 PROMPTS = random_prompts((9, 3, 30, 1))
 KINDS = {

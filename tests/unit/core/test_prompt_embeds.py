@@ -6,7 +6,8 @@ from support.local_engine import LocalEngine
 from transformers import PhiConfig
 
 from vllm_mp.core.models import transformers_probe
-from vllm_mp.testing.random_models import SIZES, one_thread, random_prompts, save_random_model
+from vllm_mp.core.torch_threads import one_thread
+from vllm_mp.testing.random_models import SIZES, random_prompts, save_random_model
 
 PHI = PhiConfig(
     **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
