@@ -43,7 +43,7 @@ _REFUSED = {
             "update_weight_version",
             "update_weights",
         ),
-        "weights come from files: change those of the model's folder, then call sleep(level=2) and wake_up()",
+        "weights come from files: change the files of the model's folder, then call sleep(level=2) and wake_up()",
     ),
 }
 """Names that vLLM's class has and this class has not, and what to use in their place."""
@@ -59,7 +59,7 @@ class BlockingEngine:
     def __init__(
         self, model: str = DEFAULT_MODEL, *, runner: str = "auto", convert: str = "auto", **options: Any
     ) -> None:
-        """Start a core of `model`; `options` are those of `AsyncEngineArgs`. Raises what `from_engine_args` raises.
+        """Start a core of `model`; `options` are fields of `AsyncEngineArgs`. Raises what `from_engine_args` raises.
 
         vLLM's `runner` and `convert` are accepted where they ask for what every model does: it generates, unless it is
         an encoder, and it embeds.
@@ -95,7 +95,7 @@ class BlockingEngine:
         return SamplingParams(**self.model_config.default_sampling_params)
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Return the number of devices that compute the model; `include_dp` counts those of replicas too."""
+        """Return the number of devices that compute the model; `include_dp` counts the devices of replicas too."""
         parallel = self.vllm_config.parallel_config
         return parallel.world_size * (parallel.data_parallel_size if include_dp else 1)
 

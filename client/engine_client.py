@@ -15,7 +15,7 @@ from vllm_mp.sampling_params import SamplingParams
 class EngineClient(ABC):
     """What an engine offers to code that does not start it; `AsyncLLM` is the engine that fulfils it.
 
-    The names and arguments are those of vLLM's class of this name. `AsyncLLM` documents them.
+    vLLM's class of this name has the same names and arguments. `AsyncLLM` documents them.
     """
 
     vllm_config: VllmConfig

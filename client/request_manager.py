@@ -73,7 +73,7 @@ class RequestManager:
     ) -> None:
         """Begin a request and return at once; `get_result` and `stream` raise the error of a request that cannot run.
 
-        The arguments are those of `AsyncLLM.generate`. The id of an ended request may be used again, and the ended
+        `AsyncLLM.generate` documents the arguments. The id of an ended request may be used again, and the ended
         request is forgotten then. Raises DuplicateRequestIdError if a request that runs has the id, and TypeError for
         other parameters than SamplingParams.
         """

@@ -72,7 +72,7 @@ class EngineCore:
 
         `processors` are the operator's logits processors.
         The core enters `suspension`, the pause and the sleep of its predecessor, and knows its `adapters`. Without a
-        predecessor it loads those of the configuration. Raises ValueError if one of these cannot be loaded.
+        predecessor it loads the configuration's adapters. Raises ValueError if one cannot be loaded.
         """
         scheduler_config, cache = config.scheduler_config, config.cache_config
         model = config.model_config
@@ -249,7 +249,7 @@ def _make_adapters(
 ) -> tuple[AdapterCache | None, AdapterTurns | None]:
     """Return the adapters that requests may use, and their turns; None without LoRA.
 
-    `known` are those of a predecessor; None: load those of the configuration. Raises ValueError if that fails.
+    `known` are a predecessor's adapters; None: load the configuration's. Raises ValueError if that fails.
     """
     limits = config.lora_config
     if limits is None:

@@ -43,7 +43,7 @@ _lock = threading.Lock()
 class PrometheusStatLogger(CounterLogger):
     """Shows the metrics of an engine in a registry, until the logger is removed or the engine ends.
 
-    The metrics are those of the server's `/metrics` that concern an engine. Each scrape reads them; between scrapes the
+    The server's `/metrics` shows the same metrics of an engine. Each scrape reads them; between scrapes the
     logger costs nothing. Engines of the same model in one registry differ in the label `engine`: "0", "1" and so on.
     """
 

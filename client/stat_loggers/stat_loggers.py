@@ -76,7 +76,7 @@ class StatLoggers:
         named.call("log_engine_initialized")
 
     def add_all(self, factories: Mapping[str, Callable[[VllmConfig], Any]]) -> None:
-        """Make and add loggers; a logger that cannot be made is reported and left out. Replace those of these names."""
+        """Make loggers, in place of any of the same names; a logger that cannot be made is reported and left out."""
         for name, make in factories.items():
             if name in self._loggers:
                 self.remove(name)
@@ -297,7 +297,7 @@ def _check_logger(name: Any, stat_logger: Any) -> None:
 
 
 def _accepted(function: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `options` that `function` takes as keywords; older loggers lack some."""
+    """Return the `options` that `function` takes as keywords; older loggers lack some."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
 """Which adapters have the slots of the device, and the requests that wait until theirs has one.
 
 A step uses at most as many adapters as there are slots, and each running request has its adapter in a slot. A request
-whose adapter has no slot is parked: it blocks neither requests of the base model nor those of other adapters. Adapters
+whose adapter has no slot is parked: it blocks requests neither of the base model nor of other adapters. Adapters
 get slots in turns, and an adapter with an endless supply of requests keeps no other waiting:
 
 - Of the parked requests, the next in the fair order of clients selects its adapter. The next few selected adapters
@@ -55,7 +55,7 @@ class AdapterTurns:
         """`load_slot` copies weights into a slot of the device."""
         self._slots: list[CachedAdapter | None] = [None] * num_slots
         self.turns = FairTurns()
-        """The waiting requests that may run, also those of the base model."""
+        """The waiting requests that may run, also requests of the base model."""
         self._memory = memory
         self._load_slot = load_slot
         self._unselected = FairTurns()

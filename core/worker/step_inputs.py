@@ -54,14 +54,14 @@ def step_inputs(
 def _adapter_slots(
     slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int64], to_device: Callable[[npt.NDArray[Any]], Tensor]
 ) -> Tensor | None:
-    """Return the adapter slot of each token, from those of the rows [num_rows]; None if no row has an adapter."""
+    """Return the adapter slot of each token, from the slots of the rows [num_rows]; None if no row has an adapter."""
     return to_device(np.repeat(slots, counts)) if (slots != NO_SLOT).any() else None
 
 
 def token_types(step: ScheduledStep, batch: Batch, to_device: Callable[[npt.NDArray[Any]], Tensor]) -> Tensor | None:
     """Return the type of each token, int64 [num_tokens], on the device: 1 in the second text of a pair.
 
-    None if all are 0. Each row of the step must hold its whole prompt, as those of encoders do.
+    None if all are 0. Each row of the step must hold its whole prompt, as the rows of encoders do.
     """
     first = np.zeros(len(step.rows), np.int64)
     for place, row in enumerate(step.rows.tolist()):
