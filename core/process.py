@@ -31,6 +31,8 @@ logger = logging.getLogger("vllm_mp.core")
 
 _STOP_GRACE_S = 5.0
 """Time that the loop has to stop after the parent's death, before the process is ended."""
+_PARENT_END_S = 2.0
+"""Time from the end of the parent's pipe to the end of the parent or its SIGTERM."""
 _PARENT_CHECK_MS = 500
 _STANDBY_PARENT_CHECK_MS = 2000
 _LINGER_MS = 1000
@@ -67,7 +69,7 @@ def main() -> int:
         failed = _serve(launch, stop)
     finally:
         stopped.set()
-    if os.getppid() != launch.parent_pid:
+    if _parent_has_died(launch, stop):
         _remove_files(launch)
     if stop.signal is not None:
         signal.signal(stop.signal, signal.SIG_DFL)
@@ -248,6 +250,21 @@ def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Even
             os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _parent_has_died(launch: CoreLaunch, stop: StopSignal) -> bool:
+    """Return whether the parent is gone, or is on its way out.
+
+    The system closes the pipe of a dying parent a moment before it gives the parent's children to another process. A
+    parent that lives on and closes the pipe sends SIGTERM next.
+    """
+    deadline = time.monotonic() + _PARENT_END_S
+    while os.getppid() == launch.parent_pid:
+        pipe_ended = stop.is_set and stop.signal is None
+        if not pipe_ended or time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _remove_files(launch: CoreLaunch) -> None:
