@@ -1,0 +1,46 @@
+"""How a core process tells that its parent has died."""
+
+import os
+import signal
+import types
+
+import pytest
+
+from vllm_mp.core import process
+from vllm_mp.core.stop_signal import StopSignal
+
+LAUNCH = types.SimpleNamespace(parent_pid=7)
+
+
+@pytest.fixture
+def stop():
+    stop = StopSignal()
+    yield stop
+    os.close(stop.fd)
+
+
+def test_parent_that_dies_just_after_its_pipe_ended_counts_as_dead(monkeypatch, stop):
+    pids = iter([7, 7, 7, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(pids))
+    stop.set()  # as the thread does that watches the pipe
+
+    assert process._parent_has_died(LAUNCH, stop)
+
+
+def test_parent_that_sends_a_signal_after_its_pipe_ended_is_alive(monkeypatch, stop):
+    def getppid():
+        stop.signal = signal.SIGTERM
+        return 7
+
+    monkeypatch.setattr(os, "getppid", getppid)
+    monkeypatch.setattr(process, "_PARENT_END_S", 600)
+    stop.set()
+
+    assert not process._parent_has_died(LAUNCH, stop)
+
+
+def test_core_that_nothing_told_to_stop_does_not_wait_for_the_end_of_its_parent(monkeypatch, stop):
+    monkeypatch.setattr(os, "getppid", lambda: 7)
+    monkeypatch.setattr(process, "_PARENT_END_S", 600)
+
+    assert not process._parent_has_died(LAUNCH, stop)
