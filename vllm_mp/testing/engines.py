@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -81,6 +82,12 @@ def make_keys(folder: Path, clients: Sequence[str] = ("client",)) -> tuple[str, 
     for name, file in zip(clients, files, strict=True):
         AuthorizedClients(server).allow(name, make_client_key(file, server_public).public)
     return server, *files
+
+
+def free_tcp_address() -> str:
+    """Return the tcp:// address of a port of this machine at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
 def greedy(max_tokens: int | None, **params: Any) -> SamplingParams:

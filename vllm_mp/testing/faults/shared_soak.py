@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_mp import AsyncLLM
-from vllm_mp.testing.engines import eventually, make_keys
+from vllm_mp.testing.engines import eventually, free_tcp_address, make_keys
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline
 from vllm_mp.testing.faults.comparison import Comparison
 from vllm_mp.testing.faults.leaks import nothing_left_behind
@@ -68,11 +67,9 @@ class _Place(NamedTuple):
 
     @classmethod
     def on_tcp(cls, folder: Path) -> "_Place":
-        """Return a free port with keys for all clients, made in `folder`."""
+        """Return a free address with keys for all clients, made in `folder`."""
         server, *clients = make_keys(folder, [f"client-{number}" for number in range(_NUM_CLIENTS + 1)])
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        return cls(f"tcp://127.0.0.1:{port}", server, clients)
+        return cls(free_tcp_address(), server, clients)
 
 
 class HostileClient:

@@ -4,11 +4,9 @@ import asyncio
 import contextlib
 import itertools
 import random
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -17,17 +15,13 @@ import zmq
 from vllm_mp import AsyncLLM, wire
 from vllm_mp.errors import EngineError
 from vllm_mp.operator_key import read_operator_key
-from vllm_mp.testing.engines import answer, eventually, greedy, standalone_core
+from vllm_mp.testing.engines import answer, eventually, greedy
+from vllm_mp.testing.fuzzing.attacked_core import AttackedCore
 from vllm_mp.testing.fuzzing.client_frames import ClientFrames, raw_connections
 from vllm_mp.testing.fuzzing.report import CampaignReport
-from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
 MEMORY_MARGIN = 48 * 2**20
 """Growth of the attacked process's memory in bytes that does not count as a leak."""
-_FLAGS = (
-    *("--max-model-len", "128", "--kv-cache-memory-bytes", str(2**23), "--max-num-seqs", "32", "--num-threads", "1"),
-    *("--disable-log-stats", "--check-invariants"),
-)
 _NUM_STREAMS = 4
 """Streams of the well-behaved client at any time."""
 _NUM_CALM_PROMPTS = 12
@@ -39,43 +33,19 @@ _REPEAT_MS = 1000
 """Time without any answer after which the last message is repeated."""
 
 
-@contextlib.contextmanager
-def core_under_attack(folder: Path, *flags: str, model: str | None = None, before: str = "") -> Iterator[str]:
-    """Run a standalone core of `model`, by default a small one with random weights. Yield its address.
-
-    `before` is a line of shell that runs first in the process of the core's parent. The core's log is written in
-    `folder`.
-    """
-    if model is None:
-        model = str(folder / "model")
-        save_random_model(CONFIGS["llama"], folder / "model")
-        flags = ("--skip-tokenizer-init", *flags)
-    address = f"ipc://{folder}/core.sock"
-    flags = ("--operator-key-file", _operator_key_file(address), *flags)
-    # The log goes to a file, because a pipe that is not read would block the core.
-    with (
-        (folder / "core.log").open("wb") as log,
-        standalone_core(model, address, *_FLAGS, *flags, before=before, stderr=log),
-    ):
-        yield address
-
-
-def _operator_key_file(address: str) -> str:
-    """Return the path of the operator key file of the core at `address`, a Unix socket."""
-    return f"{address.removeprefix('ipc://')}.operators"
-
-
 class Attacker:
     """Sends hostile messages to one core from several sockets. Runs in a thread of its own."""
 
-    def __init__(self, address: str, seed: int, incarnation: int, vocab_size: int, report: CampaignReport) -> None:
-        self._address = address
+    def __init__(
+        self, target: AttackedCore, seed: int, incarnation: int, vocab_size: int, report: CampaignReport
+    ) -> None:
+        self._target = target
         self._chance = random.Random(seed)
         self._context = zmq.Context()
         self._frames = iter(ClientFrames(seed, incarnation, vocab_size))
         self._raw = raw_connections(seed)
         self._incarnation = incarnation
-        self._operator_key = read_operator_key(_operator_key_file(address))
+        self._operator_key = read_operator_key(target.operator_key_file)
         self._report = report
         self._versions = itertools.count(2**32)
         """Versions of the protocol that no core has."""
@@ -94,12 +64,12 @@ class Attacker:
         )
 
     def run(self, num_messages: int) -> None:
-        """Send `num_messages` more messages. After every eighth burst comes an episode of a special kind."""
+        """Send `num_messages` more messages. After every fourth burst comes an episode of a special kind."""
         target, bursts = self._report.num_sent + num_messages, 0
         while self._report.num_sent < target:
             self._burst(min(_BURST, target - self._report.num_sent))
             bursts += 1
-            if bursts % 8 == 0:
+            if bursts % 4 == 0:
                 next(self._episodes)()
 
     def close(self) -> None:
@@ -113,7 +83,7 @@ class Attacker:
             dealer.setsockopt(option, 0)
         if identity is not None:
             dealer.setsockopt(zmq.ROUTING_ID, identity)
-        dealer.connect(self._address)
+        self._target.connect(dealer)
         return dealer
 
     def _burst(self, count: int) -> None:
@@ -167,13 +137,10 @@ class Attacker:
 
     def _raw_bytes(self) -> None:
         """Open connections that do not speak the transport protocol, or stop in the middle of it."""
-        path = self._address.removeprefix("ipc://")
         connections = []
         for data in itertools.islice(self._raw, 60):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(5)
+            connection = self._target.raw_connection()
             with contextlib.suppress(OSError):
-                connection.connect(path)
                 connection.sendall(data)
             connections.append(connection)
             self._report.sent["raw connection"] += 1
@@ -256,7 +223,7 @@ class Attacker:
             dealer.setsockopt(zmq.RCVHWM, 1)
             dealer.setsockopt(zmq.SNDHWM, 0)
             dealer.setsockopt(zmq.LINGER, 2000)
-            dealer.connect(self._address)
+            self._target.connect(dealer)
             self._send("never reads", dealer, wire.hello())
             for i in range(2000):
                 self._send("never reads", dealer, wire.Call(self._incarnation, i, "status"))
@@ -311,14 +278,14 @@ async def calm_outputs(
 
 
 async def attack_core(
-    address: str, num_messages: int, seed: int, say: Callable[[str], None] = lambda line: None
+    target: AttackedCore, num_messages: int, seed: int, say: Callable[[str], None] = lambda line: None
 ) -> CampaignReport:
-    """Send `num_messages` hostile messages to the core at `address`. Call `say` with lines about the progress."""
+    """Send `num_messages` hostile messages to `target`. Call `say` with lines about the progress."""
     report = CampaignReport()
-    engine = AsyncLLM.connect(address)
+    engine = AsyncLLM.connect(target.address, key_file=target.key_file)
     incarnation, vocab_size = (await engine.core_status())["incarnation"], engine.model_config.get_vocab_size()
     expected = await calm_outputs(engine, vocab_size)
-    attacker = Attacker(address, seed, incarnation, vocab_size, report)
+    attacker = Attacker(target, seed, incarnation, vocab_size, report)
     is_over = threading.Event()
 
     async def stream(first: int) -> None:
@@ -358,18 +325,18 @@ async def attack_core(
     is_over.set()
     await asyncio.gather(*calm)
     attacker.close()
-    await _check_resources(engine, address, report)
+    await _check_resources(engine, target, report)
     engine.shutdown()
     return report
 
 
-async def _check_resources(engine: AsyncLLM, address: str, report: CampaignReport) -> None:
+async def _check_resources(engine: AsyncLLM, target: AttackedCore, report: CampaignReport) -> None:
     """Compare the resources of the core with those before the campaign, once all other clients have left."""
     before = report.before
 
     async def is_released() -> bool:
         # A hello makes the core check which clients are still connected.
-        AsyncLLM.connect(address).shutdown()
+        AsyncLLM.connect(target.address, key_file=target.key_file).shutdown()
         report.after = now = await holdings(engine)
         return (
             now["live requests"] == 0
