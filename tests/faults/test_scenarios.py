@@ -25,11 +25,11 @@ _WITH_A_PENDING_STEP = [
 _WITH_SHARED_ENGINE = [scenario for scenario in _TESTED_HERE if not scenario.options and not scenario.stands_alone]
 _WITH_OWN_ENGINE = [scenario for scenario in _TESTED_HERE if scenario not in _WITH_SHARED_ENGINE]
 _SLOW = {
-    *("hang", "culprit", "culprit-in-mid-answer"),
+    *("hang", "culprit", "culprit-in-mid-answer", "exit-before-message"),
     *("exit-before-last-message", "exit-after-last-message", "socket-file-removed"),
 }
 """Slow scenarios that are similar to fast scenarios, with a pending step or not, or to a fast test of recovery."""
-_SLOW_WITH_A_PENDING_STEP = {"exit-before-message", "exit-before-last-message", "nan"}
+_SLOW_WITH_A_PENDING_STEP = {"exit-before-message", "exit-before-last-message", "nan", "culprit-in-mid-answer"}
 """Slow scenarios that are fast without a pending step, or similar to a fast scenario."""
 
 
@@ -108,6 +108,7 @@ def test_promise_is_kept_with_a_pending_step(overlapping, scenario):
     assert play(scenario, overlapping).broken == []
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_over_many_kills_with_a_pending_step(overlapping):
     other = copy.copy(overlapping)
     other.shared = None
