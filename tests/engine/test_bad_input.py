@@ -1,6 +1,7 @@
 """A bad request gets a message that names the fault, and does not disturb other requests."""
 
 import asyncio
+import contextlib
 import re
 
 import pytest
@@ -154,8 +155,6 @@ def test_bad_request_does_not_disturb_other_requests(llm):
 
 
 def test_core_refuses_requests_that_a_client_should_have_refused(llm):
-    client = CoreConnection(llm._supervisor.core.connection.address)
-    welcome, _ = client.greet(10, lambda: None)
     bad = [
         (b"", SamplingParams(seed=1), "empty"),
         (b"\x01\x00\x00", SamplingParams(seed=1), "multiple"),
@@ -165,15 +164,16 @@ def test_core_refuses_requests_that_a_client_should_have_refused(llm):
         (wire.pack_ids([1]), SamplingParams(seed=1, logit_bias={50_000: 1.0}), "logit_bias"),
         (wire.pack_ids([1]), SamplingParams(seed=1, logprobs=21), "logprobs"),
     ]
-    for slot, (ids, params, words) in enumerate(bad):
-        client.send(wire.AddRequest(welcome.incarnation, slot, "bad", ids, params))
-        message = wire.decode_core_message(client._socket.recv())
-        while not message.finished:  # the core looks whether a new client is there with an empty message
+    with contextlib.closing(CoreConnection(llm._supervisor.core.connection.address)) as client:
+        welcome, _ = client.greet(10, lambda: None)
+        for slot, (ids, params, words) in enumerate(bad):
+            client.send(wire.AddRequest(welcome.incarnation, slot, "bad", ids, params))
             message = wire.decode_core_message(client._socket.recv())
-        (end,) = message.finished
-        assert (end.slot, end.reason) == (slot, "error")
-        assert words in end.error
-    client.close()
+            while not message.finished:  # the core looks whether a new client is there with an empty message
+                message = wire.decode_core_message(client._socket.recv())
+            (end,) = message.finished
+            assert (end.slot, end.reason) == (slot, "error")
+            assert words in end.error
     assert asyncio.run(answer(llm, PROMPT, greedy(4))).finished
 
 
