@@ -1,5 +1,6 @@
 """The counters of an engine as metrics of Prometheus, with vLLM's names for what means the same."""
 
+import time
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -96,6 +97,8 @@ class EngineMetrics:
         yield from self._by_label(values)
         yield from self._core_load()
         yield self._cache_config()
+        if self._engine.vllm_config.lora_config is not None:
+            yield self._adapters(self._engine.vllm_config.lora_config.max_loras)
 
     def _by_label(self, values: Values) -> Iterator[Metric]:
         stats = self._engine.stats
@@ -151,6 +154,22 @@ class EngineMetrics:
             "vllm:cache_config_info", "The KV cache's configuration, as labels", labels=[*_ENGINE_LABELS, *info]
         )
         gauge.add_metric([*self.labels, *map(str, info.values())], 1)
+        return gauge
+
+    def _adapters(self, max_loras: int) -> Metric:
+        """Return the LoRA adapters of this client's live requests, as labels; the value is the time, as vLLM has it."""
+        waiting, running = self._engine.stats.live_adapters()
+        names = {
+            "running_lora_adapters": ",".join(sorted(running)),
+            "waiting_lora_adapters": ",".join(sorted(waiting)),
+            "max_lora": str(max_loras),
+        }
+        gauge = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters of live requests, with output and without, as labels; the value is the time of the scrape",
+            labels=[*_ENGINE_LABELS, *names],
+        )
+        gauge.add_metric([*self.labels, *names.values()], time.time())
         return gauge
 
     def _counter(self, name: str, meaning: str, value: float | None) -> Metric:

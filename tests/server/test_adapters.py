@@ -4,11 +4,12 @@ import asyncio
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.lora_engines import LORA, PROMPT, save_adapters
 
 from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
-from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.engines import eventually, running_engine
 
 MODEL = "base"
 
@@ -60,6 +61,28 @@ def test_adapter_is_served_as_a_model_of_its_name(engine):
                 404,
                 True,
             )
+
+    asyncio.run(run())
+
+
+def test_metrics_name_the_adapters_of_live_requests(engine):
+    async def labels(server):
+        families = text_string_to_metric_families((await server.get("/metrics")).text)
+        [sample] = next(family for family in families if family.name == "vllm:lora_requests_info").samples
+        return sample.labels["waiting_lora_adapters"], sample.labels["running_lora_adapters"], sample.labels["max_lora"]
+
+    async def run():
+        async with client(engine) as server:
+            await engine.pause_generation(mode="keep")
+            pending = [asyncio.create_task(complete(server, name)) for name in ("adapter-2", "adapter-1", "adapter-1")]
+
+            async def all_wait():
+                return await labels(server) == ("adapter-1,adapter-2", "", str(LORA["max_loras"]))
+
+            await eventually(all_wait)
+            await engine.resume_generation()
+            assert [status for status, _ in await asyncio.gather(*pending)] == [200] * 3
+            assert await labels(server) == ("", "", str(LORA["max_loras"]))
 
     asyncio.run(run())
 
