@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,12 @@ def _hub_is_offline() -> None:
 def default_model() -> Path:
     """Return the folder of the real default model; fetch and convert it if this machine does not have it yet."""
     return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Limit torch to one thread in the tests of a module, whose many small operations take longer with two."""
+    from vllm_mp.core.torch_threads import one_thread
+
+    with one_thread():
+        yield

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from vllm_mp import SamplingParams
-from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.greedy_parity import num_preemptions
 from vllm_mp.testing.random_models import (
@@ -17,6 +16,9 @@ from vllm_mp.testing.random_models import (
     scarce_blocks,
 )
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
 PROMPTS = random_prompts(PROMPT_LENGTHS)
 
 
@@ -24,12 +26,6 @@ def running(folder, **options):
     return running_engine(
         folder, skip_tokenizer_init=True, device="cpu", num_threads=1, enable_prompt_embeds=True, **options
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

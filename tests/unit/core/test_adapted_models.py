@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM
 from vllm_mp.core.lora.adapter import read_adapter
 from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.models import build_model
-from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.weights.loader import load_weights
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 
 MODELS = ("llama-biased", "qwen3", "gpt2")
 PROMPTS = random_prompts((9, 3, 30, 2, 12, 5, 26, 4))
@@ -26,12 +28,6 @@ TOLERANCE = 2e-5
 """The greatest error relative to the greatest logit. Float32 rounds to 6e-8; three layers of random weights amplify
 that to about 1e-5, the distance between the merged weights' results in float32 and in float64."""
 NEEDS_BUILD = pytest.mark.skipif(library() is None, reason="operations of torch are not batch-invariant")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 class Case:

@@ -7,21 +7,17 @@ from support.adapters import adapter_tensors, save_adapter
 from support.local_engine import LocalEngine
 
 from vllm_mp.core.lora.adapter import read_adapter
-from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import memory, model_runner
 from vllm_mp.core.worker.cuda_graphs import DecodeGraphs
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
 PROMPTS = random_prompts((9, 3, 30, 1, 12, 5))
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,15 @@ import pytest
 import torch
 from support.local_engine import LocalEngine
 
-from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import cuda_graphs, model_runner
 from vllm_mp.core.worker.cuda_graphs import DecodeGraphs, batch_sizes
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.attention_backends import AttentionBackend
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 
 MODELS = ("llama", "qwen3", "mistral-windowed", "gpt2")
 PROMPTS = random_prompts((9, 3, 30, 1, 12, 5, 26, 2, 17, 8, 4, 11, 6, 21))
@@ -35,12 +37,6 @@ def stand_in(device):
         return compute
 
     return capture
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

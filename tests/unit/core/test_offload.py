@@ -9,13 +9,15 @@ from support.local_engine import LocalEngine
 from torch import nn
 from transformers import GPTNeoXConfig
 
-from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import model_runner, offload
 from vllm_mp.core.worker.offload import OffloadedWeights
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.kernels.cpu.library import VARIABLE, library
 from vllm_mp.status_page import AWAKE
 from vllm_mp.testing.random_models import CONFIGS, SIZES, random_prompts, save_random_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 
 PROMPTS = random_prompts((9, 3, 30, 1))
 KINDS = {
@@ -91,12 +93,6 @@ def test_weights_stay_on_the_device_when_they_do_not_fit_in_host_memory(monkeypa
     with pytest.raises(RuntimeError, match="no memory"):
         OffloadedWeights(module, lambda: None)
     assert torch.equal(module.embedding, before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

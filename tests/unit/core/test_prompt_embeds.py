@@ -6,8 +6,10 @@ from support.local_engine import LocalEngine
 from transformers import PhiConfig
 
 from vllm_mp.core.models import transformers_probe
-from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.random_models import SIZES, random_prompts, save_random_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 
 PHI = PhiConfig(
     **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
@@ -17,12 +19,6 @@ PHI = PhiConfig(
     eos_token_id=0,
 )
 PROMPTS = random_prompts((9, 30, 1))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
