@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import random
 import secrets
 from typing import Any
 
@@ -49,6 +50,9 @@ class InputProcessor:
         self._tokenizer = None if prompt_tokenizer is None else prompt_tokenizer.tokenizer
         self._prompt_tokenizer = prompt_tokenizer
         self._token_texts: TokenText | None = None
+        engine_seed = config.model_config.seed
+        self._drawn_seeds = random.SystemRandom() if engine_seed is None else random.Random(engine_seed)
+        """Draws the seeds of requests that have none, in the order in which they arrive."""
 
     async def generation(self, given: CallerRequest, params: SamplingParams | None) -> GenerationStream:
         """Return the stream of a request for text.
@@ -57,6 +61,11 @@ class InputProcessor:
         """
         defaults = self._config.model_config.default_sampling_params
         params = SamplingParams(**defaults) if params is None else params.clone()
+        seed_is_drawn = params.seed is None
+        if params.seed is None:
+            # The client draws it, so that another core can continue the request. It does so before it awaits anything,
+            # so that the draws of an engine with a seed do not depend on how long a tokenizer takes.
+            params.seed = self._drawn_seeds.getrandbits(63)
         limit = self._truncation_limit(params)
         max_tokens = self._config.model_config.max_model_len - 1 if limit is None else None
         packed_embeds: PromptEmbeds | None = None
@@ -77,10 +86,6 @@ class InputProcessor:
             raise ValueError("stop needs a tokenizer: give stop_token_ids, or leave skip_tokenizer_init off")
         ids = np.asarray(token_ids, wire.TOKEN_IDS)
         validate_generation(given.request_id, ids, ids[:0], params, bad_words, self._config)
-        seed_is_drawn = params.seed is None
-        if params.seed is None:
-            # The client draws it, so that another core can continue the request.
-            params.seed = secrets.randbits(63)
         request = GenerationRequest(
             request_id=given.request_id,
             prompt=given.text_to_repeat(text),

@@ -36,7 +36,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     """"auto" until the core chooses the dtype for its device; then "float32", "float16" or "bfloat16"."""
     quantization: str | None = None
     """"int8"; "fp8", stored in the checkpoint or made at load; or None for weights of `dtype`."""
-    seed: int
+    seed: int | None
+    """The seed of the draws of seeds for requests that have none; None: these seeds are random."""
     max_model_len: int
     """Maximum number of tokens of a request, prompt and completion together."""
     enforce_eager: bool
@@ -55,6 +56,11 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     """Fields of `SamplingParams` that the model's generation_config.json sets for requests that do not set them."""
     pooling: PoolingConfig
     """Pooling of requests that do not set it."""
+
+    @property
+    def weights_seed(self) -> int:
+        """The seed of the random weights of load_format=dummy."""
+        return self.seed or 0
 
     @cached_property
     def architecture(self) -> Architecture:

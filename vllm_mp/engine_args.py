@@ -71,7 +71,14 @@ class EngineArgs(Options):
         "Type of weights and activations; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint",
         choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
     )
-    seed: int = option(0, "Seed of the random weights of load_format=dummy", low=0, high=MAX_INTEGER)
+    seed: int | None = option(
+        None,
+        "Seed from which requests without a seed of their own draw theirs, so that a repeated run gives the same "
+        "answers, and seed of the random weights of load_format=dummy; by default each run gives other answers, and "
+        "the weights have seed 0",
+        low=0,
+        high=MAX_INTEGER,
+    )
     max_model_len: int | None = option(
         None,
         "Maximum number of tokens of a request, prompt and completion together; by default the context of the model",

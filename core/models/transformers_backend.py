@@ -101,7 +101,7 @@ def load_model(
         if config.load_format == "dummy":
             with device:
                 causal = AutoModelForCausalLM.from_config(hub_config, **options).eval()
-            fill_with_dummy_weights(causal, config.seed)
+            fill_with_dummy_weights(causal, config.weights_seed)
         else:
             with _followed(lambda share: progress(share / 2)):
                 causal, report = model_class.from_pretrained(

@@ -38,7 +38,7 @@ def model_digest(config: ModelConfig) -> ModelDigest:
 
 def _weights_digest(config: ModelConfig) -> str:
     if config.load_format == "dummy":
-        return f"dummy {config.seed}"
+        return f"dummy {config.weights_seed}"
     tensors = [
         tensor
         for path in checkpoint_files(config.folder)

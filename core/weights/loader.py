@@ -30,7 +30,7 @@ def load_model(
     arch = config.architecture
     if isinstance(arch, NativeArchitecture):
         model = build_model(arch, dtype, device)
-        load_weights(model, config.folder, config.load_format, config.seed, progress)
+        load_weights(model, config.folder, config.load_format, config.weights_seed, progress)
         native = cast("NativeModel", model)
         native.num_parameters = count_parameters(model)
         # FP8 weights were made by `load_weights` already.

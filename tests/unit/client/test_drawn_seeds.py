@@ -1,0 +1,57 @@
+"""Seeds of requests that have none: drawn by the client, from the engine's seed if it has one."""
+
+import asyncio
+import json
+
+import pytest
+
+from vllm_mp import EngineArgs, SamplingParams
+from vllm_mp.client.input_processor import InputProcessor
+from vllm_mp.client.request import CallerRequest
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def seeds_of(tmp_path):
+    """A function that returns the seeds of the completions of requests to a new client, in their order."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+
+    def seeds(engine_seed, *requests):
+        args = EngineArgs(str(tmp_path), seed=engine_seed, load_format="dummy", skip_tokenizer_init=True)
+        inputs = InputProcessor(args.create_engine_config(), None)
+
+        async def seeds_of_request(params):
+            stream = await inputs.generation(CallerRequest("id", None, [1, 2], 0, 0.0, {}), params)
+            return [completion.params.seed for completion in stream.completions]
+
+        return [asyncio.run(seeds_of_request(params)) for params in requests]
+
+    return seeds
+
+
+def test_engine_with_a_seed_gives_the_same_seeds_again_and_another_engine_seed_gives_others(seeds_of):
+    requests = [SamplingParams(), SamplingParams(n=2), None]
+    first = seeds_of(7, *requests)
+    assert seeds_of(7, *requests) == first
+    drawn = [seed for seeds in first for seed in seeds]
+    assert len(set(drawn)) == len(drawn) == 4
+    assert set(drawn).isdisjoint(seed for seeds in seeds_of(8, *requests) for seed in seeds)
+
+
+def test_engine_without_a_seed_gives_other_seeds_in_each_run(seeds_of):
+    assert seeds_of(None, None) != seeds_of(None, None)
+
+
+def test_seed_of_a_request_is_kept_and_draws_no_seed_from_the_engine(seeds_of):
+    ((alone,),) = seeds_of(7, None)
+    assert seeds_of(7, SamplingParams(seed=3, n=2), None) == [[3, 4], [alone]]
