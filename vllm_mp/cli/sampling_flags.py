@@ -1,6 +1,7 @@
 """The flags that say how a completion is sampled: one for each field of `SamplingParams` that declares a help text."""
 
 import argparse
+import difflib
 from typing import Any
 
 from vllm_mp.parameters import Integer, Number, Parameter, Strings
@@ -11,6 +12,8 @@ _BY_FLAG = {
     for name, parameter in PARAMETERS.items()
     if parameter.help is not None
 }
+
+_SWITCH = {"on": True, "true": True, "off": False, "false": False}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,15 +26,48 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{flag}", help=parameter.help, **_form_of(parameter))
 
 
-def sampling_params(args: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
-    """Return the parameters that the flags ask for, over the model's `defaults`, streamed as deltas.
-
-    Raises ValueError or TypeError as `SamplingParams` does.
-    """
+def chosen_parameters(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters that the flags ask for, over the model's `defaults`."""
     flags = {name: getattr(args, flag.replace("-", "_")) for flag, (name, _) in _BY_FLAG.items()}
     given = {name: value for name, value in flags.items() if value is not None}
-    plain = {"temperature": 0.0, "max_tokens": None, "output_kind": RequestOutputKind.DELTA}
-    return SamplingParams(**(plain | defaults | given))
+    return {"temperature": 0.0, "max_tokens": None} | defaults | given
+
+
+def sampling_params(args: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
+    """Return `chosen_parameters`, streamed as deltas. Raises ValueError or TypeError as `SamplingParams` does."""
+    return SamplingParams(**{"output_kind": RequestOutputKind.DELTA} | chosen_parameters(args, defaults))
+
+
+def parameter_names() -> list[str]:
+    """Return the names of the parameters that have a flag."""
+    return [name for name, _ in _BY_FLAG.values()]
+
+
+def parse_parameter(name: str, text: str) -> tuple[str, Any]:
+    """Return the name of the parameter and the value that `text` stands for; `name` may be that of its flag.
+
+    Raises ValueError for an unknown name, and for a text that is no value of the parameter's type.
+    """
+    names = {flag: field for flag, (field, _) in _BY_FLAG.items()} | {field: field for field in parameter_names()}
+    if name not in names:
+        [close] = difflib.get_close_matches(name, names, n=1) or [""]
+        hint = f"; did you mean {close}?" if close else f"; there are {', '.join(parameter_names())}"
+        raise ValueError(f"there is no parameter {name!r}{hint}")
+    field = names[name]
+    match PARAMETERS[field]:
+        case Integer():
+            convert: Any = int
+        case Number():
+            convert = float
+        case Strings():
+            return field, [text]
+        case _:
+            convert = _SWITCH.__getitem__
+    try:
+        return field, convert(text)
+    except (ValueError, KeyError):
+        kind = {int: "an integer", float: "a number"}.get(convert, "on or off")
+        raise ValueError(f"{field} must be {kind}, got {text!r}") from None
 
 
 def _form_of(parameter: Parameter) -> dict[str, Any]:
