@@ -95,7 +95,9 @@ def test_chat_on_a_terminal_edits_completes_and_remembers_messages(address, tmp_
         terminal.until(lambda lines: lines[-3:] == ["> A list:", "… apples", "… pears"])
         terminal.type("\r")
         terminal.until_prompt(3)
-        terminal.type("/sho\t")
+        terminal.type("/sho")
+        terminal.until(lambda lines: lines[-1].strip() == "/show")  # the menu of completions
+        terminal.type("\t")
         terminal.until(lambda lines: "> /show" in lines)
         terminal.type("\r")
         terminal.until_prompt(4)
