@@ -52,7 +52,9 @@ def test_two_slashes_begin_a_message_with_one():
     assert message_in("Hi // there") == "Hi // there"
 
 
-@pytest.mark.parametrize(("line", "words"), [("/cler", "/clear may be meant"), ("/x", "/help lists"), ("/", "may be meant")])
+@pytest.mark.parametrize(
+    ("line", "words"), [("/cler", "/clear may be meant"), ("/x", "/help lists"), ("/", "may be meant")]
+)
 def test_unknown_command_is_refused_with_a_hint(session, line, words):
     with pytest.raises(ValueError, match=words):
         run_if_command(session, line, None)

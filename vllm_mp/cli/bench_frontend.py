@@ -8,6 +8,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.bench_progress import progress
 from vllm_mp.cli.load_generator import percentiles
 from vllm_mp.cli.stream_lag import StreamLoad, measure_stream_lag, print_lag_header
 from vllm_mp.engine_args import EngineArgs
@@ -139,9 +140,11 @@ async def _measure(args: argparse.Namespace, llm: Any, core: Any) -> dict[str, A
 async def _case(load: "Load", by_group: bool, kind: RequestOutputKind, num_rounds: int) -> dict[str, float]:
     """Return the medians over rounds, after one that warms up; rates are in tokens per second."""
     rounds: list[Round] = []
-    for _ in range(num_rounds + 1):
-        rounds.append(await load.run(by_group, kind))
-        await asyncio.sleep(0)
+    with progress("rounds", num_rounds + 1) as count_round:
+        for _ in range(num_rounds + 1):
+            rounds.append(await load.run(by_group, kind))
+            await asyncio.sleep(0)
+            count_round()
     del rounds[0]
     rates = [measured.num_tokens / measured.cpu_s for measured in rounds]
     return {

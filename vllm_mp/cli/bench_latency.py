@@ -6,6 +6,7 @@ import os
 import random
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.bench_progress import progress
 from vllm_mp.cli.load_generator import LoadRequest, decode_rate, random_prompt, run_load, spread
 from vllm_mp.engine_args import AsyncEngineArgs
 
@@ -42,19 +43,21 @@ def run(args: argparse.Namespace) -> int:
     llm = AsyncLLM.from_engine_args(engine_args)
     try:
         vocab_size = llm.model_config.get_vocab_size()
-        for turn in range(1 + args.rounds):
-            requests = [
-                LoadRequest(random_prompt(chance, vocab_size, args.input_len), args.output_len)
-                for _ in range(args.batch_size)
-            ]
-            timelines = uvloop.run(run_load(llm, requests))
-            if turn == 0:
-                continue
-            first_tokens += [timeline.first_token_s for timeline in timelines]
-            gaps += [gap for timeline in timelines for gap in timeline.gaps]
-            seconds.append(max(timeline.tokens[-1] for timeline in timelines))
-            if args.output_len > 2:
-                rates.append(decode_rate(timelines))
+        with progress("rounds", 1 + args.rounds) as count_round:
+            for turn in range(1 + args.rounds):
+                requests = [
+                    LoadRequest(random_prompt(chance, vocab_size, args.input_len), args.output_len)
+                    for _ in range(args.batch_size)
+                ]
+                timelines = uvloop.run(run_load(llm, requests))
+                count_round()
+                if turn == 0:
+                    continue
+                first_tokens += [timeline.first_token_s for timeline in timelines]
+                gaps += [gap for timeline in timelines for gap in timeline.gaps]
+                seconds.append(max(timeline.tokens[-1] for timeline in timelines))
+                if args.output_len > 2:
+                    rates.append(decode_rate(timelines))
     finally:
         llm.shutdown()
     num_tokens = args.batch_size * args.output_len

@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 import os
 import signal
-import statistics
 import time
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.bench_progress import progress
+from vllm_mp.cli.load_generator import percentiles
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.sampling_params import SamplingParams
 
@@ -51,12 +52,7 @@ def run(args: argparse.Namespace) -> int:
         llm.shutdown()
     figures = {}
     for name, gaps in (("first stream", first), ("every stream", every)):
-        gaps.sort()
-        figures[name] = {
-            "median": statistics.median(gaps),
-            "p90": gaps[int(0.9 * (len(gaps) - 1))],
-            "max": gaps[-1],
-        }
+        figures[name] = dict(zip(("median", "p90", "max"), percentiles(gaps, (0.5, 0.9, 1.0)), strict=True))
     print(f"kill to next token, s ({args.kills} kills, {args.streams} streams)")
     print(f"{'':<14} {'median':>8} {'p90':>8} {'max':>8}")
     for name, row in figures.items():
@@ -103,21 +99,23 @@ async def _measure(llm: "AsyncLLM", kills: int, streams: int) -> tuple[list[floa
     tasks = [asyncio.create_task(load.run(i)) for i in range(streams)]
     first, every = [], []
     try:
-        for _ in range(kills):
-            await _wait_for_standby(llm)
-            await load.wait(_TOKENS_BEFORE, tasks)
-            status = await llm.core_status()
-            killed = time.monotonic()
-            os.kill(status["pid"], signal.SIGKILL)
-            await llm.core_status()  # answered by the next core
-            counts = [len(times) for times in load.times]
-            while any(len(times) < count + 2 for times, count in zip(load.times, counts, strict=True)):
-                _raise_if_failed(tasks)
-                await asyncio.sleep(0.002)
-            # Tokens in transit at the kill arrive at once, so a stream's longest gap is the wait for the next core.
-            gaps = [max((b - a, b) for a, b in itertools.pairwise(times))[1] - killed for times in load.times]
-            first.append(min(gaps))
-            every.extend(gaps)
+        with progress("kills", kills) as count_kill:
+            for _ in range(kills):
+                await _wait_for_standby(llm)
+                await load.wait(_TOKENS_BEFORE, tasks)
+                status = await llm.core_status()
+                killed = time.monotonic()
+                os.kill(status["pid"], signal.SIGKILL)
+                await llm.core_status()  # answered by the next core
+                counts = [len(times) for times in load.times]
+                while any(len(times) < count + 2 for times, count in zip(load.times, counts, strict=True)):
+                    _raise_if_failed(tasks)
+                    await asyncio.sleep(0.002)
+                # Tokens in transit at the kill arrive at once, so a stream's longest gap is the wait for the next core.
+                gaps = [max((b - a, b) for a, b in itertools.pairwise(times))[1] - killed for times in load.times]
+                first.append(min(gaps))
+                every.extend(gaps)
+                count_kill()
     finally:
         for task in tasks:
             task.cancel()

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.bench_progress import progress
 from vllm_mp.engine_args import AsyncEngineArgs
 
 USAGE = "[OPTIONS]"
@@ -78,12 +79,17 @@ def run(args: argparse.Namespace) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.create_engine_config()  # fetches and converts the model before the measurement
     options = json.dumps(dataclasses.asdict(engine_args))
-    imports = [_probe(_IMPORT) for _ in range(2 * args.rounds + 1)]
-    starts = []
-    for _ in range(args.rounds):
-        started = time.monotonic()
-        probe = _probe(_START, options, str(args.idle_seconds))
-        starts.append({**probe, "ready_s": probe["ready"] - started, "first_token_s": probe["first_token"] - started})
+    imports, starts = [], []
+    with progress("processes", 3 * args.rounds + 1) as count_process:
+        for _ in range(2 * args.rounds + 1):
+            imports.append(_probe(_IMPORT))
+            count_process()
+        for _ in range(args.rounds):
+            started = time.monotonic()
+            probe = _probe(_START, options, str(args.idle_seconds))
+            times = {"ready_s": probe["ready"] - started, "first_token_s": probe["first_token"] - started}
+            starts.append({**probe, **times})
+            count_process()
     figures = {
         "import vllm_mp, s": _median(imports, "import_s"),
         "process start to engine ready, s": _median(starts, "ready_s"),

@@ -5,6 +5,7 @@ import dataclasses
 import os
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.bench_progress import progress
 from vllm_mp.cli.load_generator import LoadRequest, percentiles, run_load, uniform_load
 from vllm_mp.engine_args import AsyncEngineArgs
 
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         )
         warm_up = [LoadRequest(requests[0].prompt[:16], 4)]
         uvloop.run(run_load(llm, warm_up, args.temperature))
-        timelines = uvloop.run(run_load(llm, requests, args.temperature))
+        with progress("requests", len(requests)) as count:
+            timelines = uvloop.run(run_load(llm, requests, args.temperature, on_end=count))
     finally:
         llm.shutdown()
     seconds = max(timeline.tokens[-1] for timeline in timelines)

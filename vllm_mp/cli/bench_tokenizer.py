@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm_mp.cli.bench_flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.bench_progress import progress
 from vllm_mp.cli.heartbeat import heartbeat
 from vllm_mp.cli.stream_lag import StreamLoad, measure_stream_lag, print_lag_header, report_lag
 from vllm_mp.engine_args import EngineArgs
@@ -174,12 +175,14 @@ async def _measure_lag(tokenizer: "PromptTokenizer", args: argparse.Namespace) -
 async def _in_turns(ways: Mapping[str, Callable[[], Awaitable[None]]], rounds: int) -> dict[str, Cost]:
     """Return the median cost of each way, after a round of warm-up."""
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
-    for turn in range(1 + rounds):
-        for name, way in ways.items():
-            start, cpu = time.perf_counter(), time.process_time()
-            await way()
-            if turn:
-                costs[name].append(Cost(time.perf_counter() - start, time.process_time() - cpu))
+    with progress("rounds", 1 + rounds) as count_round:
+        for turn in range(1 + rounds):
+            for name, way in ways.items():
+                start, cpu = time.perf_counter(), time.process_time()
+                await way()
+                if turn:
+                    costs[name].append(Cost(time.perf_counter() - start, time.process_time() - cpu))
+            count_round()
     return {name: Cost(*map(statistics.median, zip(*rows, strict=True))) for name, rows in costs.items()}
 
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+from vllm_mp.cli.load_generator import percentiles
+
 _INTERVAL_S = 0.001
 
 
@@ -29,8 +31,7 @@ class Heartbeat:
     @property
     def lag(self) -> Lag:
         """The lateness of all wake-ups, of which there must be one at least."""
-        late, busy = sorted(self._late_ms), sorted(self._busy_ms)
-        return Lag(late[len(late) // 2], late[len(late) * 99 // 100], late[-1], busy[len(busy) * 99 // 100])
+        return Lag(*percentiles(self._late_ms, (0.5, 0.99, 1.0)), *percentiles(self._busy_ms, (0.99,)))
 
     async def run(self) -> None:
         """Record wake-ups until the task is cancelled."""

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -49,11 +49,16 @@ def random_prompt(chance: random.Random, vocab_size: int, length: int) -> list[i
 
 
 async def run_load(
-    llm: Any, requests: Sequence[LoadRequest], temperature: float = 0.0, api: ModuleType = sampling_params
+    llm: Any,
+    requests: Sequence[LoadRequest],
+    temperature: float = 0.0,
+    api: ModuleType = sampling_params,
+    on_end: Callable[[], None] = lambda: None,
 ) -> list[Timeline]:
     """Send each request at its time, wait for all, and return their timelines. Each completion has `output_len` tokens.
 
     `llm` is an `AsyncLLM`, and `api` is the module of its `SamplingParams`: this engine's, or vLLM's with equal names.
+    `on_end` is called at the end of each request.
     """
     start = time.perf_counter()
 
@@ -69,6 +74,7 @@ async def run_load(
         sent, tokens = time.perf_counter() - start, []
         async for output in llm.generate({"prompt_token_ids": request.prompt}, params, uuid.uuid4().hex):
             tokens += [time.perf_counter() - start] * len(output.outputs[0].token_ids)
+        on_end()
         return Timeline(sent, tokens)
 
     return await asyncio.gather(*map(send, requests))
@@ -111,9 +117,19 @@ def uniform_load(
 
 
 def percentiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Return, for each of `shares` from 0 to 1, the value below which this share of `values` lies."""
-    ordered = sorted(values)
-    return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
+    """Return, for each of `shares` from 0 to 1, the value below which this share of `values` lies.
+
+    Between two values it is interpolated linearly, so that the share 0.5 is the median, and a larger share never gives
+    a smaller value. Raises ValueError if there are no values.
+    """
+    if not values:
+        raise ValueError("there are no values, so there are no percentiles")
+    ordered, results = sorted(values), []
+    for share in shares:
+        whole, part = divmod(share * (len(ordered) - 1), 1)
+        below, above = ordered[int(whole)], ordered[min(int(whole) + 1, len(ordered) - 1)]
+        results.append(min(above, below + part * (above - below)))
+    return results
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

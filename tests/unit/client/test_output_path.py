@@ -128,6 +128,7 @@ def play(tokenizer, seed):
     for output in seen:
         if output.metrics is not None:
             assert output.metrics.first_token_time <= output.metrics.last_token_time
+            assert not output.finished or output.metrics.last_token_time <= output.metrics.finished_time
             output.metrics = None
     return seen
 

@@ -4,14 +4,13 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.chat.screen import Screen
+from vllm_mp.cli.generate import whole_text
 from vllm_mp.counted import counted
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
-
-_CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Answer:
@@ -48,13 +47,11 @@ class Answer:
             self.num_tokens += len(completion.token_ids)
             self.seconds = now - started
             self.finish_reason = completion.finish_reason
-            self._write(completion.text)
+            self._write(whole_text(completion))
         self._end()
 
     def _write(self, piece: str) -> None:
         """Write a piece; a mark that waits is written where a word begins."""
-        if self.finish_reason == "length":
-            piece = piece.removesuffix(_CUT_CHARACTER)  # the limit has cut a character of several tokens
         self.text += piece
         if self._mark is not None and (piece[:1].isspace() or not self.text.strip()):
             self._screen.write(f" {self._screen.dimmed(self._mark)}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mp import AsyncLLM, EngineError, RequestOutputKind
+from vllm_mp.cli.load_generator import percentiles
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, children, core_address, core_page
@@ -76,8 +77,7 @@ class SoakResult:
 
     def percentile(self, share: float) -> float:
         """Return the quantile `share` of the times from a kill to the next token, in seconds."""
-        ordered = sorted(self.next_token_s)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return percentiles(self.next_token_s, (share,))[0]
 
     def settle(self, comparison: Comparison, baseline: Baseline, problems: list[str], began: float) -> None:
         """Take over what the comparison found, the `problems` at the end, and the time since `began`."""
