@@ -4,8 +4,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.connect_flags import check_connect, flag_of
+from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, open_engine
 from vllm_mp.cli.generate import add_lora_flag, chat_prompt, chosen_adapter, show, stream_completion
+from vllm_mp.cli.model_argument import set_model
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.lora_request import LoRARequest
@@ -16,30 +17,18 @@ if TYPE_CHECKING:
 
     from vllm_mp.client.async_llm import AsyncLLM
 
-USAGE = "[OPTIONS]"
+USAGE = "[MODEL] [OPTIONS]"
 HELP = "Chat with a model in the terminal."
 
 _INSTRUCTIONS = "/clear forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_argument", nargs="?", metavar="MODEL", help="Model, as --model names it (default: the default model)"
+    )
     parser.add_argument("--system", help="System message; by default the chat template's own")
-    parser.add_argument(
-        "--connect",
-        metavar="ADDRESS",
-        help="Address of a running core to use; by default a core is started. With this flag, only the client's "
-        "engine options are allowed: " + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS)),
-    )
-    parser.add_argument(
-        "--key-file",
-        metavar="FILE",
-        help="Key file of this client, as `vllm-mp keys client` makes it; required for a tcp:// address",
-    )
-    parser.add_argument(
-        "--core-owner",
-        metavar="USER",
-        help="User beside this one and root who may own the core's Unix socket (default: no other user)",
-    )
+    add_connect_flags(parser)
     add_lora_flag(parser)
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
@@ -50,19 +39,12 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
-    from vllm_mp.client.async_llm import AsyncLLM
-
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
+    set_model(args, args.model_argument)
     check_connect(args)
     lora = chosen_adapter(args)
-    engine_args = AsyncEngineArgs.from_cli_args(args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if args.connect is not None:
-            llm = AsyncLLM.connect(
-                args.connect, key_file=args.key_file, core_owner=args.core_owner, **engine_args.client_options()
-            )
-        else:
-            llm = AsyncLLM.from_engine_args(engine_args)
+        llm = open_engine(args)
         try:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a model without a template
             if sys.stdin.isatty():
