@@ -183,8 +183,8 @@ class EngineArgs(Options):
     )
     generation_config: str = option(
         "auto",
-        "Folder of generation_config.json, which sets default sampling parameters; auto: the model's folder; vllm: "
-        "use no such file",
+        "Folder of generation_config.json, which sets default sampling parameters; auto: the model's folder, and what "
+        "its makers recommend if the model is an alias; vllm: neither",
     )
     override_generation_config: dict[str, Any] | None = option(
         None, "JSON object whose values replace those in generation_config.json; by default nothing is replaced"
