@@ -4,6 +4,7 @@ import argparse
 import difflib
 from typing import Any
 
+from vllm_mp.options import FURTHER
 from vllm_mp.parameters import Integer, Number, Parameter, Strings
 from vllm_mp.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
 
@@ -14,6 +15,8 @@ _BY_FLAG = {
 }
 
 _SWITCH = {"on": True, "true": True, "off": False, "false": False}
+_COMMON = ("temperature", "top-p", "top-k", "repetition-penalty", "max-tokens", "sampling-seed", "stop")
+"""The flags that the help of a command shows; `--help-all` shows the others too."""
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +24,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
     A flag that is not given has the value of the model's generation_config.json, or else the value for greedy sampling.
     """
-    group = parser.add_argument_group("sampling (defaults: the model's generation config, else the most likely token)")
+    common = parser.add_argument_group("sampling (defaults: the model's generation config, else the most likely token)")
+    further = parser.add_argument_group(FURTHER + "sampling options")
     for flag, (_, parameter) in _BY_FLAG.items():
-        group.add_argument(f"--{flag}", help=parameter.help, **_form_of(parameter))
+        group = common if flag in _COMMON else further
+        group.add_argument(f"--{flag}", help=_sentence(parameter.help or ""), **_form_of(parameter))
 
 
 def chosen_parameters(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -70,13 +75,18 @@ def parse_parameter(name: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"{field} must be {kind}, got {text!r}") from None
 
 
+def _sentence(text: str) -> str:
+    """Return `text` with a capital letter at its beginning."""
+    return text[:1].upper() + text[1:]
+
+
 def _form_of(parameter: Parameter) -> dict[str, Any]:
     """Return the arguments of `add_argument` that say how the flag is written."""
     match parameter:
         case Integer():
-            return {"type": int}
+            return {"type": int, "metavar": "N"}
         case Number():
-            return {"type": float}
+            return {"type": float, "metavar": "X"}
         case Strings():
             return {"action": "append", "metavar": "TEXT"}
         case _:
