@@ -176,7 +176,7 @@ class EngineStart(EngineLifecycle):
     async def aconnect(cls, address: str, **options: Any) -> Self:
         """Do what `connect` does, with its `options`, without blocking the running loop.
 
-        Cancelling the call ends it at once. A connection that is made afterwards is closed when it is garbage-collected.
+        Cancelling the call ends it at once. A connection that is made later is closed by the garbage collector.
         """
         return await call_in_thread(lambda: cls.connect(address, **options))
 

@@ -24,9 +24,7 @@ def _end_if_interrupted(result: Any) -> None:
     """Cancel the cell whose `result` is an interrupt, and run its event loop until it has ended."""
     if not isinstance(getattr(result, "error_in_exec", None), KeyboardInterrupt):
         return
-    from IPython.core.async_helpers import get_asyncio_loop
-
-    loop = get_asyncio_loop()
+    loop = sys.modules["IPython.core.async_helpers"].get_asyncio_loop()
     if loop.is_running():  # a kernel's loop: the kernel has cancelled the cell
         return
     cells = [task for task in asyncio.all_tasks(loop) if getattr(task.get_coro(), "__qualname__", "") == _CELL]

@@ -320,8 +320,11 @@ class StatusPage:
 
     def end_step(
         self, num_running: int, num_waiting: int, free_blocks: int, total_blocks: int, left: StepRequests | None = None
-    ) -> None:
-        """Publish the scheduler's counts, and remove all requests but those `left` in steps that are executing."""
+    ) -> int:
+        """Publish the scheduler's counts, and remove all requests but those `left` in steps that are executing.
+
+        Return the time, in nanoseconds of `time.monotonic_ns()`.
+        """
         header = self._header
         header[_Field.SEQUENCE] += 1
         if left is None:
@@ -333,8 +336,10 @@ class StatusPage:
         header[_Field.NUM_WAITING] = num_waiting
         header[_Field.FREE_BLOCKS] = free_blocks
         header[_Field.TOTAL_BLOCKS] = total_blocks
-        header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
+        now = time.monotonic_ns()
+        header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = now
         header[_Field.SEQUENCE] += 1
+        return now
 
     def _write_requests(self, requests: StepRequests) -> None:
         """Write what fits on the page; the caller holds the sequence number odd."""

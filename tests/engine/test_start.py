@@ -76,7 +76,7 @@ def test_connection_that_waits_for_a_core_can_be_cancelled_and_a_core_that_is_no
         connecting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await connecting
-        with pytest.raises(EngineStartError, match="did not answer|no core"):
+        with pytest.raises(EngineStartError, match=r"did not answer|no core"):
             await AsyncLLM.aconnect(address, timeout=0)
         with pytest.raises(TypeError, match="tokeniser"):
             await AsyncLLM.aconnect(address, tokeniser="x")

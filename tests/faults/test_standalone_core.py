@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,6 +44,10 @@ def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
         second.shutdown()
         process.terminate()
         assert process.wait(30) == 0
+        log = process.stderr.read()
+    clients = re.findall(rf"core: (client \d+ \(process {os.getpid()}\)) has connected\n", log)
+    assert len(clients) == log.count("has connected") == 2, "the parent is no client"
+    assert f"core: {clients[0]} has left\n" in log
     assert not list(Path(tmp_path).iterdir())
 
 
@@ -187,6 +193,7 @@ def test_ctrl_c_lets_running_requests_finish_and_ends_the_core(default_model, tm
         asyncio.run(run())
         client.shutdown()
         assert process.wait(30) == 0
+        assert "\nfinishing 1 request; Ctrl-C again stops now\n" in process.stderr.read()
 
 
 def _exists(path):
