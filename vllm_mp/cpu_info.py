@@ -1,6 +1,20 @@
 """The name and the features of this machine's processor, as the Linux kernel states them."""
 
 from pathlib import Path
+from typing import Final
+
+KERNEL_BUILDS: Final = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "portable": set[str](),
+}
+"""The builds of the C++ kernels, the fastest first, and the processor flags that each needs."""
+
+
+def runnable_builds() -> list[str]:
+    """Return the builds of the C++ kernels that this processor runs, the fastest first."""
+    flags = cpu_flags()
+    return [name for name, needs in KERNEL_BUILDS.items() if needs <= flags]
 
 
 def cpu_flags() -> frozenset[str]:

@@ -12,19 +12,13 @@ from typing import Any, Final
 
 import torch
 
-from vllm_mp.cpu_info import cpu_flags
+from vllm_mp.cpu_info import KERNEL_BUILDS, runnable_builds
 
 logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "VLLM_MP_CPU_KERNELS"
 """Environment variable: the name of a build, `none` for torch, or `triton` for Triton's kernels in its interpreter."""
 TRITON: Final = "triton"
-_NEEDS: Final = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
-    "avx2": {"avx2", "fma", "f16c"},
-    "portable": set[str](),
-}
-"""The builds, the fastest first, and the processor flags that each needs."""
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -203,8 +197,8 @@ def library() -> Library | None:
         if found is None:
             logger.warning("the C++ kernels are not built, so torch computes, several times slower; %s", _REMEDY)
         return found
-    if chosen not in _NEEDS:
-        raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(_NEEDS)}, none, {TRITON}")
+    if chosen not in KERNEL_BUILDS:
+        raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(KERNEL_BUILDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
         builds = ", ".join(runnable_builds())
         raise ValueError(f"{VARIABLE}={chosen!r}: this processor cannot run that build; give one of {builds}")
@@ -233,12 +227,6 @@ def load(name: str) -> Library | None:
     except ValueError as error:
         logger.warning("%s; %s", error, _REMEDY)
         return None
-
-
-def runnable_builds() -> list[str]:
-    """Return the names of the builds that this processor runs, the fastest first."""
-    flags = cpu_flags()
-    return [name for name, needs in _NEEDS.items() if needs <= flags]
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -13,9 +13,10 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models import build_model
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
+from vllm_mp.cpu_info import runnable_builds
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.cpu import library as library_module
-from vllm_mp.kernels.cpu.library import VARIABLE, library, load, runnable_builds
+from vllm_mp.kernels.cpu.library import VARIABLE, library, load
 from vllm_mp.kernels.cpu.packed import PackedLinear
 from vllm_mp.model_config.registry import read_architecture
 

