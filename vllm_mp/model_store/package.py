@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from vllm_mp.model_store.cache import build_once, run_child
-from vllm_mp.model_store.gguf import converted_folder, file_sha256, run_converter
+from vllm_mp.model_store.gguf import converted_folder, file_sha256, remove_older, run_converter
 from vllm_mp.model_store.progress import Progress
 
 
@@ -41,6 +41,9 @@ class PackagedModel:
         """Return the path in the wheel of the file `name`, a key of `files`."""
         return str(PurePosixPath(self.package, self.folder, name))
 
+
+_COPY_VERSION: Final = 2
+"""Version of the folders that are copied from packages as they are."""
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 """Alias of the default model."""
@@ -95,6 +98,8 @@ def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
 
     folder = build_once(_folder(alias, root), build, progress)
     shutil.rmtree(_fetched_folder(alias, root), ignore_errors=True)
+    if model.gguf is not None:
+        remove_older(folder)
     return folder
 
 
@@ -121,7 +126,8 @@ def _folder(alias: str, root: Path) -> Path:
     model = PACKAGED_MODELS[alias]
     if model.gguf is not None:
         return converted_folder(root, model.gguf, model.files[model.gguf])
-    return converted_folder(root, alias, hashlib.sha256("".join(model.files.values()).encode()).hexdigest())
+    digest = hashlib.sha256("".join(model.files.values()).encode()).hexdigest()
+    return root / "models" / f"{alias}-{digest[:16]}-v{_COPY_VERSION}"
 
 
 def _fetched_folder(alias: str, root: Path) -> Path:
@@ -153,6 +159,11 @@ def _fetched(model: PackagedModel, workspace: Path, lock: int, progress: Progres
         )
     download = workspace / "download"
     download.mkdir()
+    free = shutil.disk_usage(download).free
+    if free < 2 * wheel_bytes:
+        raise OSError(
+            errno.ENOSPC, f"fetching {requirement} needs {2 * wheel_bytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free"
+        )
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--retries", "2", "--only-binary", ":all:"]
     command += ["--dest", str(download), requirement]
