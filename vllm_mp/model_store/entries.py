@@ -97,14 +97,24 @@ def _own_name(folder: Path, root: Path) -> str:
 
 def _entry(name: str, folder: Path, model: Path) -> CacheEntry:
     """Return the entry in `folder`, whose model is in the folder `model`."""
-    last_use, sizes = folder.stat().st_mtime, {}
-    if not folder.is_symlink():
-        for path, _, files in os.walk(folder):
-            for file in files:
-                info = os.lstat(os.path.join(path, file))
-                sizes[info.st_dev, info.st_ino] = 512 * info.st_blocks
-                last_use = max(last_use, info.st_atime if model != folder else 0.0)
-    return CacheEntry(name, folder, sum(sizes.values()), _format(model), last_use)
+    last_use, is_from_hub = folder.stat().st_mtime, model != folder
+    if is_from_hub:
+        last_use = max([last_use, *(info.st_atime for info in _files(folder))])
+    size = 0 if folder.is_symlink() else folder_size(folder)
+    return CacheEntry(name, folder, size, _format(model), last_use)
+
+
+def folder_size(folder: Path) -> int:
+    """Return the bytes on the disk of all files in `folder`, without following symbolic links; 0 without a folder."""
+    return sum({(info.st_dev, info.st_ino): 512 * info.st_blocks for info in _files(folder)}.values())
+
+
+def _files(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of each file in `folder`; files that vanish meanwhile are left out."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.lstat(os.path.join(path, name))
 
 
 def _format(model: Path) -> str:
