@@ -4,8 +4,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.chat.answer import Answer, stream_answer
+from vllm_mp.cli.chat.context_room import fit_conversation
+from vllm_mp.cli.chat.sampling_defaults import chat_defaults
 from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, open_engine
-from vllm_mp.cli.generate import add_lora_flag, chat_prompt, chosen_adapter, show, stream_completion
+from vllm_mp.cli.generate import add_lora_flag, chat_prompt, chosen_adapter, show
 from vllm_mp.cli.model_argument import set_model
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a model without a template
             if sys.stdin.isatty():
                 print(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")
-            params = sampling_params(args, llm.model_config.default_sampling_params)
+            params = sampling_params(args, chat_defaults(llm.model_config.default_sampling_params))
             _converse(runner, llm, params, args.system, lora)
         finally:
             llm.shutdown()
@@ -71,23 +74,25 @@ def _converse(
         if not line:
             continue
         messages.append({"role": "user", "content": line})
-        pieces: list[str] = []
-
-        def take(piece: str, pieces: list[str] = pieces) -> None:
-            pieces.append(piece)
-            show(piece)
-
+        answer = Answer()
         try:
-            prompt = _fitting_prompt(llm, messages, len(start))
-            runner.run(stream_completion(llm, prompt, params, take, lora))
+            fitted = fit_conversation(
+                messages, lambda kept: chat_prompt(llm, list(kept)), llm.model_config.max_model_len, params.max_tokens
+            )
+            if fitted.notice:
+                print(f"({fitted.notice})", file=sys.stderr)
+            messages = fitted.messages
+            runner.run(stream_answer(llm, fitted.token_ids, params, answer, show, lora))
         except KeyboardInterrupt:
             show(" [stopped]")
         except ValueError as error:
             messages.pop()
             print(f"vllm-mp: {error}", file=sys.stderr)
             continue
-        messages.append({"role": "assistant", "content": "".join(pieces)})
+        messages.append({"role": "assistant", "content": answer.text})
         print()
+        if answer.notice:
+            print(f"({answer.notice})", file=sys.stderr)
 
 
 def _read_line() -> str | None:
@@ -99,17 +104,3 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             print("\n" + _INSTRUCTIONS)
-
-
-def _fitting_prompt(llm: "AsyncLLM", messages: list[dict[str, str]], num_kept: int) -> list[int]:
-    """Return the conversation as token ids.
-
-    If it fills the context, its oldest turns are removed from `messages`, whose first `num_kept` messages stay.
-    """
-    limit = llm.model_config.max_model_len
-    prompt = chat_prompt(llm, messages)
-    while len(prompt) >= limit and len(messages) > num_kept + 1:
-        del messages[num_kept : num_kept + 2]
-        print("(the conversation is longer than the context; its oldest turn is forgotten)", file=sys.stderr)
-        prompt = chat_prompt(llm, messages)
-    return prompt
