@@ -1,6 +1,7 @@
 """`vllm-mp generate`: where its prompts and its model come from, and what it prints."""
 
 import io
+import json
 import sys
 
 import numpy as np
@@ -62,12 +63,27 @@ def test_arguments_and_piped_text_make_model_and_prompt(words, piped, model, pro
     assert (found, whole_prompt(given)) == (model, prompt)
 
 
+def test_prompts_of_a_file_are_answered_in_their_order(run, address, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "Hello", "max_tokens": 9, "id": 7}\n{"prompt": ""}\n{"prompt": [1, 2], "max_tokens": 3}'
+    )
+    code, out, err = run("generate", "--prompts", str(file), "--connect", address)
+    results = [json.loads(line) for line in out.splitlines()]
+    assert [result["id"] for result in results] == [7, 2, 3]
+    assert [result.get("usage", {}).get("completion_tokens") for result in results] == [9, None, 3]
+    assert "the prompt is empty" in results[1]["error"]
+    assert code == 1
+    assert err == "vllm-mp: 1 of 3 prompts failed; the results of these lines have an error\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["generate"], "no prompt is given"),
         (["generate", "smollm2-135m-instruct"], "no prompt is given"),
         (["generate", "why", "is", "it"], "put quotes around"),
+        (["generate", "model", "x", "--prompts", "file"], "leave out 'x'"),
         (["generate", "some/model", "x", "--model", "other/model"], "some/model and --model other/model"),
         (["generate", "some/model", "x", "--connect", "ipc:///nowhere"], "--model has no effect"),
         (["chat", "some/model", "--model", "other/model"], "some/model and --model other/model"),

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vllm_mp import __version__
+from vllm_mp.cli.command_parser import CommandParser
 from vllm_mp.errors import EngineError
 from vllm_mp.log_setup import set_up_log
 
@@ -71,7 +72,7 @@ def _prepare_streams() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vllm-mp",
         description="An LLM inference engine in two processes: if the process that computes dies, streams continue.",
     )
@@ -87,8 +88,9 @@ def _add_commands(commands: Any, modules: Mapping[str, str]) -> None:
     """Add a parser for each command in `modules` to `commands`, the result of `add_subparsers`."""
     for name, module_name in modules.items():
         module = importlib.import_module(f"{__name__}.{module_name}")
-        # The generated usage would list 60 flags, also before each error.
+        # The generated usage would list all flags.
         usage = f"%(prog)s {module.USAGE}".rstrip()
         command = commands.add_parser(name, usage=usage, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
+        command.add_help_all()
         command.set_defaults(run=module.run, is_service=name in SERVICES)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, open_engine
 from vllm_mp.cli.model_argument import names_model, set_model
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_mp.outputs import CompletionOutput
 
 USAGE = "[MODEL] [PROMPT] [OPTIONS]"
-HELP = "Stream the answer to a prompt."
+HELP = "Stream the answer to a prompt, or answer the prompts of a file."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[MODEL] [PROMPT]",
         help="Prompt, after the model if both are given; a single argument that names a model is the model. Text that "
         "is piped in is the prompt, or comes before it (default: the default model, and the piped text)",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="File of prompts, one in each line: texts, or JSON objects with prompt or messages, sampling parameters "
+        "and id; - reads standard input. Results are JSON lines in the same order (default: a single prompt)",
     )
     parser.add_argument(
         "--chat",
@@ -61,11 +67,13 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
-    model, words = split_words(args.words)
+    model, given = split_words(args.words, takes_prompt=args.prompts is None)
     set_model(args, model)
     check_connect(args)
     lora = chosen_adapter(args)
-    text = whole_prompt(words)
+    if args.prompts is not None:
+        return _answer_file(args, lora)
+    text = whole_prompt(given)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         llm = open_engine(args)
         try:
@@ -78,11 +86,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def split_words(words: list[str]) -> tuple[str | None, str | None]:
+def _answer_file(args: argparse.Namespace, lora: LoRARequest | None) -> int:
+    """Answer the prompts of the file that --prompts names. Return 1 if one of them failed, else 0."""
+    import asyncio
+
+    import uvloop
+
+    from vllm_mp.cli.generate_lines import LineGenerator
+    from vllm_mp.client.progress_bar import ProgressBar
+
+    file: BinaryIO = open(0, "rb", closefd=False) if args.prompts == "-" else open(args.prompts, "rb")  # noqa: SIM115
+    shows_progress = sys.stderr.isatty() and not sys.stdout.isatty()
+    num_prompts = None
+    if shows_progress and file.seekable():
+        num_prompts = sum(not line.isspace() for line in file)
+        file.seek(0)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        llm = open_engine(args)
+        try:
+            params = sampling_params(args, llm.model_config.default_sampling_params)
+            bar = ProgressBar(shows_progress, num_prompts)
+            lines = LineGenerator(llm, params, bar, chat=args.chat, lora=lora)
+            runner.run(lines.run(file))
+        finally:
+            llm.shutdown()
+    if not lines.num_failed:
+        return 0
+    failed = f"{lines.num_failed} of {lines.num_written} prompts failed"
+    print(f"vllm-mp: {failed}; the results of these lines have an error", file=sys.stderr)
+    return 1
+
+
+def split_words(words: list[str], *, takes_prompt: bool = True) -> tuple[str | None, str | None]:
     """Return the model and the prompt among the arguments, None for each that is not there.
 
-    Raises ValueError for more than two arguments.
+    Raises ValueError for more than two arguments, or without `takes_prompt` for more than a model.
     """
+    if not takes_prompt:
+        if len(words) > 1:
+            raise ValueError(f"--prompts FILE replaces the prompt; leave out {words[1]!r:.100}")
+        return (words[0] if words else None), None
     match words:
         case []:
             return None, None

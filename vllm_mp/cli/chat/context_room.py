@@ -1,69 +1,63 @@
-"""Room for the answer in the context: the oldest turns of a conversation that has become too long are dropped."""
+"""The room of a conversation in the model's context, of which a part is kept for the answer."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-Message = dict[str, str]
+from vllm_mp.cli.chat.conversation import Conversation
+from vllm_mp.cli.chat.screen import Screen
+from vllm_mp.cli.generate import chat_prompt
+from vllm_mp.counted import counted
 
-
-@dataclass(frozen=True)
-class FittedConversation:
-    """A conversation that leaves room for the answer."""
-
-    messages: list[Message]
-    token_ids: list[int]
-    """`messages` in the chat template."""
-    notice: str
-    """What was dropped, in a line for the user; "" if nothing was dropped."""
+if TYPE_CHECKING:
+    from vllm_mp.client.async_llm import AsyncLLM
 
 
-def fit_conversation(
-    messages: Sequence[Message],
-    tokenize: Callable[[Sequence[Message]], list[int]],
-    max_model_len: int,
-    max_tokens: int | None,
-) -> FittedConversation:
-    """Return `messages`, without their oldest turns if the answer would have too little room.
+def fitting_prompt(llm: "AsyncLLM", conversation: Conversation, screen: Screen) -> list[int]:
+    """Return the conversation as token ids, after `make_room`; a note says how many turns were dropped."""
 
-    The room is a quarter of the context, or `max_tokens` if that is less. System messages stay. A turn is a user
-    message with all that follows it up to the next user message, and the last turn stays. If turns must be dropped, as
-    many are dropped that half of the context is free: the conversation then begins with the same tokens for several
-    turns, which the prefix cache holds.
+    def tokenize(messages: list[dict[str, str]]) -> list[int]:
+        return chat_prompt(llm, messages)
 
-    Raises ValueError with the length and the limit if the last turn alone leaves too little room.
+    if num_dropped := make_room(conversation, tokenize, llm.model_config.max_model_len):
+        turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
+        screen.note(f"(the oldest {turns} dropped, so that the context has room for the answer)")
+    return tokenize(conversation.to_send())
+
+
+def make_room(
+    conversation: Conversation, tokenize: Callable[[list[dict[str, str]]], list[int]], max_model_len: int
+) -> int:
+    """Drop the oldest turns if the answer would have too little room, and return their number.
+
+    The room is a quarter of the context, or max_tokens if that is less. A turn is a user message with what follows it up
+    to the next user message; the last turn stays. If turns must be dropped, as many are dropped that half of the context
+    is free, so that the next prompts begin with the same tokens, which the prefix cache holds. If the last turn alone
+    is longer than that, only the room for the answer is freed.
+
+    Raises ValueError with the length and the limit, and drops nothing, if the last turn alone leaves too little room.
     """
-    limit = max_model_len - min(max_model_len // 4, max_tokens or max_model_len)
-    token_ids = tokenize(messages)
-    if len(token_ids) <= limit:
-        return FittedConversation(list(messages), token_ids, "")
+    messages = conversation.messages
+    room = min(max_model_len // 4, conversation.parameters.get("max_tokens") or max_model_len)
+    limit = max_model_len - room
+    starts = [0, *(place for place, message in enumerate(messages) if message["role"] == "user" and place > 0)]
+    if messages[0]["role"] != "user":
+        del starts[1:2]  # messages before the first user message belong to its turn
 
-    first_of_turn = _first_of_turn(messages)
-    last_turn = len(first_of_turn) - 1
+    def length_without(num_turns: int) -> int:
+        return len(tokenize(conversation.to_send(first=starts[num_turns])))
 
-    def without(num_dropped: int) -> list[Message]:
-        start = first_of_turn[num_dropped]
-        return [message for place, message in enumerate(messages) if place >= start or message["role"] == "system"]
-
-    def length_without(num_dropped: int) -> int:
-        return len(tokenize(without(num_dropped)))
-
+    if length_without(0) <= limit:
+        return 0
+    last_turn = len(starts) - 1
     length_of_last = length_without(last_turn)
     if length_of_last > limit:
         raise ValueError(
-            f"the message is too long: {length_of_last} tokens with the system message, and the limit is {limit}, as "
-            f"{max_model_len - limit} of the context's {max_model_len} tokens are kept for the answer; shorten it"
+            f"the message is too long: {length_of_last} tokens with the chat template, and the limit is {limit}, as "
+            f"{counted(room, 'token')} of the context of {max_model_len} are kept for the answer; shorten it"
         )
     half = max_model_len // 2
     target = half if length_of_last <= half else limit
-    num_dropped = bisect_left(range(last_turn), True, lo=1, key=lambda num: length_without(num) <= target)
-    turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
-    notice = f"the oldest {turns} dropped: the conversation left too little of the context for an answer"
-    kept = without(num_dropped)
-    return FittedConversation(kept, tokenize(kept), notice)
-
-
-def _first_of_turn(messages: Sequence[Message]) -> list[int]:
-    """Return the place of the first message of each turn; messages before the first turn belong to it."""
-    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    return [0, *places[1:]]
+    num_dropped = bisect_left(range(last_turn), True, lo=1, key=lambda num_turns: length_without(num_turns) <= target)
+    del messages[: starts[num_dropped]]
+    return num_dropped
