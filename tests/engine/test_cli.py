@@ -28,7 +28,7 @@ LIGHT = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-byte
 COMMANDS = [*cli.COMMANDS, *(f"bench {name}" for name in cli.BENCHMARKS)]
 LONG_STORY = "Write a long story about a dragon and a knight."
 CAPITAL = "What is the capital of France?"
-GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
+GREEDY = ["--temperature", "0", "--frequency-penalty", "0"]
 """Flags by which a chat answers as `chat_text` does."""
 
 

@@ -56,6 +56,11 @@ def test_settings_of_the_model_replace_those_of_the_chat(settings):
     assert ("top_p" in defaults) == ("top_p" in settings)
 
 
+def test_model_with_a_penalty_gets_no_other_penalty():
+    assert "frequency_penalty" in chat_defaults({})
+    assert "frequency_penalty" not in chat_defaults({"repetition_penalty": 1.05})
+
+
 def test_model_with_a_filter_but_no_temperature_gets_temperature_1():
     assert chat_defaults({"top_k": 40})["temperature"] == 1.0
 

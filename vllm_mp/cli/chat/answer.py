@@ -64,7 +64,7 @@ class Answer:
                     self.notice = self._cut_notice(params.max_tokens, llm.model_config.max_model_len)
                 elif not params.ignore_eos and self._repeats_itself():
                     self.text = without_repetition(self.text)
-                    self.notice = "stopped, as the answer repeats itself; /retry, or /set repetition_penalty X"
+                    self.notice = "stopped, as the answer repeats itself; /retry, or /set frequency_penalty X"
                     break
         self._end()
 

@@ -30,10 +30,10 @@ def make_room(
 ) -> int:
     """Drop the oldest turns if the answer would have too little room, and return their number.
 
-    The room is a quarter of the context, or max_tokens if that is less. A turn is a user message with what follows it up
-    to the next user message; the last turn stays. If turns must be dropped, as many are dropped that half of the context
-    is free, so that the next prompts begin with the same tokens, which the prefix cache holds. If the last turn alone
-    is longer than that, only the room for the answer is freed.
+    The room is a quarter of the context, or max_tokens if that is less. A turn is a user message with what follows it
+    up to the next user message; the last turn stays. If turns must be dropped, as many are dropped that half of the
+    context is free, so that the next prompts begin with the same tokens, which the prefix cache holds. If the last turn
+    alone is longer than that, only the room for the answer is freed.
 
     Raises ValueError with the length and the limit, and drops nothing, if the last turn alone leaves too little room.
     """
