@@ -38,7 +38,7 @@ def run(monkeypatch, capsys):
 
 
 def test_prompt_is_the_piped_text_then_a_space_then_the_argument(run, address):
-    flags = ["--max-tokens", "12", "--connect", address]
+    flags = ["--temperature", "0", "--max-tokens", "12", "--connect", address]
     joined = run("generate", "Some text,\n é. Translate it.", *flags)
     assert joined[::2] == (0, "")
     model, piped = "smollm2-135m-instruct", "Some text,\n é.".encode()
@@ -83,6 +83,11 @@ def test_prompts_of_a_file_are_answered_in_their_order(run, address, tmp_path):
         (["generate"], "no prompt is given"),
         (["generate", "smollm2-135m-instruct"], "no prompt is given"),
         (["generate", "why", "is", "it"], "put quotes around"),
+        (
+            ["generate", "some/model", "--top-k", "3", "x", "--model", "other/model"],
+            "some/model and --model other/model",
+        ),
+        (["generate", "some/model", "x", "--no-such-option", "y"], "--no-such-option"),
         (["generate", "model", "x", "--prompts", "file"], "leave out 'x'"),
         (["generate", "some/model", "x", "--model", "other/model"], "some/model and --model other/model"),
         (["generate", "some/model", "x", "--connect", "ipc:///nowhere"], "--model has no effect"),

@@ -26,6 +26,12 @@ class CommandParser(FlexibleArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse all of `args`. An unknown argument is refused here, so that the message names the command."""
         parsed, unknown = super().parse_known_args(args, namespace)
+        if not any(argument.startswith("-") for argument in unknown):
+            # Those after an option belong to an argument that takes several, which ended at that option.
+            for action in self._get_positional_actions():
+                if action.nargs == argparse.ZERO_OR_MORE:
+                    getattr(parsed, action.dest).extend(unknown)
+                    unknown = []
         if unknown:
             self.error(self._unknown(unknown))
         return parsed, []

@@ -55,6 +55,7 @@ class LineGenerator:
         Raises OSError if the file cannot be read, and EngineDeadError if the core is gone for good.
         """
         feeder = asyncio.create_task(self._feed(file))
+        clock = asyncio.create_task(self._refresh_bar())
         try:
             while (result := await self._results.get()) is not None:
                 self._write(await result)
@@ -62,10 +63,17 @@ class LineGenerator:
             await feeder
         finally:
             feeder.cancel()
+            clock.cancel()
             self._bar.close()
             await self._write_finished()
         if self._death is not None:
             raise self._death
+
+    async def _refresh_bar(self) -> None:
+        """Show every second that the run goes on, because the first results may take long."""
+        while True:
+            await asyncio.sleep(1)
+            self._bar.refresh()
 
     async def _feed(self, file: BinaryIO) -> None:
         """Start a task for each prompt of the file."""
