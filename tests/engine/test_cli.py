@@ -21,6 +21,8 @@ import psutil
 import pytest
 
 from vllm_mp import AsyncLLM, __version__, cli
+from vllm_mp.cli.running_engines import running_engines
+from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 PROGRAM = [sys.executable, "-m", "vllm_mp.cli"]
@@ -246,16 +248,60 @@ def test_core_that_does_not_start_gives_its_reason_and_exit_code_1(options):
     assert "Traceback" not in done.stderr
 
 
-def test_env_prints_versions_machine_and_settings():
-    done = run("env", env={**os.environ, "VLLM_MP_SOMETHING": "some value"})
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+def test_env_prints_versions_machine_and_settings(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_MP_SOMETHING", "some value")
+    monkeypatch.setenv("VLLM_API_KEY", "hidden-1")
+    monkeypatch.setenv("HF_TOKEN", "hidden-2")
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:hidden-3@mirror.example/path")
+    assert cli.main(["env"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "hidden" not in printed.out
+    rows = dict(line.split(maxsplit=1) for line in printed.out.splitlines())
     for package in ("torch", "transformers", "pyzmq", "msgspec"):
         assert rows[package] == importlib.metadata.version(package)
     assert rows["python"].startswith(platform.python_version())
     assert f"{len(os.sched_getaffinity(0))} cores" in rows["cpu"]
     assert rows["VLLM_MP_SOMETHING"] == "some value"
-    assert {"platform", "memory", "gpu", "cache"} <= rows.keys()
+    assert rows["VLLM_API_KEY"] == rows["HF_TOKEN"] == "***"
+    assert rows["HF_ENDPOINT"] == "https://***@mirror.example/path"
+    assert {"platform", "features", "kernels", "memory", "gpu", "cache"} <= rows.keys()
+
+
+def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(monkeypatch, capsys):
+    flags = frozenset({"avx2", "fma", "f16c", "avx512f"})
+    monkeypatch.setattr("vllm_mp.cli.env.cpu_flags", lambda: flags)
+    assert cli.main(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cpu"]["features"] == {"AVX2": True, "AVX-512": True, "VNNI": False, "BF16": False, "AMX": False}
+    assert report["kernels"]["build"] == "avx2"
+    assert report["kernels"]["others"]["avx512"].startswith("avx512 needs avx512_bf16, ")
+    assert 0 < report["memory"]["available_bytes"] <= report["memory"]["total_bytes"]
+    monkeypatch.setenv("VLLM_MP_CPU_KERNELS", "none")
+    assert cli.main(["env"]) == 0
+    assert "none, chosen by VLLM_MP_CPU_KERNELS" in capsys.readouterr().out
+
+
+def test_ps_lists_a_shared_core_with_its_clients_and_load(core, address, default_model, capsys):
+    pid = asyncio.run(core.core_status())["pid"]
+    assert cli.main(["ps", "--json"]) == 0
+    (engine,) = [engine for engine in json.loads(capsys.readouterr().out) if engine["pid"] == pid]
+    assert (engine["kind"], engine["address"], engine["model"]) == ("shared", address, str(default_model))
+    assert (engine["state"], engine["restarts"]) == ("idle", 0)
+    assert engine["clients"] >= 1
+    assert engine["memory_bytes"] > 2**27
+    assert psutil.Process(pid).ppid() == engine["parent_pid"]
+    assert cli.main(["ps"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{pid} ")]
+    assert address in row
+
+
+def test_rm_refuses_a_model_that_an_engine_uses(core, default_model, capsys, monkeypatch):
+    own = [engine for engine in running_engines() if engine.pid == asyncio.run(core.core_status())["pid"]]
+    monkeypatch.setattr("vllm_mp.cli.running_engines.running_engines", lambda: own)
+    assert cli.main(["rm", "--yes", DEFAULT_MODEL]) == 2
+    assert f"in use by the core process {own[0].pid}" in capsys.readouterr().err
+    assert (default_model / "config.json").exists()
 
 
 def test_env_into_a_closed_pipe_fails_without_a_message():

@@ -104,11 +104,15 @@ def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
             shutil.copyfile(source / name, target / name)
         return target
 
+    return build_once(packaged_folder(alias, root), build, progress)
+
+
+def packaged_folder(alias: str, root: Path) -> Path:
+    """Return the folder, under `root`, that keeps the model that `alias` names, whether or not it exists."""
+    model = PACKAGED_MODELS[alias]
     if model.gguf is not None:
-        folder = converted_folder(root, model.gguf, model.files[model.gguf])
-    else:
-        folder = converted_folder(root, alias, hashlib.sha256("".join(model.files.values()).encode()).hexdigest())
-    return build_once(folder, build, progress)
+        return converted_folder(root, model.gguf, model.files[model.gguf])
+    return converted_folder(root, alias, hashlib.sha256("".join(model.files.values()).encode()).hexdigest())
 
 
 def _installed(model: PackagedModel) -> Path | None:
