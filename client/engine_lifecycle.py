@@ -11,6 +11,7 @@ from vllm_mp.client.engine.core_client import EngineCoreClient
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_end import EngineEnd
 from vllm_mp.client.engine_readings import EngineReadings
+from vllm_mp.client.interrupted_cell import end_interrupted_cells
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request_log import log_end
@@ -56,6 +57,7 @@ class EngineLifecycle:
         self._is_shut_down = False
         self._owner = os.getpid()
         _engines.add(self)
+        end_interrupted_cells()
 
     @property
     def is_running(self) -> bool:

@@ -172,6 +172,14 @@ class EngineStart(EngineLifecycle):
             core.connection.close()
             raise
 
+    @classmethod
+    async def aconnect(cls, address: str, **options: Any) -> Self:
+        """Do what `connect` does, with its `options`, without blocking the running loop.
+
+        Cancelling the call ends it at once. A connection that is made later is closed by the garbage collector.
+        """
+        return await call_in_thread(lambda: cls.connect(address, **options))
+
 
 def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:
     """Return the model's tokenizer; None with skip_tokenizer_init. Raises what `load_tokenizer` raises."""

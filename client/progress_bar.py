@@ -37,6 +37,11 @@ class ProgressBar:
             self._bar.postfix = self._speed()
         self._bar.update(1)
 
+    def refresh(self) -> None:
+        """Show the time that has passed."""
+        if self._bar is not None:
+            self._bar.refresh()
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.refresh()  # the last update may have been too soon after the one before

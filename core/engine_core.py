@@ -13,6 +13,7 @@ import torch
 import zmq
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.activity_log import ActivityLog
 from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHandler
 from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
@@ -80,6 +81,8 @@ class EngineCore:
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size)
         self._adapters, turns = _make_adapters(config, runner, page, adapters)
         self._scheduler = Scheduler(scheduler_config, self._batch, self._cache, turns)
+        logs_activity = handler.is_shared and not config.observability_config.disable_log_stats
+        self._activity = ActivityLog(self._scheduler, logs_activity)
         self._sampler = Sampler(self._batch, device, processors)
         self._suspension = record = SuspensionRecord(page, suspension, handler.tell_pause)
         self._pause = Pause(self._scheduler, handler.send_ends, record.note_pause)
@@ -164,6 +167,7 @@ class EngineCore:
         if not (self._scheduler.has_work or self._scheduler.pending_steps):
             self._poller.poll(_BEAT_MS)
             self._page.beat()
+            self._activity.note_idle()
 
     def _settle_sleep(self) -> None:
         """Carry out the calls of `sleep` and `wake_up` that have arrived, after all pending steps."""
@@ -194,7 +198,10 @@ class EngineCore:
             pending = self._scheduler.pending_steps.oldest
             output = pending.output.wait()
             update = self._scheduler.update(output)
-            self._note_state()
+            self._activity.num_generated += len(update.tokens)
+            now = self._note_state()
+            if now >= self._activity.due:
+                self._activity.write(now)
             self._handler.publish(pending.number, update, output)
             self._profiler.count_step()
 
@@ -233,9 +240,9 @@ class EngineCore:
         num_read = np.where(num_tokens > batch.num_prompt_tokens[rows], num_tokens, num_known)
         return StepRequests(batch.client[rows], batch.slot[rows], num_read - batch.num_prompt_tokens[rows])
 
-    def _note_state(self) -> None:
-        """Write the state between two steps to the status page."""
-        self._page.end_step(
+    def _note_state(self) -> int:
+        """Write the state between two steps to the status page; return the time, in ns of `time.monotonic_ns()`."""
+        return self._page.end_step(
             self._scheduler.num_running,
             self._scheduler.num_waiting,
             self._cache.pool.num_free,

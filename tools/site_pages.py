@@ -26,6 +26,8 @@ from vllm_mp.engine_args import AsyncEngineArgs
 logger = logging.getLogger("mkdocs.hooks.site_pages")
 
 _CONTRIBUTING = "CONTRIBUTING.md"
+_FIRST_HEADING = "model"
+"""The heading of the first engine options in the help of a command."""
 _MARKER = re.compile(r"^<!-- (names|options|commands)(?:: ([\w ,]+))? -->$", re.MULTILINE)
 _LOADED = re.compile(
     r"<(?:script|link|img|iframe|source|video|audio|object)\b[^>]*?\b(?:src|href|data)=[\"']?((?:https?:)?//[^\"'\s>]+)"
@@ -91,7 +93,7 @@ def _command(name: str, module_name: str) -> str:
     formatter = functools.partial(argparse.HelpFormatter, width=100)
     parser = argparse.ArgumentParser(f"vllm-mp {name}", f"vllm-mp {name} {module.USAGE}", formatter_class=formatter)
     module.add_arguments(parser)
-    text, heading, _ = parser.format_help().partition(f"\n{AsyncEngineArgs.CLI_GROUP}:\n")
+    text, heading, _ = parser.format_help().partition(f"\n{_FIRST_HEADING}:\n")
     if heading:
         text += f"\n{AsyncEngineArgs.CLI_GROUP}: each engine option is a flag too\n"
     return f"## vllm-mp {name}\n\n{module.HELP}\n\n```text\n{text}```\n"

@@ -53,7 +53,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     logits_processor_folders: list[str] = []
     """Folders in which the core looks for their modules after all others."""
     default_sampling_params: dict[str, Any] = {}
-    """Fields of `SamplingParams` that the model's generation_config.json sets for requests that do not set them."""
+    """Fields of `SamplingParams` that the model's generation_config.json or its alias sets, for requests that do not
+    set them."""
     pooling: PoolingConfig
     """Pooling of requests that do not set it."""
 

@@ -30,7 +30,7 @@ from vllm_mp.model_config.generation import default_sampling_params, eos_token_i
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
-from vllm_mp.model_store import resolve_model
+from vllm_mp.model_store import recommended_generation_config, resolve_model
 from vllm_mp.options import MAX_INTEGER
 from vllm_mp.processor_registration import import_folders
 
@@ -72,7 +72,8 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         _check_encoder_options(args)
     max_model_len = _max_model_len(args, architecture, read_max_seq_length(folder))
     overrides = args.override_generation_config or {}
-    generation = read_generation_config(args.generation_config, folder) | overrides
+    recommended = recommended_generation_config(args.model) if args.generation_config == "auto" else {}
+    generation = recommended | read_generation_config(args.generation_config, folder) | overrides
     return VllmConfig(
         model_config=_section(
             ModelConfig,

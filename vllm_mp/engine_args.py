@@ -38,6 +38,7 @@ class EngineArgs(Options):
         DEFAULT_MODEL,
         "Model to serve: a hub id, a local folder, a .gguf file, or an alias of a model from a Python package: "
         f"{', '.join(PACKAGED_MODELS)}",
+        subject="model",
     )
     tokenizer: str | None = option(
         None, "Hub id or folder of the tokenizer; by default the tokenizer in the model's folder is used"
@@ -49,16 +50,20 @@ class EngineArgs(Options):
     )
     skip_tokenizer_init: bool = option(False, "Load no tokenizer, so that prompts and completions are token ids")
     revision: str | None = option(
-        None, "Branch, tag or commit of the model on the hub; by default the main branch is used"
+        None,
+        "Branch, tag or commit of the model on the hub; by default the main branch is used",
     )
     hf_token: str | None = option(
-        None, "Access token for the hub; by default HF_TOKEN or the token of `hf auth login` is used"
+        None,
+        "Access token for the hub; by default HF_TOKEN or the token of `hf auth login` is used",
+        subject="model",
     )
     trust_remote_code: bool = option(False, "Allow Python code that comes with a tokenizer to run")
     download_dir: str | None = option(
         None,
         "Folder for downloads and converted models; by default the hub's cache for downloads and the cache that "
         "`vllm-mp env` prints for converted models",
+        subject="model",
     )
     load_format: str = option(
         "auto",
@@ -70,6 +75,7 @@ class EngineArgs(Options):
         "auto",
         "Type of weights and activations; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint",
         choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
+        subject="model",
     )
     seed: int | None = option(
         None,
@@ -78,16 +84,20 @@ class EngineArgs(Options):
         "the weights have seed 0",
         low=0,
         high=MAX_INTEGER,
+        subject="model",
     )
     max_model_len: int | None = option(
         None,
         "Maximum number of tokens of a request, prompt and completion together; by default the context of the model",
         low=2,
+        subject="memory and load",
     )
     served_model_name: str | None = option(
         None, "Name of the model that is shown to users; by default the value of `model`"
     )
-    device: str = option("auto", "Device for the model; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto", "Device for the model; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"), subject="device"
+    )
     enforce_eager: bool = option(False, "Never capture CUDA graphs")
     attention_backend: str = option(
         "auto",
@@ -96,16 +106,25 @@ class EngineArgs(Options):
         choices=("auto", "triton", "flash_attn", "torch", *_ATTENTION_BACKENDS),
     )
     num_threads: int = option(
-        0, "Threads of the core's CPU kernels; 0: one thread for each available processor core", low=0, high=1024
+        0,
+        "Threads of the core's CPU kernels; 0: one thread for each available processor core",
+        low=0,
+        high=1024,
+        subject="device",
     )
     gpu_memory_utilization: float = option(
-        0.9, "Share of the device's memory that the core may use, 0 to 1", low=0.01, high=1.0
+        0.9,
+        "Share of the device's memory that the core may use, 0 to 1",
+        low=0.01,
+        high=1.0,
+        subject="memory and load",
     )
     kv_cache_memory_bytes: int | None = option(
         None,
         "Size of the KV cache in bytes; by default the memory that gpu_memory_utilization leaves, or on a CPU a "
         "quarter of the free memory up to 4 GiB",
         low=1,
+        subject="memory and load",
     )
     swap_space: float = option(
         0.0,
@@ -122,7 +141,11 @@ class EngineArgs(Options):
         None, "Compute the common beginning of prompts only once; on by default, except for encoders"
     )
     max_num_seqs: int | None = option(
-        None, "Maximum number of requests in one step; by default 256", low=1, high=65_536
+        None,
+        "Maximum number of requests in one step; by default 256",
+        low=1,
+        high=65_536,
+        subject="memory and load",
     )
     max_num_batched_tokens: int | None = option(
         None, "Maximum number of tokens in one step; by default 2048, or 512 on a CPU", low=1, high=2**20
@@ -180,11 +203,12 @@ class EngineArgs(Options):
         "floats, on GPUs of compute capability 8.9 or higher; by default weights stay as they are in the checkpoint, "
         "FP8 included",
         choices=("int8", "fp8"),
+        subject="model",
     )
     generation_config: str = option(
         "auto",
-        "Folder of generation_config.json, which sets default sampling parameters; auto: the model's folder; vllm: "
-        "use no such file",
+        "Folder of generation_config.json, which sets default sampling parameters; auto: the model's folder, and what "
+        "its makers recommend if the model is an alias; vllm: neither",
     )
     override_generation_config: dict[str, Any] | None = option(
         None, "JSON object whose values replace those in generation_config.json; by default nothing is replaced"
@@ -203,7 +227,9 @@ class EngineArgs(Options):
         "request, or with NAME= before it to requests that name it; may be repeated, by default there are none",
     )
     chat_template: str | None = option(
-        None, "Chat template: its text, or a file that holds it; by default the model's own template is used"
+        None,
+        "Chat template: its text, or a file that holds it; by default the model's own template is used",
+        subject="model",
     )
     disable_log_stats: bool = option(False, "Write no statistics to the log")
     engine_iteration_timeout_s: float | None = option(

@@ -5,8 +5,16 @@ import dataclasses
 import json
 import types
 import typing
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
+from vllm_mp.suggestions import did_you_mean
+
+FURTHER: Final = "further "
+"""How the heading of flags begins that the help of a command leaves out, and `--help-all` shows."""
+UNSERVED: Final = "options that are not served yet"
+"""The heading of flags that no help of a command shows."""
+_METAVARS: Final = {int: "N", float: "X", dict: "JSON"}
+"""How the help of a flag shows a value of a type; other values are shown by the name of the option."""
 MAX_INTEGER = 2**63 - 1
 """The largest integer that an option may have; a larger integer would not reach the core unchanged."""
 
@@ -20,13 +28,15 @@ def option(
     high: float | None = None,
     unserved: str = "",
     takes_list: bool = False,
+    subject: str = "",
 ) -> Any:
     """Declare an option, from which its flag, help and validation follow.
 
     `help` describes the default in words if it is None or empty; any other default is added to the flag's help. `low`
     and `high` are the least and the greatest value. `unserved` says why only the default is accepted; empty: other
     values are too. `takes_list`: the flag of a tuple takes several values at once; else it is given once for each
-    value.
+    value. `subject` is the heading under which the help of a command shows a common option; empty: only `--help-all`
+    shows it.
     """
     return dataclasses.field(
         default=default,
@@ -37,6 +47,7 @@ def option(
             "high": high,
             "unserved": unserved,
             "takes_list": takes_list,
+            "subject": subject,
         },
     )
 
@@ -50,7 +61,7 @@ class Options:
     """
 
     CLI_GROUP: ClassVar[str] = "options"
-    """The heading of the flags in the help of a command."""
+    """The heading, after `FURTHER`, of the flags that are not common."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -62,30 +73,15 @@ class Options:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for every option to `parser` and return it."""
-        group = parser.add_argument_group(cls.CLI_GROUP)
+        """Add a flag for every option to `parser`, grouped by subject, and return it."""
         hints = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            value_type = _value_type(hints[field.name])
-            flag = "--" + field.name.replace("_", "-")
-            if value_type is bool:
-                action = group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
-            elif value_type is tuple:
-                several = field.metadata["takes_list"]
-                action = group.add_argument(
-                    flag,
-                    action="extend" if several else "append",
-                    nargs="+" if several else None,
-                    metavar=field.name.upper(),
-                )
-            else:
-                action = group.add_argument(
-                    flag,
-                    type=json.loads if value_type is dict else value_type,
-                    default=field.default,
-                    choices=field.metadata["choices"],
-                )
-            action.help = _help(field).replace("%", "%%")
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        # The sort is stable: the common options come first and the unserved last, else in the order of declaration.
+        for field in sorted(dataclasses.fields(cls), key=_rank):
+            heading = UNSERVED if field.metadata["unserved"] else field.metadata["subject"] or FURTHER + cls.CLI_GROUP
+            if heading not in groups:
+                groups[heading] = parser.add_argument_group(heading)
+            _add_flag(groups[heading], field, _value_type(hints[field.name]))
         return parser
 
     @classmethod
@@ -101,6 +97,35 @@ class Options:
             if _value_type(hints[name]) is tuple:
                 given[name] = tuple(value or ())
         return cls(**given)
+
+
+def _rank(field: "dataclasses.Field[Any]") -> int:
+    """Return the place of an option in the help: common, further, unserved."""
+    return 2 if field.metadata["unserved"] else 0 if field.metadata["subject"] else 1
+
+
+def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]", value_type: type) -> None:
+    """Add the flag of an option to `group`."""
+    flag = "--" + field.name.replace("_", "-")
+    if value_type is bool:
+        action = group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+    elif value_type is tuple:
+        several = field.metadata["takes_list"]
+        action = group.add_argument(
+            flag,
+            action="extend" if several else "append",
+            nargs="+" if several else None,
+            metavar=field.name.upper(),
+        )
+    else:
+        action = group.add_argument(
+            flag,
+            type=json.loads if value_type is dict else value_type,
+            default=field.default,
+            choices=field.metadata["choices"],
+            metavar=_METAVARS.get(value_type),
+        )
+    action.help = _help(field).replace("%", "%%")
 
 
 def _help(field: "dataclasses.Field[Any]") -> str:
@@ -127,7 +152,8 @@ def _check(field: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
     if isinstance(value, list | tuple) and not all(isinstance(element, str) for element in value):
         raise TypeError(f"{name} must be a tuple of strings, got {value!r}")
     if meta["choices"] and value not in meta["choices"]:
-        raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got {value!r}")
+        hint = did_you_mean(str(value), meta["choices"])
+        raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got {value!r}{hint}")
     for text in value if isinstance(value, list | tuple) else (value,):
         _check_unicode(name, text)
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -28,6 +28,7 @@ from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats
+from vllm_mp.counted import counted
 from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
 from vllm_mp.status_page import CoreState
 
@@ -332,7 +333,8 @@ class EngineCoreClient:
         self._recovers_from = death.cause
         requests = self.requests
         self._stats.note_death(death.kind, death.time, death.cause)
-        logger.warning("%s; %d requests continue on the next core", death.cause.partition(";")[0], len(requests))
+        continues = f"; {counted(len(requests), 'request')} will continue on the next core" if requests else ""
+        logger.warning("%s%s", death.cause.partition(";")[0], continues)
         if self._core.process is None:
             self._unexplained = death
         else:
@@ -430,7 +432,7 @@ class EngineCoreClient:
                 del self._calls[call.call_id]
                 call.settle(None, EngineDeadError(absence.cause))
         if late:
-            logger.error("%s; %d requests failed", absence.cause.partition(";")[0], len(late))
+            logger.error("%s; %s failed", absence.cause.partition(";")[0], counted(len(late), "request"))
 
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause

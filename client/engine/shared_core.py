@@ -96,6 +96,17 @@ class SharedCore:
                     core = news
                     self._on_restart(kind)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that `drain` lets the core finish; a paused or sleeping core keeps back the others."""
+        status = None if self._supervisor is None else self._supervisor.status()
+        if status is None:
+            return 0
+        suspension = status.suspension
+        if suspension.pause or suspension.sleep.missing:
+            return suspension.num_draining
+        return status.num_running + status.num_waiting
+
     def drain(self) -> None:
         """Let the core finish its requests and end; a core that still loads ends at once. `keep` then returns."""
         self._end(signal.SIGINT)

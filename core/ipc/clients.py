@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 import zmq
 
 from vllm_mp import wire
+from vllm_mp.core.ipc.client_log import ClientLog
 from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.unread_output import UnreadOutput
 
@@ -48,11 +49,11 @@ class Clients:
     A client's number is never given to another client.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", incarnation: int, limits_unread: bool) -> None:
-        """`limits_unread`: a client that leaves too much output unread is dropped."""
+    def __init__(self, socket: "zmq.Socket[bytes]", incarnation: int, is_shared: bool) -> None:
+        """`is_shared`: a client that leaves too much output unread is dropped, and the log names the clients."""
         self._socket = socket
         self._incarnation = incarnation
-        self._limits_unread = limits_unread
+        self._is_shared = is_shared
         self._clients: dict[int, _Client] = {}
         self._number_of: dict[bytes, int] = {}
         """By identity."""
@@ -70,6 +71,7 @@ class Clients:
         """By identity, of peers that are no clients."""
         self._why_dropped: dict[bytes, str] = {}
         """By token, of clients that were dropped and have not come back."""
+        self._log = ClientLog() if is_shared else None
 
     def __len__(self) -> int:
         """Return the number of clients that have said hello and are not known to have left."""
@@ -106,6 +108,8 @@ class Clients:
         self._num_refusals.pop(identity, None)
         if token:
             self._number_with[token] = number
+        if self._log is not None:
+            self._log.joined(number, connection)
         return number
 
     def remove(self, client: int) -> None:
@@ -113,6 +117,8 @@ class Clients:
         removed = self._clients.pop(client)
         del self._number_of[removed.identity]
         self._number_with.pop(removed.token, None)
+        if self._log is not None:
+            self._log.left(client)
 
     def drop(self, client: int, why: str) -> None:
         """Forget a client and close its connection; it is told `why` when it comes back."""
@@ -163,7 +169,7 @@ class Clients:
     def take_slow(self) -> list[tuple[int, int]]:
         """Return (client, unread bytes) of the clients that leave too much unread; call this between two steps."""
         sent_to, self._sent_to = self._sent_to, set()
-        if not self._limits_unread:
+        if not self._is_shared:
             return []
         limit = min(_MAX_UNREAD_BYTES, _MAX_UNREAD_BYTES_OF_ALL // max(1, len(self)))
         live = [(number, self._clients[number].unread) for number in sent_to if number in self._clients]

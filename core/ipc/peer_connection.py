@@ -3,9 +3,13 @@
 import contextlib
 import os
 import socket
+import struct
 from typing import NamedTuple
 
 import zmq
+
+_CREDENTIALS = struct.Struct("3i")
+"""The pid, user and group of a peer of a Unix socket, as SO_PEERCRED gives them."""
 
 
 class PeerConnection(NamedTuple):
@@ -31,6 +35,20 @@ class PeerConnection(NamedTuple):
             return os.fstat(self.descriptor).st_ino == self.inode
         except OSError:
             return False
+
+    def peer(self) -> str:
+        """Return the process of this machine, or the address, at the other end; empty if the connection is closed."""
+        try:
+            with socket.socket(fileno=os.dup(self.descriptor)) as copy:
+                if os.fstat(copy.fileno()).st_ino != self.inode:
+                    return ""
+                if copy.family == socket.AF_UNIX:
+                    credentials = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                    return f"process {_CREDENTIALS.unpack(credentials)[0]}"
+                host, port, *_ = copy.getpeername()
+                return f"{host}:{port}"
+        except OSError:
+            return ""
 
     def close(self) -> None:
         """Close the connection; ZeroMQ then drops what is queued in either direction, and the peer sees the break."""

@@ -86,10 +86,10 @@ class RequestHandler:
         self._predecessor = predecessor
         self.model_digest = wire.NO_DIGEST
         """What clients are told of the model, once it is loaded."""
-        self._is_shared = is_shared
+        self.is_shared = is_shared
         self._suspects = {} if predecessor is None else predecessor.suspects()
         """The progress of each request that clients may have isolated, by (token, slot)."""
-        self._clients = Clients(socket, incarnation, limits_unread=is_shared)
+        self._clients = Clients(socket, incarnation, is_shared)
         self._operator_key = operator_key
         self._operators: set[int] = set()
         """The clients that are operators."""
@@ -345,7 +345,7 @@ class RequestHandler:
         core was computing when it died, once for each, and only past the step of that death.
         """
         wanted = message.isolate_until_num_tokens
-        if not wanted or not self._is_shared:
+        if not wanted or not self.is_shared:
             return wanted
         progress = self._suspects.pop((self._clients.token_of(client), message.slot), None)
         return 0 if progress is None else max(1, min(wanted, progress + 1))

@@ -24,6 +24,10 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self._batch = batch
+        self.num_prompt_tokens = 0
+        """Tokens of the prompts that have got blocks; without requests of an earlier core, which continue."""
+        self.num_cached_tokens = 0
+        """Those of them that the prefix cache held."""
 
     def find_prefix(self, request: Request) -> list[int]:
         """Return the cached blocks that hold the beginning of `request`, never its last token."""
@@ -46,6 +50,8 @@ class KVCacheManager:
         if request.num_cached_tokens is None:
             is_new = len(request.tokens) == request.num_prompt_tokens
             request.num_cached_tokens = len(found) * self.block_size if is_new else 0
+            self.num_prompt_tokens += is_new * request.num_prompt_tokens
+            self.num_cached_tokens += request.num_cached_tokens
         self.pool.share(found)
         new = self.pool.allocate(self._blocks_for(len(request.tokens)) - len(found))
         return np.concatenate([np.array(found, np.int32), new])

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,6 +44,10 @@ def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
         second.shutdown()
         process.terminate()
         assert process.wait(30) == 0
+        log = process.stderr.read()
+    clients = re.findall(rf"core: (client \d+ \(process {os.getpid()}\)) has connected\n", log)
+    assert len(clients) == log.count("has connected") == 2, "the parent is no client"
+    assert f"core: {clients[0]} has left\n" in log
     assert not list(Path(tmp_path).iterdir())
 
 
@@ -187,6 +193,7 @@ def test_ctrl_c_lets_running_requests_finish_and_ends_the_core(default_model, tm
         asyncio.run(run())
         client.shutdown()
         assert process.wait(30) == 0
+        assert "\nfinishing 1 request; Ctrl-C again stops now\n" in process.stderr.read()
 
 
 def _exists(path):
@@ -207,7 +214,7 @@ def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
     server, own = make_keys(tmp_path)
     other = tmp_path / "other"
     make_client_key(other, read_server_key(server).public)
-    with standalone_core(default_model, address, "--key-file", server):
+    with standalone_core(default_model, address, "--key-file", server) as process:
         client = AsyncLLM.connect(address, key_file=own)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
         with pytest.raises(EngineStartError, match="vllm-mp keys allow"):
@@ -215,6 +222,8 @@ def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
         with pytest.raises(ValueError, match="key_file"):
             AsyncLLM.connect(address)
         client.shutdown()
+        process.terminate()
+        assert re.search(r"client \d+ \(127\.0\.0\.1:\d+\) has connected\n", process.stderr.read())
 
 
 def test_connect_to_an_unserved_address_fails_at_the_timeout_and_names_it(tmp_path):

@@ -60,9 +60,9 @@ def test_token_ids_give_the_same_completion_as_their_text(client, server):
 
 
 def test_n_completions_with_a_seed_are_repeatable(client):
+    sampled = {"temperature": 1, "top_p": 1, "extra_body": {"top_k": 50}}
     runs = [
-        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, n=3, seed=7, extra_body={"top_k": 50})
-        for _ in range(2)
+        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, n=3, seed=7, **sampled) for _ in range(2)
     ]
     texts = [[choice.text for choice in run.choices] for run in runs]
     assert texts[0] == texts[1]

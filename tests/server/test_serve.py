@@ -137,7 +137,7 @@ def test_second_signal_ends_the_server_at_once(slow_core, tmp_path, count):
         async def run():
             answers, running = await _signal_during_streams(server, signal.SIGINT, _ENDLESS)
             assert server.process.stdout.readline().startswith("ready: ")
-            assert server.process.stdout.readline().startswith("shutting down: 4 requests")
+            assert server.process.stdout.readline().startswith("shutting down: finishing 4 requests, ")
             server.process.send_signal(signal.SIGINT)
             with contextlib.suppress(ConnectionResetError, ExceptionGroup):
                 await running

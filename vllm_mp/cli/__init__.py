@@ -8,17 +8,22 @@ Each command is a module of this package with `USAGE` (its main arguments), `HEL
 import argparse
 import importlib
 import io
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vllm_mp import __version__
+from vllm_mp.cli.command_parser import CommandParser
 from vllm_mp.errors import EngineError
+from vllm_mp.log_setup import set_up_log
 
-COMMANDS: Final = {name: name for name in ("pull", "generate", "chat", "engine", "serve", "keys", "env")}
+COMMANDS: Final = {
+    name: name for name in ("pull", "list", "rm", "generate", "chat", "engine", "serve", "ps", "keys", "env")
+}
 """The module of each command."""
+SERVICES: Final = ("engine", "serve")
+"""The commands that run until they are stopped; their log says what they do."""
 BENCHMARKS: Final = {
     name: f"bench_{name}" for name in ("latency", "throughput", "startup", "recovery", "frontend", "tokenizer")
 }
@@ -35,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         _prepare_streams()
-        logging.basicConfig(
-            level=os.environ.get("VLLM_MP_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s"
-        )
+        set_up_log(is_service=args.is_service)
         code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -71,7 +74,7 @@ def _prepare_streams() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vllm-mp",
         description="An LLM inference engine in two processes: if the process that computes dies, streams continue.",
     )
@@ -87,8 +90,9 @@ def _add_commands(commands: Any, modules: Mapping[str, str]) -> None:
     """Add a parser for each command in `modules` to `commands`, the result of `add_subparsers`."""
     for name, module_name in modules.items():
         module = importlib.import_module(f"{__name__}.{module_name}")
-        # The generated usage would list 60 flags, also before each error.
+        # The generated usage would list all flags.
         usage = f"%(prog)s {module.USAGE}".rstrip()
         command = commands.add_parser(name, usage=usage, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.add_help_all()
+        command.set_defaults(run=module.run, is_service=name in SERVICES)

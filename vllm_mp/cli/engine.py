@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from vllm_mp.config import ModelConfig
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineDeadError, EngineStartError
 from vllm_mp.model_store import cache_root
+from vllm_mp.server.console import finishing
 
 if TYPE_CHECKING:
     from vllm_mp.client.engine.shared_core import SharedCore
@@ -81,6 +83,9 @@ async def _keep(core: "SharedCore") -> int:
         if num_signals > 1:
             core.kill()
         elif number == signal.SIGINT:
+            if core.num_requests:
+                line_end = "\n" if sys.stderr.isatty() else ""  # after the terminal's "^C"
+                print(f"{line_end}{finishing(core.num_requests)}; Ctrl-C again stops now", file=sys.stderr, flush=True)
             core.drain()
         else:
             keeping.cancel()

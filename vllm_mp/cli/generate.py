@@ -3,8 +3,10 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, open_engine
+from vllm_mp.cli.model_argument import names_model, set_model
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.lora_request import LoRARequest, parse_adapter
@@ -12,18 +14,32 @@ from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
+    from vllm_mp.outputs import CompletionOutput
 
-USAGE = "PROMPT [OPTIONS]"
-HELP = "Stream the answer to a prompt."
+USAGE = "[MODEL] [PROMPT] [OPTIONS]"
+HELP = "Stream the answer to a prompt, or answer the prompts of a file."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="Prompt; - reads it from standard input (required)")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] [PROMPT]",
+        help="Prompt, after the model if both are given; a single argument that names a model is the model. Text that "
+        "is piped in is the prompt, or comes before it (default: the default model, and the piped text)",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="File of prompts, one in each line: texts, or JSON objects with prompt or messages, sampling parameters "
+        "and id; - reads standard input. Results are JSON lines in the same order (default: a single prompt)",
+    )
     parser.add_argument(
         "--chat",
         action="store_true",
         help="Put the prompt into the model's chat template (default: off)",
     )
+    add_connect_flags(parser)
     add_lora_flag(parser)
     add_sampling_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
@@ -50,13 +66,16 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
-    from vllm_mp.client.async_llm import AsyncLLM
-
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
+    model, given = split_words(args.words, takes_prompt=args.prompts is None)
+    set_model(args, model)
+    check_connect(args)
     lora = chosen_adapter(args)
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.prompts is not None:
+        return _answer_file(args, lora)
+    text = whole_prompt(given)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+        llm = open_engine(args)
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
             params = sampling_params(args, llm.model_config.default_sampling_params)
@@ -65,6 +84,83 @@ def run(args: argparse.Namespace) -> int:
         finally:
             llm.shutdown()
     return 0
+
+
+def _answer_file(args: argparse.Namespace, lora: LoRARequest | None) -> int:
+    """Answer the prompts of the file that --prompts names. Return 1 if one of them failed, else 0."""
+    import asyncio
+
+    import uvloop
+
+    from vllm_mp.cli.generate_lines import LineGenerator
+    from vllm_mp.client.progress_bar import ProgressBar
+
+    file: BinaryIO = open(0, "rb", closefd=False) if args.prompts == "-" else open(args.prompts, "rb")  # noqa: SIM115
+    shows_progress = sys.stderr.isatty() and not sys.stdout.isatty()
+    num_prompts = None
+    if shows_progress and file.seekable():
+        num_prompts = sum(not line.isspace() for line in file)
+        file.seek(0)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        llm = open_engine(args)
+        try:
+            params = sampling_params(args, llm.model_config.default_sampling_params)
+            bar = ProgressBar(shows_progress, num_prompts)
+            lines = LineGenerator(llm, params, bar, chat=args.chat, lora=lora)
+            runner.run(lines.run(file))
+        finally:
+            llm.shutdown()
+    if not lines.num_failed:
+        return 0
+    failed = f"{lines.num_failed} of {lines.num_written} prompts failed"
+    print(f"vllm-mp: {failed}; the results of these lines have an error", file=sys.stderr)
+    return 1
+
+
+def split_words(words: list[str], *, takes_prompt: bool = True) -> tuple[str | None, str | None]:
+    """Return the model and the prompt among the arguments, None for each that is not there.
+
+    Raises ValueError for more than two arguments, or without `takes_prompt` for more than a model.
+    """
+    if not takes_prompt:
+        if len(words) > 1:
+            raise ValueError(f"--prompts FILE replaces the prompt; leave out {words[1]!r:.100}")
+        return (words[0] if words else None), None
+    match words:
+        case []:
+            return None, None
+        case [word]:
+            return (word, None) if names_model(word) else (None, word)
+        case [model, prompt]:
+            return model, prompt
+    raise ValueError(
+        f"there must be at most a model and a prompt, got {len(words)} arguments; put quotes around a text"
+    )
+
+
+def whole_prompt(given: str | None) -> str:
+    """Return the prompt: the text that is piped in, then the `given` text, with a space between them.
+
+    Raises ValueError without any text, and for piped bytes that are not UTF-8.
+    """
+    piped = "" if sys.stdin.isatty() and given != "-" else _piped_text()
+    text = " ".join(part for part in (piped, "" if given == "-" else given) if part)
+    if not text:
+        raise ValueError("no prompt is given; write generate [MODEL] PROMPT, or pipe a text in")
+    return text
+
+
+def _piped_text() -> str:
+    """Return what standard input holds. Raises ValueError, with the place, if it is not UTF-8."""
+    text = sys.stdin.read()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = len(text[: error.start].encode())
+        raise ValueError(
+            f"standard input is not UTF-8 (byte {ord(text[error.start]) - 0xDC00:#x} at {place})"
+        ) from None
+    return text
 
 
 async def stream_completion(
@@ -77,9 +173,16 @@ async def stream_completion(
     """Give each piece of the completion to `show` when it arrives, and return the whole text."""
     pieces = []
     async for output in llm.generate(prompt, params, lora_request=lora):
-        pieces.append(output.outputs[0].text)
+        pieces.append(whole_text(output.outputs[0]))
         show(pieces[-1])
     return "".join(pieces)
+
+
+def whole_text(completion: "CompletionOutput") -> str:
+    """Return the text of a completion without a character at its end that max_tokens has cut."""
+    if completion.finish_reason == "length":
+        return completion.text.rstrip("\N{REPLACEMENT CHARACTER}")
+    return completion.text
 
 
 def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:

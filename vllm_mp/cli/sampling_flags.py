@@ -3,8 +3,10 @@
 import argparse
 from typing import Any
 
+from vllm_mp.options import FURTHER
 from vllm_mp.parameters import Integer, Number, Parameter, Strings
 from vllm_mp.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
+from vllm_mp.suggestions import did_you_mean
 
 _BY_FLAG = {
     parameter.flag or name.replace("_", "-"): (name, parameter)
@@ -12,35 +14,78 @@ _BY_FLAG = {
     if parameter.help is not None
 }
 
+_SWITCH = {"on": True, "true": True, "off": False, "false": False}
+_COMMON = ("temperature", "top-p", "top-k", "repetition-penalty", "max-tokens", "sampling-seed", "stop")
+"""The flags that the help of a command shows; `--help-all` shows the others too."""
+
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to `parser`.
 
     A flag that is not given has the value of the model's generation_config.json, or else the value for greedy sampling.
     """
-    group = parser.add_argument_group("sampling (defaults: the model's generation config, else the most likely token)")
+    common = parser.add_argument_group("sampling (defaults: the model's generation config, else the most likely token)")
+    further = parser.add_argument_group(FURTHER + "sampling options")
     for flag, (_, parameter) in _BY_FLAG.items():
-        group.add_argument(f"--{flag}", help=parameter.help, **_form_of(parameter))
+        group = common if flag in _COMMON else further
+        group.add_argument(f"--{flag}", help=_sentence(parameter.help or ""), **_form_of(parameter))
+
+
+def chosen_parameters(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters that the flags ask for, over the model's `defaults`."""
+    flags = {name: getattr(args, flag.replace("-", "_")) for flag, (name, _) in _BY_FLAG.items()}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return {"temperature": 0.0, "max_tokens": None} | defaults | given
 
 
 def sampling_params(args: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
-    """Return the parameters that the flags ask for, over the model's `defaults`, streamed as deltas.
+    """Return `chosen_parameters`, streamed as deltas. Raises ValueError or TypeError as `SamplingParams` does."""
+    return SamplingParams(**{"output_kind": RequestOutputKind.DELTA} | chosen_parameters(args, defaults))
 
-    Raises ValueError or TypeError as `SamplingParams` does.
+
+def parameter_names() -> list[str]:
+    """Return the names of the parameters that have a flag."""
+    return [name for name, _ in _BY_FLAG.values()]
+
+
+def parse_parameter(name: str, text: str) -> tuple[str, Any]:
+    """Return the name of the parameter and the value that `text` stands for; `name` may be that of its flag.
+
+    Raises ValueError for an unknown name, and for a text that is no value of the parameter's type.
     """
-    flags = {name: getattr(args, flag.replace("-", "_")) for flag, (name, _) in _BY_FLAG.items()}
-    given = {name: value for name, value in flags.items() if value is not None}
-    plain = {"temperature": 0.0, "max_tokens": None, "output_kind": RequestOutputKind.DELTA}
-    return SamplingParams(**(plain | defaults | given))
+    names = {flag: field for flag, (field, _) in _BY_FLAG.items()} | {field: field for field in parameter_names()}
+    if name not in names:
+        hint = did_you_mean(name, names) or f"; there are {', '.join(parameter_names())}"
+        raise ValueError(f"there is no parameter {name!r}{hint}")
+    field = names[name]
+    match PARAMETERS[field]:
+        case Integer():
+            convert: Any = int
+        case Number():
+            convert = float
+        case Strings():
+            return field, [text]
+        case _:
+            convert = _SWITCH.__getitem__
+    try:
+        return field, convert(text)
+    except (ValueError, KeyError):
+        kind = {int: "an integer", float: "a number"}.get(convert, "on or off")
+        raise ValueError(f"{field} must be {kind}, got {text!r}") from None
+
+
+def _sentence(text: str) -> str:
+    """Return `text` with a capital letter at its beginning."""
+    return text[:1].upper() + text[1:]
 
 
 def _form_of(parameter: Parameter) -> dict[str, Any]:
     """Return the arguments of `add_argument` that say how the flag is written."""
     match parameter:
         case Integer():
-            return {"type": int}
+            return {"type": int, "metavar": "N"}
         case Number():
-            return {"type": float}
+            return {"type": float, "metavar": "X"}
         case Strings():
             return {"action": "append", "metavar": "TEXT"}
         case _:

@@ -5,7 +5,7 @@
 
 from vllm_mp.model_store.cache import cache_root
 from vllm_mp.model_store.folder import TOKENIZER_FILES, has_tokenizer
-from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS
+from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS, recommended_generation_config
 from vllm_mp.model_store.resolve import resolve_model
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "TOKENIZER_FILES",
     "cache_root",
     "has_tokenizer",
+    "recommended_generation_config",
     "resolve_model",
 ]

@@ -4,6 +4,7 @@ An entry is a folder under its final name, and it is complete: it is prepared in
 renamed into place as the last act. Files that a killed process leaves behind have another name.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -11,7 +12,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_mp.model_store.progress import Progress
@@ -49,6 +49,8 @@ def build_once(folder: Path, build: Build, progress: Progress) -> Path:
     cannot be written or its disk is full, and any error that `build` raises.
     """
     if folder.is_dir():
+        with contextlib.suppress(OSError):  # a cache that only others can write
+            os.utime(folder)  # the time of the last use
         return folder
     workspace = folder.with_name(f".{folder.name}.partial")
     with _lock(folder.with_name(f".{folder.name}.lock"), folder.name, progress) as lock:
@@ -127,7 +129,7 @@ def disk_full(folder: Path, detail: str) -> OSError:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _lock(path: Path, subject: str, progress: Progress) -> Iterator[int]:
     """Hold the lock file `path` and yield its descriptor; announce a wait for the process that prepares `subject`."""
     try:

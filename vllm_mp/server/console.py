@@ -13,14 +13,16 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+def finishing(num_requests: int) -> str:
+    """Return the words that say that these requests are finished first."""
+    return f"finishing {num_requests} request{'' if num_requests == 1 else 's'}"
+
+
 def drain_line(num_live: int, options: ServerOptions) -> str:
     """Return what the operator is told when a drain begins."""
     if not num_live:
         return "shutting down"
-    return (
-        f"shutting down: {num_live} requests have up to {options.drain_timeout:g} s to end; a second signal (Ctrl-C) "
-        "ends them now"
-    )
+    return f"shutting down: {finishing(num_live)}, for up to {options.drain_timeout:g} s; Ctrl-C again stops now"
 
 
 def ready_line(name: str, options: ServerOptions, url: str) -> str:

@@ -1,7 +1,6 @@
 """`python -m vllm_mp.server.front`: a front process, one of several that share a core and a port."""
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -12,6 +11,7 @@ import uvloop
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.errors import EngineError
+from vllm_mp.log_setup import set_up_log
 from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
 from vllm_mp.server.run import ServerProcess
 from vllm_mp.server.security import tls_context
@@ -71,9 +71,7 @@ async def _main() -> int:
 
 def main() -> int:
     """Run the front process that the launch line describes; return the exit code."""
-    logging.basicConfig(
-        level=os.environ.get("VLLM_MP_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    set_up_log(is_service=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(_main())

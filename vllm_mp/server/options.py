@@ -14,12 +14,15 @@ class ServerOptions(Options):
 
     CLI_GROUP = "server options"
 
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every address of the machine")
-    port: int = option(8000, "Port to listen on; 0: a free port that the system chooses", low=0, high=65_535)
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every address of the machine", subject="server")
+    port: int = option(
+        8000, "Port to listen on; 0: a free port that the system chooses", low=0, high=65_535, subject="server"
+    )
     connect: str | None = option(
         None,
         "Address of a running core to serve, as given to `vllm-mp engine --listen`; by default a core is started. With "
         "this option, the engine options of that core apply",
+        subject="server",
     )
     key_file: str | None = option(
         None, "Key file of this client, as `vllm-mp keys client` makes it; required if connect names a tcp:// address"
@@ -27,11 +30,14 @@ class ServerOptions(Options):
     core_owner: str | None = option(
         None, "User beside this one and root who may own the Unix socket that connect names; by default no other user"
     )
-    api_server_count: int = option(1, "Number of server processes that share the port and the core", low=1, high=256)
+    api_server_count: int = option(
+        1, "Number of server processes that share the port and the core", low=1, high=256, subject="server"
+    )
     api_key: tuple[str, ...] = option(
         (),
         "Key that requests must carry as `Authorization: Bearer KEY`; give it several times for several keys. Keys are "
         "also read from VLLM_API_KEY and VLLM_MP_API_KEY; by default no key is needed",
+        subject="server",
     )
     api_key_file: str | None = option(None, "File of further keys, one in each line")
     ssl_certfile: str | None = option(None, "Certificate chain in PEM format; with it the server speaks HTTPS only")

@@ -238,6 +238,7 @@ class StandInHandler:
     """Has no clients; runs one of `actions` between two steps, and stops the core when there is no work."""
 
     num_dropped = num_clients = 0
+    is_shared = False
 
     def __init__(self):
         self.published = []

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from vllm_mp import config_resolution
 from vllm_mp.config import VllmConfig
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.sampling_params import PARAMETERS, SamplingParams
@@ -94,6 +95,22 @@ def test_defaults_of_the_folder_can_be_ignored(defaults):
     assert defaults(SAMPLED, generation_config="vllm") == {}
     override = {"top_k": 3}
     assert defaults(SAMPLED, generation_config="vllm", override_generation_config=override) == {"top_k": 3}
+
+
+def test_alias_has_the_defaults_that_its_makers_recommend_and_a_file_replaces_them(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(config_resolution, "resolve_model", lambda *_, **__: tmp_path)
+
+    def defaults(**options):
+        args = AsyncEngineArgs(model="SmolLM2-135M-Instruct", load_format="dummy", **options)
+        return args.create_engine_config().model_config.default_sampling_params
+
+    assert defaults() == {"temperature": 0.2, "top_p": 0.9}
+    assert defaults(override_generation_config={"temperature": 0.5}) == {"temperature": 0.5, "top_p": 0.9}
+    assert defaults(generation_config="vllm") == {}
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.3}')
+    assert defaults() == {"temperature": 0.3, "top_p": 0.9}
+    assert defaults(generation_config=str(tmp_path)) == {"temperature": 0.3}
 
 
 def test_defaults_can_come_from_another_folder(defaults, tmp_path):

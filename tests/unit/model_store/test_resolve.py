@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS, cache_root, resolve, resolve_model
-from vllm_mp.model_store.package import PackagedModel, fetch_package, is_prepared
+from vllm_mp.model_store.package import PackagedModel, fetch_package, packaged_folder
 from vllm_mp.model_store.progress import Progress
 
 
@@ -225,7 +225,6 @@ def test_fetched_package_is_used_without_another_download_and_then_removed(
 ) -> None:
     fetched = fetch_package("some", cache, Progress())
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    assert not is_prepared("some", cache)
     assert (resolve_model("some") / "config.json").read_bytes() == b"{}"
-    assert is_prepared("some", cache)
+    assert packaged_folder("some", cache).is_dir()
     assert not fetched.exists()

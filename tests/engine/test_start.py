@@ -1,0 +1,84 @@
+"""`AsyncLLM.start` and `AsyncLLM.aconnect` in a running event loop, which goes on meanwhile."""
+
+import asyncio
+import contextlib
+
+import psutil
+import pytest
+
+from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineStartError
+from vllm_mp.testing.engines import ENGINE, answer, eventually, greedy, replay_core
+
+PROMPT = {"prompt_token_ids": [300, 301]}
+
+
+def core_processes():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+async def as_result(value):
+    return value
+
+
+def test_other_tasks_run_while_an_engine_starts_and_its_block_ends_the_core(small_model):
+    args = AsyncEngineArgs(model=str(small_model), **ENGINE)
+    before = core_processes()
+
+    async def run():
+        num_turns = 0
+        starting = asyncio.create_task(AsyncLLM.start(args))
+        while not starting.done():
+            num_turns += 1
+            await asyncio.sleep(0.001)
+        async with await starting as llm:
+            assert len((await answer(llm, "Hello", greedy(4, ignore_eos=True))).outputs[0].token_ids) == 4
+            assert core_processes() > before
+        assert core_processes() == before
+        return num_turns
+
+    assert asyncio.run(run()) > 10
+
+
+def test_cancelled_start_leaves_no_core(small_model):
+    args = AsyncEngineArgs(model=str(small_model), **ENGINE)
+    before = core_processes()
+
+    async def run():
+        starting = asyncio.create_task(AsyncLLM.start(args))
+        await eventually(lambda: as_result(core_processes() > before))
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(run())
+    assert core_processes() == before
+
+
+def test_other_tasks_run_while_a_connection_waits_for_a_core(default_model, tmp_path):
+    async def run():
+        with contextlib.ExitStack() as stack:
+            connecting = asyncio.create_task(AsyncLLM.aconnect(f"ipc://{tmp_path}/replay.sock", timeout=60))
+            await asyncio.sleep(0)
+            # The core starts only if this task runs while the connection waits.
+            stack.enter_context(replay_core(tmp_path))
+            async with await connecting as llm:
+                assert len((await answer(llm, PROMPT, greedy(4, ignore_eos=True))).outputs[0].token_ids) == 4
+
+    asyncio.run(run())
+
+
+def test_connection_that_waits_for_a_core_can_be_cancelled_and_a_core_that_is_not_there_is_an_error(tmp_path):
+    address = f"ipc://{tmp_path}/no.sock"
+
+    async def run():
+        connecting = asyncio.create_task(AsyncLLM.aconnect(address, timeout=3600))
+        await asyncio.sleep(0)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        with pytest.raises(EngineStartError, match=r"did not answer|no core"):
+            await AsyncLLM.aconnect(address, timeout=0)
+        with pytest.raises(TypeError, match="tokeniser"):
+            await AsyncLLM.aconnect(address, tokeniser="x")
+
+    asyncio.run(run())

@@ -1,0 +1,97 @@
+"""What the shell commands say about wrong arguments, and which options their help shows."""
+
+import argparse
+import dataclasses
+import re
+
+import pytest
+
+from vllm_mp import AsyncEngineArgs, cli
+
+FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
+WITH_ENGINE_OPTIONS = [["chat"], ["generate"], ["engine"], ["serve"], ["bench", "latency"], ["bench", "throughput"]]
+
+
+def output_of(capsys, *argv):
+    """Return the exit code, stdout and stderr of a command line that ends in the parser."""
+    with pytest.raises(SystemExit) as ended:
+        cli.parser().parse_args(argv)
+    return ended.value.code, *capsys.readouterr()
+
+
+def flags_in(text):
+    return set(re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("chat --modl x", "vllm-mp chat: unknown option --modl; did you mean `--model`?"),
+        ("serve --modl=x", "vllm-mp serve: unknown option --modl; did you mean `--model`?"),
+        (
+            "bench latency --xyzzy",
+            "unknown option --xyzzy; see vllm-mp bench latency --help-all",
+        ),
+        ("env --xyzzy", "vllm-mp env: unknown option --xyzzy; see vllm-mp env --help"),
+        ("engine --listen a --max-model-len x", "vllm-mp engine: --max-model-len must be an integer, got 'x'"),
+        ("chat --temperature hot", "vllm-mp chat: --temperature must be a number, got 'hot'"),
+        ("chat --override-generation-config x", "--override-generation-config must be a JSON object, got 'x'"),
+        ("chat --max-model-len", "vllm-mp chat: --max-model-len N: expected one argument; see vllm-mp chat --help"),
+        ("engine", "vllm-mp engine: missing --listen; see vllm-mp engine --help"),
+        ("", "vllm-mp: missing COMMAND; see vllm-mp --help"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_one_line_with_exit_code_2(command_line, message, capsys):
+    code, stdout, stderr = output_of(capsys, *command_line.split())
+    assert (code, stdout) == (2, "")
+    assert stderr.endswith(message + "\n")
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command_line", "suggestion", "allowed"),
+    [
+        ("chta", "chat", "serve"),
+        ("bench latancy", "latency", "recovery"),
+        ("keys alow", "allow", "revoke"),
+        ("chat --dtype flaot16", "float16", "bfloat16"),
+        ("chat --dtype FLOAT-16", "float16", "bfloat16"),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_all_choices_and_the_closest(command_line, suggestion, allowed, capsys):
+    code, _, stderr = output_of(capsys, *command_line.split())
+    assert code == 2
+    assert f"got '{command_line.split()[-1]}'; did you mean `{suggestion}`?\n" in stderr
+    assert f", {allowed}, " in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_flags_with_underscores_are_accepted():
+    assert cli.parser().parse_args(["chat", "--max_model_len", "512"]).max_model_len == 512
+
+
+@pytest.mark.parametrize("command", WITH_ENGINE_OPTIONS, ids=" ".join)
+def test_help_shows_the_common_options_and_help_all_every_served_option(command, capsys):
+    code, common, _ = output_of(capsys, *command, "--help")
+    assert code == 0
+    code, full, _ = output_of(capsys, *command, "--help-all")
+    assert code == 0
+    of_engine = {"--" + name.replace("_", "-"): field.metadata for name, field in FIELDS.items()}
+    shown = {flag for flag, metadata in of_engine.items() if metadata["subject"]}
+    served = {flag for flag, metadata in of_engine.items() if not metadata["unserved"]}
+    assert flags_in(common) & of_engine.keys() == shown
+    assert flags_in(full) & of_engine.keys() == served
+    assert flags_in(common) < flags_in(full)
+    assert 15 <= len(flags_in(common)) <= 30
+    assert "\nmodel:\n" in common
+    assert "\nmemory and load:\n" in common
+
+
+def test_an_option_that_is_not_served_is_refused_by_name(capsys):
+    assert cli.main(["chat", "--swap-space", "3"]) == 2
+    assert "swap_space=3.0 is not served" in capsys.readouterr().err
+
+
+def test_the_parser_of_a_program_shows_every_engine_option():
+    text = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser()).format_help()
+    assert flags_in(text) >= {"--" + name.replace("_", "-") for name in FIELDS}

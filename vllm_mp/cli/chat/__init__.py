@@ -1,0 +1,83 @@
+"""The command `chat`: a conversation with a model in the terminal."""
+
+import argparse
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from vllm_mp.cli.chat.commands import EndOfChat, completions, message_in, run_if_command
+from vllm_mp.cli.chat.sampling_defaults import chat_defaults
+from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, open_engine
+from vllm_mp.cli.generate import add_lora_flag, chat_prompt, chosen_adapter
+from vllm_mp.cli.model_argument import set_model
+from vllm_mp.cli.sampling_flags import add_sampling_flags, chosen_parameters, sampling_params
+from vllm_mp.engine_args import AsyncEngineArgs
+
+if TYPE_CHECKING:
+    from vllm_mp.cli.chat.prompt_line import PromptLine
+    from vllm_mp.cli.chat.session import ChatSession
+
+USAGE = "[MODEL] [OPTIONS]"
+HELP = "Chat with a model in the terminal."
+
+_INSTRUCTIONS = "/help lists the commands, /bye or Ctrl-D leaves the chat, Ctrl-C stops an answer."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_argument", nargs="?", metavar="MODEL", help="Model, as --model names it (default: the default model)"
+    )
+    parser.add_argument("--system", help="System message; by default the chat template's own")
+    add_connect_flags(parser)
+    parser.add_argument(
+        "--verbose", action="store_true", help="Show tokens per second and times after each answer (default: off)"
+    )
+    add_lora_flag(parser)
+    add_sampling_flags(parser)
+    AsyncEngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import asyncio
+
+    import uvloop
+
+    from vllm_mp.cli.chat.conversation import Conversation
+    from vllm_mp.cli.chat.prompt_line import prompt_line
+    from vllm_mp.cli.chat.screen import Screen
+    from vllm_mp.cli.chat.session import ChatSession
+
+    sampling_params(args, {})  # refuses a wrong flag before the engine starts
+    set_model(args, args.model_argument)
+    check_connect(args)
+    lora = chosen_adapter(args)
+    screen = Screen()
+    if "VLLM_MP_LOG_LEVEL" not in os.environ:
+        # The chat itself shows that a core was replaced; an error that ends the engine is raised.
+        logging.getLogger("vllm_mp").setLevel(logging.CRITICAL)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        llm = open_engine(args)
+        try:
+            chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a model without a template
+            lines = prompt_line(completions, _INSTRUCTIONS)
+            if sys.stdin.isatty():
+                screen.note(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")
+            parameters = chosen_parameters(args, chat_defaults(llm.model_config.default_sampling_params))
+            session = ChatSession(runner, llm, Conversation(args.system, parameters), screen, lora, args.verbose)
+            _converse(session, lines)
+        finally:
+            llm.shutdown()
+    return 0
+
+
+def _converse(session: "ChatSession", lines: "PromptLine") -> None:
+    """Answer messages and carry out commands until the user leaves."""
+    while (line := lines.read()) is not None:
+        try:
+            if line and not run_if_command(session, line, lines):
+                session.ask(message_in(line), lines)
+        except EndOfChat:
+            return
+        except (ValueError, TypeError) as error:
+            session.screen.complain(str(error))

@@ -1,0 +1,162 @@
+"""The commands of a chat: lines that begin with "/"."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_mp.cli.chat.prompt_line import PromptLine
+from vllm_mp.cli.generate import chat_prompt
+from vllm_mp.cli.sampling_flags import parameter_names, parse_parameter
+from vllm_mp.counted import counted
+from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from vllm_mp.cli.chat.session import ChatSession
+
+_COMMAND = re.compile(r"/(?!/)[^\s/]*(?=\s|$)")
+"""A path such as /etc/hosts is no command."""
+_ON = {"on": True, "true": True, "off": False, "false": False}
+
+
+class EndOfChat(Exception):
+    """The user has left the chat."""
+
+
+class Command(NamedTuple):
+    """What a command is called with, and what it does."""
+
+    arguments: str
+    meaning: str
+    run: Callable[["ChatSession", str, PromptLine], None]
+
+
+def run_if_command(session: "ChatSession", line: str, prompt_line: PromptLine) -> bool:
+    """Carry out `line` if it is a command; return whether it is.
+
+    Raises ValueError for an unknown command or arguments that it does not take, and EndOfChat at the end.
+    """
+    if (match := _COMMAND.match(line)) is None:
+        return False
+    name, arguments = match[0], line[match.end() :].strip()
+    if (command := COMMANDS.get(_ALIASES.get(name, name))) is None:
+        hint = did_you_mean(name, [*COMMANDS, *_ALIASES]) or "; /help lists the commands"
+        raise ValueError(f"there is no command {name}{hint} (// begins a message that begins with /)")
+    if arguments and not command.arguments:
+        raise ValueError(f"{name} takes no arguments, got {arguments!r:.100}")
+    command.run(session, arguments, prompt_line)
+    return True
+
+
+def message_in(line: str) -> str:
+    """Return the message in a line that is no command: "//" stands for a "/" at its beginning."""
+    return line[1:] if line.startswith("//") else line
+
+
+def completions(text: str) -> Sequence[str]:
+    """Return the words that may stand in the place of the last word of `text`: commands and their arguments."""
+    words = text.split(" ")
+    if not text.startswith("/") or "\n" in text:
+        return []
+    if len(words) == 1:
+        candidates: list[str] = [*COMMANDS]
+    elif words[0] == "/set" and len(words) == 2:
+        candidates = [*parameter_names(), "system", "verbose"]
+    else:
+        return []
+    return [word for word in candidates if word.startswith(words[-1])]
+
+
+def _help(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:
+    rows = [(f"{name} {command.arguments}".rstrip(), command.meaning) for name, command in COMMANDS.items()]
+    rows += [('"""', "begins and ends a message of several lines; so do Alt-Enter, or \\ before Enter")]
+    rows += [("Ctrl-C", "stops an answer"), ("Ctrl-D", "leaves the chat")]
+    width = max(len(left) for left, _ in rows) + 2
+    session.screen.note("\n".join(f"{left:<{width}}{right}" for left, right in rows))
+
+
+def _bye(_session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:
+    raise EndOfChat
+
+
+def _clear(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:
+    session.conversation.messages.clear()
+    session.screen.note("(the conversation is forgotten)")
+
+
+def _retry(session: "ChatSession", _arguments: str, prompt_line: PromptLine) -> None:
+    session.retry(prompt_line)
+
+
+def _system(session: "ChatSession", text: str, _prompt_line: PromptLine) -> None:
+    session.conversation.system = text or None
+    session.screen.note("(the system message is set)" if text else "(there is no system message of this chat)")
+
+
+def _set(session: "ChatSession", arguments: str, prompt_line: PromptLine) -> None:
+    name, _, value = arguments.removeprefix("parameter ").strip().partition(" ")
+    value = value.strip()
+    if name == "system":
+        _system(session, value, prompt_line)
+    elif name in ("verbose", "quiet"):
+        if value not in ("", *_ON):
+            raise ValueError(f"{name} must be on or off, got {value!r}")
+        session.is_verbose = _ON.get(value, True) == (name == "verbose")
+        session.screen.note(f"(verbose is {'on' if session.is_verbose else 'off'})")
+    elif not name or not value:
+        raise ValueError(f"/set needs a parameter and a value; parameters are {', '.join(parameter_names())}")
+    else:
+        field, parsed = parse_parameter(name, value)
+        changed = session.conversation.parameters | {field: parsed}
+        SamplingParams(**changed)  # refuses a value out of range
+        session.conversation.parameters = changed
+        session.screen.note(f"({field} is {json.dumps(parsed)})")
+
+
+def _show(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:
+    conversation, config = session.conversation, session.llm.model_config
+    used = len(chat_prompt(session.llm, conversation.to_send())) if conversation.messages else 0
+    chosen = {name: value for name, value in sorted(conversation.parameters.items()) if value is not None}
+    parameters = ", ".join(f"{name} {json.dumps(value)}" for name, value in chosen.items())
+    rows: list[tuple[str, Any]] = [
+        ("model", config.served_model_name),
+        ("system", conversation.system or "(the chat template's own)"),
+        ("parameters", parameters or "(defaults)"),
+        ("messages", len(conversation.messages)),
+        ("context", f"{used} of {config.max_model_len} tokens"),
+    ]
+    session.screen.note("\n".join(f"{name:<12}{value}" for name, value in rows))
+
+
+def _save(session: "ChatSession", file: str, _prompt_line: PromptLine) -> None:
+    path = _file(file)
+    session.conversation.save(path, session.llm.model_config.served_model_name)
+    session.screen.note(f"(saved in {path})")
+
+
+def _load(session: "ChatSession", file: str, _prompt_line: PromptLine) -> None:
+    path = _file(file)
+    session.conversation.load(path)
+    session.screen.note(f"(loaded {counted(len(session.conversation.messages), 'message')} from {path})")
+
+
+def _file(file: str) -> Path:
+    if not file:
+        raise ValueError("give the name of a file, as in /save chat.json")
+    return Path(file).expanduser()
+
+
+COMMANDS = {
+    "/help": Command("", "lists the commands", _help),
+    "/bye": Command("", "leaves the chat", _bye),
+    "/clear": Command("", "forgets the conversation", _clear),
+    "/retry": Command("", "answers the last message again", _retry),
+    "/system": Command("TEXT", "sets the system message; without TEXT there is none", _system),
+    "/set": Command("NAME VALUE", "sets a sampling parameter, system, or verbose (on, off)", _set),
+    "/show": Command("", "shows the model, the parameters, and how full the context is", _show),
+    "/save": Command("FILE", "keeps the conversation in a file", _save),
+    "/load": Command("FILE", "continues the conversation in a file", _load),
+}
+_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}

@@ -1,0 +1,194 @@
+"""Where the user's messages come from: a line editor on a terminal, or the lines of standard input."""
+
+import codecs
+import contextlib
+import os
+import re
+import select
+import sys
+import termios
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from prompt_toolkit.completion import Completer
+
+_QUOTES = '"""'
+"""A message may begin and end with these, and have any number of lines between them."""
+_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|.)?")
+
+
+class PromptLine(Protocol):
+    """Reads the user's messages."""
+
+    def read(self) -> str | None:
+        """Return the next message without surrounding white space; None at the end of the input."""
+
+    def while_answering(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the time of an answer, in which keys of the user do not appear in the answer."""
+
+
+def prompt_line(completions: Callable[[str], Sequence[str]], help_line: str) -> PromptLine:
+    """Return what reads from standard input.
+
+    `completions` returns the words that may stand in the place of the last word of a text. `help_line` is shown when
+    Ctrl-C is pressed at an empty prompt.
+    """
+    if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        return _Editor(completions, help_line)
+    return _Lines(help_line)
+
+
+class _Lines:
+    """Each line of standard input is a message."""
+
+    def __init__(self, help_line: str) -> None:
+        self._help_line = help_line
+
+    def read(self) -> str | None:
+        while True:
+            try:
+                return input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                print("\n" + self._help_line)
+
+    def while_answering(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _Editor:
+    """A line editor with history, completion, and messages of several lines.
+
+    Enter sends the message, unless it begins with triple quotes that do not end yet; Alt-Enter, or a backslash before
+    Enter, begins a new line. A pasted text of several lines is one message.
+    """
+
+    def __init__(self, completions: Callable[[str], Sequence[str]], help_line: str) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+        self._help_line = help_line
+        self._typed = ""
+        """What the user typed during the last answer; the next prompt begins with it."""
+        path = _history_file()
+        history: History = InMemoryHistory() if path is None else FileHistory(path)
+        self._session: PromptSession[str] = PromptSession(
+            "> ",
+            history=history,
+            completer=_completer(completions),
+            complete_while_typing=True,
+            multiline=True,
+            prompt_continuation=lambda width, _number, _wraps: "… ".ljust(width)[:width],
+            key_bindings=_key_bindings(),
+            enable_history_search=False,
+            reserve_space_for_menu=4,
+        )
+
+    def read(self) -> str | None:
+        while True:
+            typed, self._typed = self._typed, ""
+            try:
+                text = self._session.prompt(default=typed)
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                if not self._session.default_buffer.text:
+                    print(self._help_line)
+                continue
+            return _unquoted(text.strip())
+
+    @contextlib.contextmanager
+    def while_answering(self) -> Iterator[None]:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+        silent = [*before[:6], list(before[6])]
+        # Ctrl-C still is a signal, but does not discard what was typed before it.
+        silent[3] = (silent[3] & ~(termios.ECHO | termios.ICANON)) | termios.NOFLSH
+        silent[6][termios.VMIN], silent[6][termios.VTIME] = 1, 0
+        termios.tcsetattr(descriptor, termios.TCSANOW, silent)
+        try:
+            yield
+        finally:
+            self._typed = _pending_text(descriptor)
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def _pending_text(descriptor: int) -> str:
+    """Return what was typed and not read, without the keys that are no text."""
+    pending = b""
+    while select.select([descriptor], [], [], 0)[0]:
+        chunk = os.read(descriptor, 4096)
+        if not chunk:
+            break
+        pending += chunk
+    text = _ESCAPE_SEQUENCE.sub("", codecs.decode(pending, "utf-8", "ignore")).replace("\r", "\n")
+    return "".join(character for character in text if character == "\n" or character.isprintable()).strip("\n")
+
+
+def _unquoted(text: str) -> str:
+    """Return the message between triple quotes, or `text` if it has none."""
+    if len(text) >= 2 * len(_QUOTES) and text.startswith(_QUOTES) and text.endswith(_QUOTES):
+        return text[len(_QUOTES) : -len(_QUOTES)].strip("\n")
+    return text
+
+
+def _is_open(text: str) -> bool:
+    """Return whether `text` begins with triple quotes and does not end with others."""
+    text = text.strip()
+    return text.startswith(_QUOTES) and not (len(text) >= 2 * len(_QUOTES) and text.endswith(_QUOTES))
+
+
+def _key_bindings() -> Any:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.current_line_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor(1)
+            buffer.insert_text("\n")
+        elif _is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+def _completer(completions: Callable[[str], Sequence[str]]) -> "Completer":
+    from prompt_toolkit.completion import Completer, Completion
+    from prompt_toolkit.document import Document
+
+    class Commands(Completer):
+        def get_completions(self, document: Document, _event: object) -> Iterator[Completion]:
+            text = document.text_before_cursor
+            last_word = text.rsplit(" ", 1)[-1]
+            for word in completions(text):
+                yield Completion(word, start_position=-len(last_word))
+
+    return Commands()
+
+
+def _history_file() -> Path | None:
+    """Return the file of earlier messages, which only its owner can read; None if it cannot be made.
+
+    It is in `$XDG_STATE_HOME/vllm_mp`, by default `~/.local/state/vllm_mp`.
+    """
+    try:
+        base = os.environ.get("XDG_STATE_HOME")
+        folder = (Path(base).expanduser() if base else Path.home() / ".local/state") / "vllm_mp"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / "chat_history"
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except (OSError, RuntimeError):
+        return None
+    return path
