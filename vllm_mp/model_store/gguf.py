@@ -69,9 +69,9 @@ def remove_older(folder: Path) -> None:
     stem = folder.name.rpartition("-v")[0]
     for older in folder.parent.glob(f"{stem}-v*"):
         version = older.name.removeprefix(f"{stem}-v")
-        if version.isdecimal() and int(version) < _CONVERTER_VERSION:
-            if time.time() - older.stat().st_mtime > _KEPT_SECONDS:
-                shutil.rmtree(older, ignore_errors=True)  # a cache that is read-only keeps it
+        is_older = version.isdecimal() and int(version) < _CONVERTER_VERSION
+        if is_older and time.time() - older.stat().st_mtime > _KEPT_SECONDS:
+            shutil.rmtree(older, ignore_errors=True)  # a cache that is read-only keeps it
 
 
 def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) -> Path:
