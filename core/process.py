@@ -21,6 +21,7 @@ import msgspec
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core_description import CoreDescription
 from vllm_mp.core_launch import CoreLaunch
 from vllm_mp.status_page import CoreState, StatusPage
 
@@ -99,6 +100,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
         _note_signals(page)
+        page.describe(_description(launch))
         page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
         core = _load(launch, page, handler, bound, stop)
         if core is not None:
@@ -122,6 +124,19 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         return True
     finally:
         bound.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
+
+
+def _description(launch: CoreLaunch) -> CoreDescription:
+    """Return what the core says of itself on its status page."""
+    model = launch.config.model_config
+    return CoreDescription(
+        model=model.served_model_name,
+        folders=[model.path, model.tokenizer],
+        address=launch.public.address if launch.public is not None else "",
+        parent_pid=launch.parent_pid,
+        num_restarts=0 if launch.predecessor is None else launch.predecessor.num_restarts,
+        started=time.time(),
+    )
 
 
 def _note_signals(page: StatusPage) -> None:

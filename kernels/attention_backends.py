@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import flash, reference
 from vllm_mp.kernels.attention_metadata import PagedAttention
 from vllm_mp.kernels.cpu import attention as cpu_attention
-from vllm_mp.kernels.cpu.library import DTYPES, VARIABLE, Library, library
+from vllm_mp.kernels.cpu.library import DTYPES, Library, library
 from vllm_mp.kernels.triton import available as triton
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,9 @@ def _cpu(case: Case) -> AttentionBackend:
 
 def _torch(case: Case) -> AttentionBackend:
     if _cpp_kernels(case) is not None:
-        raise LookupError(f"on this CPU C++ kernels compute whole layers; set {VARIABLE}=none in the environment")
+        raise LookupError(
+            f"on this CPU C++ kernels compute whole layers; set {KERNELS_VARIABLE}=none in the environment"
+        )
     return AttentionBackend(TORCH, reference.paged_attention, isolates=not case.kv_shapes)
 
 

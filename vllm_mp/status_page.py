@@ -11,6 +11,7 @@ import contextlib
 import enum
 import mmap
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,11 +21,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.core_description import CoreDescription
 from vllm_mp.file_owner import trusted_owners
 from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.wire import MAX_CLIENTS, MAX_CONVICTED_DEATHS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
-_MAGIC = 0x564D_5053_0004
+_MAGIC_OF_VERSION_0 = 0x564D_5053_0000
+VERSION = 5
+"""Version of the layout of the page."""
+_MAGIC = _MAGIC_OF_VERSION_0 + VERSION
 _HEADER_BYTES = 4096
 MAX_STEP_REQUESTS = 65_536
 """Maximum number of requests on the page; further requests of the steps are left out."""
@@ -43,7 +48,9 @@ _CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
 _ADAPTERS_OFFSET = _CLIENTS_OFFSET + _CLIENT.itemsize * MAX_CLIENTS
 MAX_ADAPTER_BYTES = 2**18
 """Maximum size of the records of the known adapters on the page."""
-_SIZE = _ADAPTERS_OFFSET + 2 * MAX_ADAPTER_BYTES
+_DESCRIPTION_OFFSET = _ADAPTERS_OFFSET + 2 * MAX_ADAPTER_BYTES
+_MAX_DESCRIPTION_BYTES = 2**16
+_SIZE = _DESCRIPTION_OFFSET + _MAX_DESCRIPTION_BYTES
 
 
 class CoreState(enum.IntEnum):
@@ -91,6 +98,8 @@ class _Field(enum.IntEnum):
     """Two times the size in bytes of the records of adapters, plus the number of the half that holds them, 0 or 1.
 
     0: none were noted. The other half is written first, so that a core that is killed leaves complete records."""
+    DESCRIPTION = 22
+    """Size in bytes of the description; 0: it is not known yet, or does not fit on the page."""
 
 
 class SleepState(NamedTuple):
@@ -179,6 +188,9 @@ class StatusPage:
         self._adapters: npt.NDArray[np.uint8] = np.frombuffer(
             memory, np.uint8, count=2 * MAX_ADAPTER_BYTES, offset=_ADAPTERS_OFFSET
         ).reshape(2, -1)
+        self._description: npt.NDArray[np.uint8] = np.frombuffer(
+            memory, np.uint8, count=_MAX_DESCRIPTION_BYTES, offset=_DESCRIPTION_OFFSET
+        )
 
     @classmethod
     def create(cls, path: str | None, incarnation: int) -> "StatusPage":
@@ -230,6 +242,16 @@ class StatusPage:
             os.close(descriptor)
         return page if page._header[_Field.MAGIC] == _MAGIC else None
 
+    @staticmethod
+    def version_at(path: Path) -> int | None:
+        """Return the version of the page at `path`, which `open` refuses unless it is `VERSION`; None without a page.
+
+        Raises OSError if the file cannot be read.
+        """
+        with path.open("rb") as file:
+            version = int.from_bytes(file.read(8), sys.byteorder) - _MAGIC_OF_VERSION_0
+        return version if 0 < version < 2**16 else None
+
     def enter(self, state: CoreState, load_progress: float = 0.0) -> None:
         """Publish that the core has entered `state`, and beat.
 
@@ -245,6 +267,24 @@ class StatusPage:
     def beat(self) -> None:
         """Publish that the core is alive."""
         self._header[_Field.HEARTBEAT_NS] = time.monotonic_ns()
+
+    def describe(self, description: CoreDescription) -> None:
+        """Publish what the core says of itself; call this once."""
+        data = msgspec.msgpack.encode(description)
+        if len(data) <= _MAX_DESCRIPTION_BYTES:
+            self._description[: len(data)] = np.frombuffer(data, np.uint8)
+            self._header[_Field.DESCRIPTION] = len(data)
+
+    @property
+    def description(self) -> CoreDescription | None:
+        """What the core says of itself; None if it is not known."""
+        data = self._description[: int(self._header[_Field.DESCRIPTION])].tobytes()
+        return msgspec.msgpack.decode(data, type=CoreDescription) if data else None
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients of the core."""
+        return int(np.count_nonzero(self._clients["next_number"]))
 
     def note_suspension(self, suspension: Suspension) -> None:
         """Publish the pause and the sleep in force, and the latest calls, at most `MAX_NOTED_CALLS`."""

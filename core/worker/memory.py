@@ -2,13 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import torch
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.lora.targets import num_bytes
+from vllm_mp.host_memory import host_memory
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 _CPU_CACHE_LIMIT = 4 * 2**30
@@ -91,14 +91,7 @@ def memory_to_start(config: VllmConfig) -> Iterator[None]:
 
 def available_memory() -> int:
     """Return the bytes of host memory that can be allocated without swapping, within the limit of the control group."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
-    except OSError:
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+    return host_memory().available
 
 
 def free_cuda_memory(device: torch.device) -> int:

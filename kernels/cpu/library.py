@@ -12,19 +12,11 @@ from typing import Any, Final
 
 import torch
 
-from vllm_mp.cpu_info import cpu_flags
+from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, runnable_builds
 
 logger = logging.getLogger(__name__)
 
-VARIABLE: Final = "VLLM_MP_CPU_KERNELS"
-"""Environment variable: the name of a build, `none` for torch, or `triton` for Triton's kernels in its interpreter."""
 TRITON: Final = "triton"
-_NEEDS: Final = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
-    "avx2": {"avx2", "fma", "f16c"},
-    "portable": set[str](),
-}
-"""The builds, the fastest first, and the processor flags that each needs."""
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -188,11 +180,11 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """Return the fastest build that this processor runs, or the build that `VARIABLE` names; None for torch.
+    """Return the fastest build that this processor runs, or the build that `KERNELS_VARIABLE` names; None for torch.
 
-    Raises ValueError if `VARIABLE` names a build that is unknown, cannot run here, or was not built.
+    Raises ValueError if `KERNELS_VARIABLE` names a build that is unknown, cannot run here, or was not built.
     """
-    chosen = os.environ.get(VARIABLE)
+    chosen = os.environ.get(KERNELS_VARIABLE)
     if chosen == "none":
         return None
     if chosen == TRITON:
@@ -203,23 +195,23 @@ def library() -> Library | None:
         if found is None:
             logger.warning("the C++ kernels are not built, so torch computes, several times slower; %s", _REMEDY)
         return found
-    if chosen not in _NEEDS:
-        raise ValueError(f"{VARIABLE}={chosen!r}: give one of {', '.join(_NEEDS)}, none, {TRITON}")
+    if chosen not in KERNEL_BUILDS:
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: give one of {', '.join(KERNEL_BUILDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
         builds = ", ".join(runnable_builds())
-        raise ValueError(f"{VARIABLE}={chosen!r}: this processor cannot run that build; give one of {builds}")
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: this processor cannot run that build; give one of {builds}")
     if (build := load(chosen)) is None:
-        raise ValueError(f"{VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
     return build
 
 
 def check_interpreter() -> None:
     """Raise ValueError if Triton's kernels cannot run on CPU tensors."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError(f"{VARIABLE}={TRITON}: triton is not installed; install vllm-mp[cuda]")
+        raise ValueError(f"{KERNELS_VARIABLE}={TRITON}: triton is not installed; install vllm-mp[cuda]")
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"{VARIABLE}={TRITON}: Triton runs on a CPU in its interpreter only; set TRITON_INTERPRET=1 too"
+            f"{KERNELS_VARIABLE}={TRITON}: Triton runs on a CPU in its interpreter only; set TRITON_INTERPRET=1 too"
         )
 
 
@@ -233,12 +225,6 @@ def load(name: str) -> Library | None:
     except ValueError as error:
         logger.warning("%s; %s", error, _REMEDY)
         return None
-
-
-def runnable_builds() -> list[str]:
-    """Return the names of the builds that this processor runs, the fastest first."""
-    flags = cpu_flags()
-    return [name for name, needs in _NEEDS.items() if needs <= flags]
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -6,7 +6,8 @@ import logging
 import os
 from types import ModuleType
 
-from vllm_mp.kernels.cpu.library import TRITON, VARIABLE, check_interpreter
+from vllm_mp.cpu_info import KERNELS_VARIABLE
+from vllm_mp.kernels.cpu.library import TRITON, check_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +19,7 @@ def operations(device_type: str) -> ModuleType | None:
     Raises ValueError if the environment asks for Triton on the CPU without its interpreter.
     """
     if device_type == "cpu":
-        if os.environ.get(VARIABLE) != TRITON:
+        if os.environ.get(KERNELS_VARIABLE) != TRITON:
             return None
         check_interpreter()
     elif device_type != "cuda":

@@ -21,6 +21,8 @@ import psutil
 import pytest
 
 from vllm_mp import AsyncLLM, __version__, cli
+from vllm_mp.cli.running_engines import running_engines
+from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 PROGRAM = [sys.executable, "-m", "vllm_mp.cli"]
@@ -28,6 +30,10 @@ LIGHT = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-byte
 COMMANDS = [*cli.COMMANDS, *(f"bench {name}" for name in cli.BENCHMARKS)]
 LONG_STORY = "Write a long story about a dragon and a knight."
 CAPITAL = "What is the capital of France?"
+GREEDY = ["--temperature", "0", "--frequency-penalty", "0"]
+"""Flags by which a chat answers as `chat_text` does."""
+CUT = "(cut off at 12 tokens; /set max_tokens N)\n"
+"""What a chat says about an answer that --max-tokens 12 has ended."""
 
 
 def run(*arguments, **options):
@@ -79,9 +85,11 @@ def core(options, tmp_path_factory):
     with running("engine", "--listen", address, *options, "--max-model-len", "256") as process:
         client = AsyncLLM.connect(address, timeout=120)
         yield client
+        asyncio.run(eventually(lambda: is_empty(client)))
         client.shutdown()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+        assert b"finishing" not in process.stderr.read(), "the core has no requests"
 
 
 @pytest.fixture(scope="module")
@@ -246,16 +254,60 @@ def test_core_that_does_not_start_gives_its_reason_and_exit_code_1(options):
     assert "Traceback" not in done.stderr
 
 
-def test_env_prints_versions_machine_and_settings():
-    done = run("env", env={**os.environ, "VLLM_MP_SOMETHING": "some value"})
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+def test_env_prints_versions_machine_and_settings(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_MP_SOMETHING", "some value")
+    monkeypatch.setenv("VLLM_API_KEY", "hidden-1")
+    monkeypatch.setenv("HF_TOKEN", "hidden-2")
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:hidden-3@mirror.example/path")
+    assert cli.main(["env"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "hidden" not in printed.out
+    rows = dict(line.split(maxsplit=1) for line in printed.out.splitlines())
     for package in ("torch", "transformers", "pyzmq", "msgspec"):
         assert rows[package] == importlib.metadata.version(package)
     assert rows["python"].startswith(platform.python_version())
     assert f"{len(os.sched_getaffinity(0))} cores" in rows["cpu"]
     assert rows["VLLM_MP_SOMETHING"] == "some value"
-    assert {"platform", "memory", "gpu", "cache"} <= rows.keys()
+    assert rows["VLLM_API_KEY"] == rows["HF_TOKEN"] == "***"
+    assert rows["HF_ENDPOINT"] == "https://***@mirror.example/path"
+    assert {"platform", "features", "kernels", "memory", "gpu", "cache"} <= rows.keys()
+
+
+def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(monkeypatch, capsys):
+    flags = frozenset({"avx2", "fma", "f16c", "avx512f"})
+    monkeypatch.setattr("vllm_mp.cli.env.cpu_flags", lambda: flags)
+    assert cli.main(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cpu"]["features"] == {"AVX2": True, "AVX-512": True, "VNNI": False, "BF16": False, "AMX": False}
+    assert report["kernels"]["build"] == "avx2"
+    assert report["kernels"]["others"]["avx512"].startswith("avx512 needs avx512_bf16, ")
+    assert 0 < report["memory"]["available_bytes"] <= report["memory"]["total_bytes"]
+    monkeypatch.setenv("VLLM_MP_CPU_KERNELS", "none")
+    assert cli.main(["env"]) == 0
+    assert "none, chosen by VLLM_MP_CPU_KERNELS" in capsys.readouterr().out
+
+
+def test_ps_lists_a_shared_core_with_its_clients_and_load(core, address, default_model, capsys):
+    pid = asyncio.run(core.core_status())["pid"]
+    assert cli.main(["ps", "--json"]) == 0
+    (engine,) = [engine for engine in json.loads(capsys.readouterr().out) if engine["pid"] == pid]
+    assert (engine["kind"], engine["address"], engine["model"]) == ("shared", address, str(default_model))
+    assert (engine["state"], engine["restarts"]) == ("idle", 0)
+    assert engine["clients"] >= 1
+    assert engine["memory_bytes"] > 2**27
+    assert psutil.Process(pid).ppid() == engine["parent_pid"]
+    assert cli.main(["ps"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{pid} ")]
+    assert address in row
+
+
+def test_rm_refuses_a_model_that_an_engine_uses(core, default_model, capsys, monkeypatch):
+    own = [engine for engine in running_engines() if engine.pid == asyncio.run(core.core_status())["pid"]]
+    monkeypatch.setattr("vllm_mp.cli.running_engines.running_engines", lambda: own)
+    assert cli.main(["rm", "--yes", DEFAULT_MODEL]) == 2
+    assert f"in use by the core process {own[0].pid}" in capsys.readouterr().err
+    assert (default_model / "config.json").exists()
 
 
 def test_env_into_a_closed_pipe_fails_without_a_message():
@@ -357,8 +409,10 @@ def test_without_recovery_generate_ends_with_1_and_the_cause_of_the_death(option
 
 def test_chat_in_a_pipe_answers_every_line_and_keeps_the_conversation(core, address):
     questions = ["Name a fruit.", "Name another one."]
-    done = run("chat", "--connect", address, "--max-tokens", "12", input="\n".join([questions[0], "", questions[1]]))
-    assert (done.returncode, done.stderr) == (0, "")
+    done = run(
+        "chat", "--connect", address, *GREEDY, "--max-tokens", "12", input="\n".join([questions[0], "", questions[1]])
+    )
+    assert (done.returncode, done.stderr.replace(CUT, "")) == (0, "")
     first = chat_text(core, questions[0], max_tokens=12)
     second = chat_text(core, questions[0], first, questions[1], max_tokens=12)
     assert done.stdout == f"{first}\n{second}\n"
@@ -367,8 +421,8 @@ def test_chat_in_a_pipe_answers_every_line_and_keeps_the_conversation(core, addr
 
 def test_chat_forgets_on_clear_and_ends_at_exit(core, address):
     lines = ["Name a fruit.", "/clear", "Name another one.", "/exit", "Name a third one."]
-    done = run("chat", "--connect", address, "--max-tokens", "12", input="\n".join(lines) + "\n")
-    assert (done.returncode, done.stderr) == (0, "(the conversation is forgotten)\n")
+    done = run("chat", "--connect", address, *GREEDY, "--max-tokens", "12", input="\n".join(lines) + "\n")
+    assert (done.returncode, done.stderr.replace(CUT, "")) == (0, "(the conversation is forgotten)\n")
     answers = [chat_text(core, question, max_tokens=12) for question in (lines[0], lines[2])]
     assert done.stdout == "".join(f"{text}\n" for text in answers)
 
@@ -376,11 +430,11 @@ def test_chat_forgets_on_clear_and_ends_at_exit(core, address):
 def test_refused_question_leaves_the_conversation_unchanged(core, address):
     lines = [b"\xff is no text", b"word " * 300, CAPITAL.encode()]
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    done = run("chat", "--connect", address, input=b"\n".join(lines), text=False, env=strict)
+    done = run("chat", "--connect", address, *GREEDY, input=b"\n".join(lines), text=False, env=strict)
     assert done.returncode == 0
     assert done.stdout.decode() == chat_text(core, CAPITAL) + "\n"
     complaints = done.stderr.decode().splitlines()
-    assert [("Unicode" in line, "max_model_len=256" in line) for line in complaints] == [(True, False), (False, True)]
+    assert [("Unicode" in line, "the limit is 192" in line) for line in complaints] == [(True, False), (False, True)]
 
 
 def test_conversation_longer_than_the_context_drops_its_oldest_turn_and_says_so(core, address):
@@ -388,7 +442,7 @@ def test_conversation_longer_than_the_context_drops_its_oldest_turn_and_says_so(
     done = run("chat", "--connect", address, "--max-tokens", "4", input="\n".join(lines))
     assert done.returncode == 0
     assert done.stdout.count("\n") >= 3
-    assert "oldest turn is forgotten" in done.stderr
+    assert "oldest turn was dropped" in done.stderr
 
 
 def test_chat_leaves_a_connected_core_running_and_empty(core, address):
@@ -411,7 +465,7 @@ def test_chat_without_stdin_ends_at_once(address):
 
 
 def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options, temporary):
-    with Terminal("chat", *options) as terminal:
+    with Terminal("chat", *GREEDY, *options) as terminal:
         greeting = terminal.until_prompt()
         assert "/help" in greeting
         assert "Ctrl-C" in greeting
@@ -438,7 +492,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options
 
 
 def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
-    with Terminal("chat", "--connect", address) as terminal:
+    with Terminal("chat", "--connect", address, *GREEDY) as terminal:
         terminal.until_prompt()
         terminal.ask(CAPITAL)
         assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n> "
@@ -450,7 +504,7 @@ def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
 
 @pytest.mark.slow
 def test_chat_continues_after_core_is_killed(options):
-    with Terminal("chat", "--temperature", "0", "--max-tokens", "60", *options) as terminal:
+    with Terminal("chat", *GREEDY, "--max-tokens", "60", *options) as terminal:
         terminal.until_prompt()
         terminal.ask(LONG_STORY)
         undisturbed = terminal.until_prompt()

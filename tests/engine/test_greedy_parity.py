@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm_mp.kernels.cpu.library import VARIABLE, runnable_builds
+from vllm_mp.cpu_info import KERNELS_VARIABLE, runnable_builds
 from vllm_mp.testing.engines import ENGINE, answer, greedy
 from vllm_mp.testing.greedy_parity import GreedyReference, assert_greedy, generate_all, num_preemptions
 from vllm_mp.testing.prompts import PROMPTS
@@ -51,7 +51,7 @@ def test_answers_are_greedy_with_prompts_read_in_small_chunks(make_engine, refer
     "kernels", [*(pytest.param(build, marks=pytest.mark.slow) for build in runnable_builds()), "none"]
 )
 def test_answers_are_greedy_with_each_build_of_the_kernels(make_engine, reference, monkeypatch, kernels):
-    monkeypatch.setenv(VARIABLE, kernels)
+    monkeypatch.setenv(KERNELS_VARIABLE, kernels)
     for output in generate_all(make_engine(), PROMPTS[::3], FEW_TOKENS):
         assert_greedy(reference, output)
 

@@ -8,7 +8,8 @@ import torch
 from support.local_engine import LocalEngine
 
 from vllm_mp import RequestOutputKind, SamplingParams
-from vllm_mp.kernels.cpu.library import TRITON, VARIABLE, library
+from vllm_mp.cpu_info import KERNELS_VARIABLE
+from vllm_mp.kernels.cpu.library import TRITON, library
 from vllm_mp.kernels.triton import available
 from vllm_mp.testing.engines import answer, greedy, running_engine
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
@@ -46,16 +47,16 @@ def answers(folder):
 
 def test_answers_equal_those_of_the_torch_definitions(tmp_path, monkeypatch):
     save_random_model(CONFIGS["qwen3-windowed"], tmp_path)
-    monkeypatch.setenv(VARIABLE, TRITON)
+    monkeypatch.setenv(KERNELS_VARIABLE, TRITON)
     got = answers(tmp_path)
-    monkeypatch.setenv(VARIABLE, "none")
+    monkeypatch.setenv(KERNELS_VARIABLE, "none")
     assert got == answers(tmp_path)
 
 
 @pytest.fixture(params=[TRITON, "none"], ids=["triton", "torch"])
 def kernels(request, monkeypatch):
     """The kernels that this process uses: Triton kernels or the torch definitions."""
-    monkeypatch.setenv(VARIABLE, request.param)
+    monkeypatch.setenv(KERNELS_VARIABLE, request.param)
     for choice in (available.operations, library):
         choice.cache_clear()
     yield request.param

@@ -11,9 +11,10 @@ from support.flash_stand_ins import flash_attn_varlen_func, flash_attn_with_kvca
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from torch import Tensor
 
+from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import attention_backends, flash, reference
 from vllm_mp.kernels.attention_backends import Case, choose
-from vllm_mp.kernels.cpu.library import VARIABLE, library
+from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.triton import available
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -122,7 +123,7 @@ def test_cpu_uses_the_cpp_kernels_if_they_are_built_and_torch_otherwise(
     assert choose("auto", case._replace(kv_shapes=[*HEADS, ((2, 63), (2, 64))])).name == "torch"
     assert choose(expected, case).name == expected, "the name that auto chooses must be accepted as an option"
     library.cache_clear()
-    monkeypatch.setenv(VARIABLE, "none")
+    monkeypatch.setenv(KERNELS_VARIABLE, "none")
     assert choose("auto", case).name == choose("torch", case).name == "torch"
 
 
@@ -148,7 +149,7 @@ def test_unsupported_backend_is_refused_with_the_remedy(machine: Machine, name: 
 
 @pytest.mark.skipif(library() is None, reason="the C++ kernels are not built")
 def test_torch_backend_is_refused_where_cpp_computes_whole_layers(machine: Machine) -> None:
-    with pytest.raises(ValueError, match=f"^attention_backend='torch': .*set {VARIABLE}=none"):
+    with pytest.raises(ValueError, match=f"^attention_backend='torch': .*set {KERNELS_VARIABLE}=none"):
         choose("torch", CASE._replace(device=CPU))
 
 

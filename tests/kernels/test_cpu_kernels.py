@@ -13,9 +13,10 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models import build_model
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
+from vllm_mp.cpu_info import KERNELS_VARIABLE, runnable_builds
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.cpu import library as library_module
-from vllm_mp.kernels.cpu.library import VARIABLE, library, load, runnable_builds
+from vllm_mp.kernels.cpu.library import library, load
 from vllm_mp.kernels.cpu.packed import PackedLinear
 from vllm_mp.model_config.registry import read_architecture
 
@@ -343,16 +344,16 @@ def test_build_of_another_version_is_not_used(monkeypatch, caplog):
 def test_environment_chooses_the_build_and_an_unknown_name_is_refused(monkeypatch):
     try:
         for name in runnable_builds():
-            monkeypatch.setenv(VARIABLE, name)
+            monkeypatch.setenv(KERNELS_VARIABLE, name)
             library.cache_clear()
             assert library().panel_columns == load(name).panel_columns
-        monkeypatch.setenv(VARIABLE, "none")
+        monkeypatch.setenv(KERNELS_VARIABLE, "none")
         library.cache_clear()
         assert library() is None
         assert ops.pack_linear(torch.zeros(4, 4), None) is None
-        monkeypatch.setenv(VARIABLE, "fastest")
+        monkeypatch.setenv(KERNELS_VARIABLE, "fastest")
         library.cache_clear()
-        with pytest.raises(ValueError, match=f"{VARIABLE}='fastest': give one of avx512, avx2, portable, none"):
+        with pytest.raises(ValueError, match=f"{KERNELS_VARIABLE}='fastest': give one of avx512, avx2, portable, none"):
             library()
     finally:
         monkeypatch.undo()

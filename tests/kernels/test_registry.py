@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
+from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import ops, reference
-from vllm_mp.kernels.cpu.library import TRITON, VARIABLE, library
+from vllm_mp.kernels.cpu.library import TRITON, library
 from vllm_mp.kernels.triton import available
 
 
@@ -32,7 +33,7 @@ def test_environment_can_send_cpu_tensors_to_triton(monkeypatch):
     pytest.importorskip("triton")
     assert available.operations("cpu") is None
     available.operations.cache_clear()
-    monkeypatch.setenv(VARIABLE, TRITON)
+    monkeypatch.setenv(KERNELS_VARIABLE, TRITON)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     operations = available.operations("cpu")
     assert operations is not None
@@ -50,7 +51,7 @@ def test_environment_can_send_cpu_tensors_to_triton(monkeypatch):
 
 def test_triton_on_the_cpu_without_its_interpreter_is_refused(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setenv(VARIABLE, TRITON)
+    monkeypatch.setenv(KERNELS_VARIABLE, TRITON)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for choose in (lambda: available.operations("cpu"), library, lambda: ops.pack_linear(torch.zeros(4, 4), None)):
         with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 too"):

@@ -184,6 +184,20 @@ def test_interruption_keeps_all_results_that_were_finished(capsys):
     assert [result["prompt"] for result in answered(capsys)] == ["a", "c"]
 
 
+def test_result_that_is_finished_at_the_moment_of_the_interruption_is_kept(capsys):
+    async def run():
+        engine = Engine()
+        task = asyncio.create_task(lines_of(engine).run(io.BytesIO(b"a\nb")))
+        await engine.has_started("a", "b")
+        engine.live["a"].set()
+        await engine.has_ended("a")  # the run has not been woken yet
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(run())
+    assert [result["prompt"] for result in answered(capsys)] == ["a"]
+
+
 def test_result_is_written_while_the_next_line_has_not_come_yet(capsys):
     reader, writer = os.pipe()
 

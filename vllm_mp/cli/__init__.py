@@ -18,7 +18,9 @@ from vllm_mp.cli.command_parser import CommandParser
 from vllm_mp.errors import EngineError
 from vllm_mp.log_setup import set_up_log
 
-COMMANDS: Final = {name: name for name in ("pull", "generate", "chat", "engine", "serve", "keys", "env")}
+COMMANDS: Final = {
+    name: name for name in ("pull", "list", "rm", "generate", "chat", "engine", "serve", "ps", "keys", "env")
+}
 """The module of each command."""
 SERVICES: Final = ("engine", "serve")
 """The commands that run until they are stopped; their log says what they do."""

@@ -1,24 +1,33 @@
-"""The command `env`: the facts that a bug report needs."""
+"""The command `env`: the facts that a problem report needs."""
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
-from vllm_mp.cpu_info import cpu_name
+import vllm_mp
+from vllm_mp.cli.table import size_text
+from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name
+from vllm_mp.host_memory import host_memory
 from vllm_mp.model_store import cache_root
+from vllm_mp.model_store.entries import folder_size
 
-USAGE = ""
-HELP = "Print versions, machine, paths and settings for a bug report."
+USAGE = "[--json]"
+HELP = "Print versions, machine, paths and settings for a problem report."
 
 _PACKAGES = (
     "vllm-mp",
     "torch",
     "transformers",
     "tokenizers",
+    "huggingface-hub",
     "safetensors",
     "gguf",
     "triton",
@@ -27,26 +36,87 @@ _PACKAGES = (
     "uvloop",
     "numpy",
 )
+_FEATURES = {
+    "AVX2": {"avx2"},
+    "AVX-512": {"avx512f"},
+    "VNNI": {"avx512_vnni"},
+    "BF16": {"avx512_bf16"},
+    "AMX": {"amx_tile", "amx_bf16"},
+}
+"""Features of a processor, and the flags that it has then."""
+_PREFIXES = ("VLLM_", "CUDA_", "HF_", "OMP_", "GOMP_", "THP_MEM_", "TOKENIZERS_", "TORCH_", "TRITON_")
+_NAMES = ("PYTHONPATH", "TMPDIR", "XDG_CACHE_HOME")
+_SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSWORD")
+_CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+@")
+"""The name and the password in a URL."""
+_MASK = "***"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the command takes no arguments."""
+    parser.add_argument("--json", action="store_true", help="Print a JSON object, with sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = [("python", f"{platform.python_version()} ({sys.executable})"), ("platform", platform.platform())]
-    rows += [(name, _version(name)) for name in _PACKAGES]
+    report = _report()
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    memory, cache = report["memory"], report["cache"]
+    limit = memory["cgroup_limit_bytes"]
+    rows = [("python", report["python"]), ("platform", report["platform"]), *report["packages"].items()]
     rows += [
-        ("cpu", f"{cpu_name() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"),
-        ("memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"),
-        ("gpu", _gpus()),
-        ("cache", str(cache_root())),
+        ("cpu", f"{report['cpu']['name']}, {report['cpu']['cores']} cores"),
+        ("features", ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in report["cpu"]["features"].items())),
+        ("kernels", "; ".join([report["kernels"]["build"], *report["kernels"]["others"].values()])),
+        (
+            "memory",
+            f"{size_text(memory['total_bytes'])}, {size_text(memory['available_bytes'])} available, "
+            + (f"cgroup limit {size_text(limit)}" if limit is not None else "no cgroup limit"),
+        ),
+        ("gpu", "; ".join(report["gpus"]) or report["no_gpu"]),
+        ("cache", f"{cache['folder']}, {size_text(cache['bytes'])}"),
+        *report["environment"].items(),
     ]
-    rows += [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_MP_", "CUDA_"))]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
     return 0
+
+
+def _report() -> dict[str, Any]:
+    """Return all facts as plain data, sizes in bytes."""
+    flags, memory, cache = cpu_flags(), host_memory(), cache_root()
+    build, others = _kernels()
+    gpus, no_gpu = _gpus()
+    return {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": _platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cpu": {
+            "name": cpu_name() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "features": {name: needed <= flags for name, needed in _FEATURES.items()},
+        },
+        "kernels": {"build": build, "others": others},
+        "memory": {
+            "total_bytes": memory.total,
+            "available_bytes": memory.available,
+            "cgroup_limit_bytes": memory.group_limit,
+        },
+        "gpus": gpus,
+        "no_gpu": no_gpu,
+        "cache": {"folder": str(cache), "bytes": folder_size(cache)},
+        "environment": {name: _shown(name, value) for name, value in sorted(os.environ.items()) if _is_ours(name)},
+    }
+
+
+def _platform() -> str:
+    """Return the name of the distribution, if it has one, and the kernel."""
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.platform()
+    return f"{name}, {platform.platform()}"
 
 
 def _version(package: str) -> str:
@@ -56,10 +126,41 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _gpus() -> str:
-    """Return name, memory and driver version of each GPU, as `nvidia-smi` prints them."""
+def _kernels() -> tuple[str, dict[str, str]]:
+    """Return the build of the CPU kernels that a core uses, and why it uses none of the faster ones."""
+    folder, flags = Path(vllm_mp.__file__).parent / "kernels" / "cpu", cpu_flags()
+    others = {}
+    chosen = os.environ.get(KERNELS_VARIABLE)
+    for name, needs in KERNEL_BUILDS.items():
+        if missing := sorted(needs - flags):
+            others[name] = f"{name} needs {', '.join(missing)}"
+        elif not any(folder.glob(f"_{name}.*so")):
+            others[name] = f"{name} is not built"
+        elif chosen is None:
+            return name, others
+    if chosen is not None:
+        return f"{chosen}, chosen by {KERNELS_VARIABLE}", others
+    return "none, torch computes", others
+
+
+def _gpus() -> tuple[list[str], str]:
+    """Return name, memory and driver version of each GPU, as `nvidia-smi` prints them, or why there are none."""
     query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     if shutil.which("nvidia-smi") is None:
-        return "none (no nvidia-smi)"
-    result = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=False)
-    return result.stdout.strip().replace("\n", "; ") or "none"
+        return [], "none (no nvidia-smi)"
+    try:
+        result = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return [], "unknown (nvidia-smi did not answer within 30 s)"
+    if result.returncode:
+        return [], f"unknown (nvidia-smi failed: {(result.stdout or result.stderr).strip().partition(chr(10))[0]})"
+    return result.stdout.strip().splitlines(), "none"
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_PREFIXES) or name in _NAMES
+
+
+def _shown(name: str, value: str) -> str:
+    """Return the value of an environment variable without tokens, keys and passwords."""
+    return _MASK if _SECRET.search(name) else _CREDENTIALS.sub(f"{_MASK}@", value)

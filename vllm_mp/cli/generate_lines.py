@@ -56,16 +56,23 @@ class LineGenerator:
         """
         feeder = asyncio.create_task(self._feed(file))
         clock = asyncio.create_task(self._refresh_bar())
+        waiting: list[asyncio.Task[dict[str, Any]]] = []
+        # The task whose result is awaited; after an interruption all tasks whose results are not written.
         try:
-            while (result := await self._results.get()) is not None:
-                self._write(await result)
+            while (task := await self._results.get()) is not None:
+                waiting = [task]
+                self._write(await task)
+                waiting = []
                 self._unwritten.release()
             await feeder
         finally:
             feeder.cancel()
             clock.cancel()
             self._bar.close()
-            await self._write_finished()
+            while not self._results.empty():
+                if (task := self._results.get_nowait()) is not None:
+                    waiting.append(task)
+            await self._write_finished(waiting)
         if self._death is not None:
             raise self._death
 
@@ -138,13 +145,9 @@ class LineGenerator:
             last = output
         return last
 
-    async def _write_finished(self) -> None:
-        """Write the results that wait for that of an earlier line, and end the requests that run."""
-        tasks = []
-        while not self._results.empty():
-            if (task := self._results.get_nowait()) is not None:
-                tasks.append(task)
-        finished = [task for task in tasks if task.done()]
+    async def _write_finished(self, tasks: list[asyncio.Task[dict[str, Any]]]) -> None:
+        """Write the results of the tasks that have ended, and abort the requests of the others."""
+        finished = [task for task in tasks if task.done() and not task.cancelled()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

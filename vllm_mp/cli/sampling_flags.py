@@ -1,12 +1,12 @@
 """The flags that say how a completion is sampled: one for each field of `SamplingParams` that declares a help text."""
 
 import argparse
-import difflib
 from typing import Any
 
 from vllm_mp.options import FURTHER
 from vllm_mp.parameters import Integer, Number, Parameter, Strings
 from vllm_mp.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
+from vllm_mp.suggestions import did_you_mean
 
 _BY_FLAG = {
     parameter.flag or name.replace("_", "-"): (name, parameter)
@@ -55,8 +55,7 @@ def parse_parameter(name: str, text: str) -> tuple[str, Any]:
     """
     names = {flag: field for flag, (field, _) in _BY_FLAG.items()} | {field: field for field in parameter_names()}
     if name not in names:
-        [close] = difflib.get_close_matches(name, names, n=1) or [""]
-        hint = f"; did you mean {close}?" if close else f"; there are {', '.join(parameter_names())}"
+        hint = did_you_mean(name, names) or f"; there are {', '.join(parameter_names())}"
         raise ValueError(f"there is no parameter {name!r}{hint}")
     field = names[name]
     match PARAMETERS[field]:

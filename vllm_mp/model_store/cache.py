@@ -4,6 +4,7 @@ An entry is a folder under its final name, and it is complete: it is prepared in
 renamed into place as the last act. Files that a killed process leaves behind have another name.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -11,7 +12,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_mp.model_store.progress import Progress
@@ -49,12 +49,15 @@ def build_once(folder: Path, build: Build, progress: Progress) -> Path:
     cannot be written or its disk is full, and any error that `build` raises.
     """
     if folder.is_dir():
+        with contextlib.suppress(OSError):  # a cache that only others can write
+            os.utime(folder)  # the time of the last use
         return folder
     workspace = folder.with_name(f".{folder.name}.partial")
     with _lock(folder.with_name(f".{folder.name}.lock"), folder.name, progress) as lock:
         if folder.is_dir():
             return folder
         shutil.rmtree(workspace, ignore_errors=True)
+        _remove_abandoned(folder.parent)
         try:
             workspace.mkdir()
             build(workspace, lock).rename(folder)
@@ -65,6 +68,22 @@ def build_once(folder: Path, build: Build, progress: Progress) -> Path:
         finally:
             shutil.rmtree(workspace, ignore_errors=True)
     return folder
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the workspaces in `parent` that killed processes left behind, which are those whose lock is free."""
+    for workspace in parent.glob(".*.partial"):
+        try:
+            lock = os.open(workspace.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:
+            continue  # the workspace of another user
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(workspace, ignore_errors=True)
+        except BlockingIOError:
+            pass  # a process is at work there
+        finally:
+            os.close(lock)
 
 
 def run_child(
@@ -105,12 +124,12 @@ def disk_full(folder: Path, detail: str) -> OSError:
     """Return the error to raise if there is no space to prepare `folder`; `detail` says what was tried."""
     return OSError(
         errno.ENOSPC,
-        f"no space left to prepare {folder.name}: {detail}. Free some space, or set {CACHE_VARIABLE} to a folder "
-        f"on a larger disk (now {folder.parent})",
+        f"no space left to prepare {folder.name}: {detail}. Free some space, or set {CACHE_VARIABLE} or "
+        f"--download-dir to a folder on a larger disk (now {folder.parent})",
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _lock(path: Path, subject: str, progress: Progress) -> Iterator[int]:
     """Hold the lock file `path` and yield its descriptor; announce a wait for the process that prepares `subject`."""
     try:

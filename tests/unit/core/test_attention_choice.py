@@ -7,9 +7,10 @@ import torch
 from support.local_engine import LocalEngine
 
 from vllm_mp.core.models.attention import AttentionLayer
+from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import attention_backends, flash, ops, reference
 from vllm_mp.kernels.attention_backends import AttentionBackend
-from vllm_mp.kernels.cpu.library import VARIABLE, library
+from vllm_mp.kernels.cpu.library import library
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 BAD = 13
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _without_cpp_kernels(monkeypatch):
     """No kernel computes a whole layer."""
-    monkeypatch.setenv(VARIABLE, "none")
+    monkeypatch.setenv(KERNELS_VARIABLE, "none")
     library.cache_clear()
     yield
     library.cache_clear()
@@ -70,7 +71,7 @@ def test_chosen_backend_computes_every_prefill(folder, attended, monkeypatch):
     num_layers = CONFIGS["llama"].num_hidden_layers
     assert sum(attended) == num_layers * sum(map(len, PROMPTS))
     monkeypatch.undo()
-    monkeypatch.setenv(VARIABLE, "none")
+    monkeypatch.setenv(KERNELS_VARIABLE, "none")
     assert found == answers(folder)
 
 

@@ -12,7 +12,8 @@ from transformers import GPTNeoXConfig
 from vllm_mp.core.worker import model_runner, offload
 from vllm_mp.core.worker.offload import OffloadedWeights
 from vllm_mp.core.worker.sleep import Sleep
-from vllm_mp.kernels.cpu.library import VARIABLE, library
+from vllm_mp.cpu_info import KERNELS_VARIABLE
+from vllm_mp.kernels.cpu.library import library
 from vllm_mp.status_page import AWAKE
 from vllm_mp.testing.random_models import CONFIGS, SIZES, random_prompts, save_random_model
 
@@ -154,7 +155,7 @@ def test_tokens_are_the_same_with_a_sleep_between_steps(folders, kind, level):
 
 
 def test_tokens_are_the_same_after_weights_were_in_host_memory(folders, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "none")
+    monkeypatch.setenv(KERNELS_VARIABLE, "none")
     library.cache_clear()
     try:
         engine, sleep = sleeper(folders, "packed")

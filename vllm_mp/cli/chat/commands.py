@@ -1,6 +1,5 @@
 """The commands of a chat: lines that begin with "/"."""
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from vllm_mp.cli.generate import chat_prompt
 from vllm_mp.cli.sampling_flags import parameter_names, parse_parameter
 from vllm_mp.counted import counted
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from vllm_mp.cli.chat.session import ChatSession
@@ -42,9 +42,8 @@ def run_if_command(session: "ChatSession", line: str, prompt_line: PromptLine) -
         return False
     name, arguments = match[0], line[match.end() :].strip()
     if (command := COMMANDS.get(_ALIASES.get(name, name))) is None:
-        [close] = difflib.get_close_matches(name, [*COMMANDS, *_ALIASES], n=1) or ["/help"]
-        meant = "lists the commands" if close == "/help" else "may be meant"
-        raise ValueError(f"there is no command {name}; {close} {meant}, and // begins a message that begins with /")
+        hint = did_you_mean(name, [*COMMANDS, *_ALIASES]) or "; /help lists the commands"
+        raise ValueError(f"there is no command {name}{hint} (// begins a message that begins with /)")
     if arguments and not command.arguments:
         raise ValueError(f"{name} takes no arguments, got {arguments!r:.100}")
     command.run(session, arguments, prompt_line)

@@ -1,0 +1,69 @@
+"""What `vllm-mp ps` reads of core processes."""
+
+import os
+import struct
+
+import pytest
+
+from vllm_mp.cli.running_engines import _engine
+from vllm_mp.core_description import CoreDescription
+from vllm_mp.status_page import VERSION, CoreState, StatusPage
+
+ABOUT = CoreDescription(model="m", folders=["/m"], address="", parent_pid=7, num_restarts=2, started=0.0)
+
+
+@pytest.fixture
+def process(tmp_path):
+    """The folder of a core process in a stand-in for /proc, and the path of the core's status page."""
+    folder, page = tmp_path / str(os.getpid()), tmp_path / "a core.status"
+    folder.mkdir()
+    (folder / "status").write_text("Name:\tpython\nPPid:\t7\nVmRSS:\t   2048 kB\n")
+    (folder / "cmdline").write_bytes(b"python\0-P\0-m\0vllm_mp.core\0")
+    (folder / "maps").write_text(
+        f"7f00-7f01 r-xp 0 fe:00 1 /usr/lib/libc.so.6\n7f02-7f03 rw-s 0 fe:00 2 {page}\n7f04-7f05 rw-p 0 0 0\n"
+    )
+    return folder, page
+
+
+def test_core_is_described_by_the_page_that_it_has_mapped(process):
+    folder, path = process
+    page = StatusPage.create(str(path), 3)
+    page.describe(ABOUT)
+    page.enter(CoreState.LOADING, 0.4)
+    page.note_client(5, b"token")
+    engine = _engine(folder)
+    assert (engine.description, engine.state, engine.num_clients) == (ABOUT, "loading 40%", 1)
+    assert (engine.pid, engine.parent_pid, engine.memory) == (os.getpid(), 7, 2**21)
+    report = engine.report()
+    assert (report["kind"], report["model"], report["restarts"]) == ("private", "m", 2)
+
+
+def test_page_of_another_version_is_refused_with_both_versions(process):
+    folder, path = process
+    StatusPage.create(str(path), 3)
+    with path.open("r+b") as file:
+        magic = struct.unpack("q", file.read(8))[0]
+        file.seek(0)
+        file.write(struct.pack("q", magic - 1))
+    assert StatusPage.open(path) is None
+    engine = _engine(folder)
+    assert engine.state == "unknown"
+    assert f"has version {VERSION - 1}, and this vllm-mp reads version {VERSION}" in engine.problem
+
+
+def test_page_of_a_dead_core_is_not_taken_for_that_of_a_live_one(process):
+    folder, path = process
+    StatusPage.create(str(path), 3)
+    engine = _engine(folder.rename(folder.with_name("123456")))
+    assert engine.status is None
+    assert "was removed or replaced" in engine.problem
+    path.unlink()
+    assert "was removed" in _engine(folder.with_name("123456")).problem
+
+
+def test_core_without_a_page_is_starting_and_a_standby_is_no_engine(process):
+    folder, _ = process
+    (folder / "maps").write_text("")
+    assert _engine(folder).state == "starting"
+    (folder / "cmdline").write_bytes(b"python\0-P\0-m\0vllm_mp.core\0--standby\0")
+    assert _engine(folder) is None

@@ -1,0 +1,72 @@
+"""The command `rm`: remove models from the cache."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_mp.cli.table import size_text
+
+if TYPE_CHECKING:
+    from vllm_mp.cli.running_engines import RunningEngine
+    from vllm_mp.model_store.entries import CacheEntry
+
+USAGE = "MODEL... [--yes]"
+HELP = "Remove models from the cache."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="Name of a model, as `vllm-mp list` shows it")
+    parser.add_argument("--yes", "-y", action="store_true", help="Do not ask")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove the models, all or none; return 0, or 1 if the user says no.
+
+    Raises ValueError for a model that is not in the cache or is in use.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from vllm_mp.cli.running_engines import running_engines
+    from vllm_mp.model_store import cache_root
+    from vllm_mp.model_store.entries import cache_entries, remove_entry
+
+    entries = {entry.name.lower(): entry for entry in cache_entries(cache_root(), Path(HF_HUB_CACHE))}
+    chosen, engines = [], running_engines()
+    for name in dict.fromkeys(args.models):
+        entry = entries.get(name.lower())
+        if entry is None:
+            raise ValueError(f"{name!r} is not a model in the cache; `vllm-mp list` shows those that are")
+        _check_unused(entry, engines)
+        chosen.append(entry)
+    if not args.yes and not _is_confirmed(chosen):
+        return 1
+    for entry in chosen:
+        remove_entry(entry)
+        print(f"removed {entry.name} ({size_text(entry.size)})")
+    return 0
+
+
+def _check_unused(entry: "CacheEntry", engines: "list[RunningEngine]") -> None:
+    """Raise ValueError if an engine of this user reads files of the entry, or may do so."""
+    folder = entry.folder.resolve()
+    for engine in engines:
+        if any(used.is_relative_to(folder) for used in engine.folders):
+            raise ValueError(f"{entry.name!r} is in use by the core process {engine.pid}; stop its engine first")
+        if engine.description is None:
+            raise ValueError(
+                f"cannot tell whether the core process {engine.pid} uses {entry.name!r}: "
+                f"{engine.problem or 'it has just started'}; try again later, or stop it"
+            )
+
+
+def _is_confirmed(entries: "list[CacheEntry]") -> bool:
+    """Ask whether to remove the entries. Raises ValueError if there is no terminal to ask on."""
+    what = ", ".join(f"{entry.name} ({size_text(entry.size)})" for entry in entries)
+    if not sys.stdin.isatty():
+        raise ValueError(f"standard input is no terminal to ask whether to remove {what}; give --yes")
+    try:
+        return input(f"remove {what}? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False

@@ -1,0 +1,155 @@
+"""The models that the cache holds: what they are, and how they are removed."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_mp.model_config.json_file import read_json
+from vllm_mp.model_store.folder import SAFETENSORS, weight_files
+from vllm_mp.model_store.package import PACKAGED_MODELS, packaged_folder
+
+_CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{16}-v\d+")
+"""The name of a folder of a converted model."""
+_HUB_PREFIX = "models--"
+_MAX_HEADER_BYTES = 100 * 10**6
+"""Maximum size of the header of a safetensors file, as its format sets it."""
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The usual names of the dtypes of safetensors."""
+
+
+class CacheEntry(NamedTuple):
+    """A model in the cache."""
+
+    name: str
+    """The alias or hub id under which an engine finds it, else the name of the file that it was converted from."""
+    folder: Path
+    size: int
+    """Bytes on the disk."""
+    format: str
+    """Form and dtype of its weights."""
+    last_use: float
+    """When an engine last found it or read it, in seconds of `time.time()`."""
+
+
+def cache_entries(root: Path, hub: Path) -> list[CacheEntry]:
+    """Return the models of the cache folder `root` and of the hub's cache `hub`, sorted by name.
+
+    Models of the same name have the names of their folders instead.
+    """
+    own = [(_own_name(folder, root), folder, folder) for folder in _folders(root / "models")]
+    names = [name for name, _, _ in own]
+    found = [(name if names.count(name) == 1 else folder.name, folder, model) for name, folder, model in own]
+    for folder in _folders(hub):
+        if folder.name.startswith(_HUB_PREFIX):
+            snapshots = sorted(_folders(folder / "snapshots"), key=lambda snapshot: snapshot.stat().st_mtime)
+            if snapshots:
+                found.append((folder.name.removeprefix(_HUB_PREFIX).replace("--", "/"), folder, snapshots[-1]))
+    return sorted(_entry(*parts) for parts in found)
+
+
+def remove_entry(entry: CacheEntry) -> None:
+    """Remove a model from the cache; of an entry that is a symbolic link only the link.
+
+    The entry vanishes at once: a process that is killed meanwhile leaves a hidden folder, which the next preparation
+    of the model clears. Raises ValueError if another process prepares the model, OSError if it cannot be removed.
+    """
+    folder = entry.folder
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    with _lock(folder.with_name(f".{folder.name}.lock"), entry.name):
+        hidden = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+        shutil.rmtree(hidden)  # does not follow symbolic links
+
+
+@contextlib.contextmanager
+def _lock(path: Path, name: str) -> Iterator[None]:
+    """Hold the lock under which a model is prepared."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process prepares {name!r}; wait for its end") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _folders(parent: Path) -> list[Path]:
+    """Return the folders in `parent` that are not hidden."""
+    try:
+        return [path for path in parent.iterdir() if not path.name.startswith(".") and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _own_name(folder: Path, root: Path) -> str:
+    for alias in PACKAGED_MODELS:
+        if folder == packaged_folder(alias, root):
+            return alias
+    converted = _CONVERTED.fullmatch(folder.name)
+    return converted["name"] if converted else folder.name
+
+
+def _entry(name: str, folder: Path, model: Path) -> CacheEntry:
+    """Return the entry in `folder`, whose model is in the folder `model`."""
+    last_use, is_from_hub = folder.stat().st_mtime, model != folder
+    if is_from_hub:
+        last_use = max([last_use, *(info.st_atime for info in _files(folder))])
+    size = 0 if folder.is_symlink() else folder_size(folder)
+    return CacheEntry(name, folder, size, _format(model), last_use)
+
+
+def folder_size(folder: Path) -> int:
+    """Return the bytes on the disk of all files in `folder`, without following symbolic links; 0 without a folder."""
+    return sum({(info.st_dev, info.st_ino): 512 * info.st_blocks for info in _files(folder)}.values())
+
+
+def _files(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of each file in `folder`; files that vanish meanwhile are left out."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.lstat(os.path.join(path, name))
+
+
+def _format(model: Path) -> str:
+    """Return the form of the weights in the folder `model`, and how they are quantized, or their dtype."""
+    files = weight_files(model)
+    if files is None:
+        return "no weights"
+    try:
+        config: dict[str, Any] = read_json(model / "config.json", dict) or {}
+    except ValueError:
+        config = {}
+    quantization = config.get("quantization_config")
+    kind = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if files != SAFETENSORS:
+        return ", ".join(filter(None, ("PyTorch", str(kind or config.get("dtype") or config.get("torch_dtype") or ""))))
+    return ", ".join(filter(None, ("safetensors", str(kind or _stored_dtype(model)))))
+
+
+def _stored_dtype(model: Path) -> str:
+    """Return the dtype of most bytes of a safetensors file of the folder `model`; empty if the file cannot be read."""
+    num_bytes: Counter[str] = Counter()
+    try:
+        with sorted(model.glob(SAFETENSORS.pattern))[0].open("rb") as file:
+            tensors = json.loads(file.read(min(_MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
+        for name, tensor in tensors.items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                num_bytes[tensor["dtype"]] += end - begin
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return ""
+    most = num_bytes.most_common(1)
+    return _DTYPES.get(most[0][0], most[0][0]) if most else ""
