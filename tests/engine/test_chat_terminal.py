@@ -105,7 +105,7 @@ def test_chat_on_a_terminal_edits_completes_and_remembers_messages(address, tmp_
         terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A")  # the messages before, up to the first
         terminal.until(lambda lines: lines[-1] == "> Hi")
         terminal.type("\x03/nothing\r")
-        terminal.until(lambda lines: any("there is no command /nothing" in line for line in lines))
+        terminal.until(lambda lines: "there is no command /nothing" in " ".join(lines) and lines[-1] == ">")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
     history = tmp_path / "vllm_mp/chat_history"
