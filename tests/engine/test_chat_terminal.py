@@ -6,6 +6,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 
 import pyte
@@ -25,13 +26,12 @@ class EmulatedTerminal:
 
     def __init__(self, columns, arguments, state_folder):
         self._master, terminal = pty.openpty()
+        termios.tcsetwinsize(terminal, (40, columns))
         self.screen = pyte.Screen(columns, 40)
         self._stream = pyte.ByteStream(self.screen)
         os.set_blocking(self._master, False)
         environment = os.environ | {
             "TERM": "xterm-256color",
-            "COLUMNS": str(columns),
-            "LINES": "40",
             "XDG_STATE_HOME": str(state_folder),
         }
         self.process = subprocess.Popen(
@@ -105,7 +105,7 @@ def test_chat_on_a_terminal_edits_completes_and_remembers_messages(address, tmp_
         terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A")  # the messages before, up to the first
         terminal.until(lambda lines: lines[-1] == "> Hi")
         terminal.type("\x03/nothing\r")
-        terminal.until(lambda lines: any("there is no command /nothing" in line for line in lines))
+        terminal.until(lambda lines: "there is no command /nothing" in " ".join(lines) and lines[-1] == ">")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
     history = tmp_path / "vllm_mp/chat_history"
