@@ -117,7 +117,7 @@ def test_chat_on_a_terminal_edits_completes_and_remembers_messages(address, tmp_
 
 
 def test_keys_typed_during_an_answer_come_to_the_next_prompt(address, tmp_path):
-    arguments = ["chat", "--connect", address, "--ignore-eos", "--verbose"]
+    arguments = ["chat", "--connect", address, "--ignore-eos", "--max-tokens", "8000", "--verbose"]
     with EmulatedTerminal(80, arguments, tmp_path) as terminal:
         terminal.until_prompt(1)
         terminal.type("Hi\r")

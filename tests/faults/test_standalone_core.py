@@ -214,7 +214,7 @@ def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
     server, own = make_keys(tmp_path)
     other = tmp_path / "other"
     make_client_key(other, read_server_key(server).public)
-    with standalone_core(default_model, address, "--key-file", server):
+    with standalone_core(default_model, address, "--key-file", server) as process:
         client = AsyncLLM.connect(address, key_file=own)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
         with pytest.raises(EngineStartError, match="vllm-mp keys allow"):
@@ -222,6 +222,8 @@ def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
         with pytest.raises(ValueError, match="key_file"):
             AsyncLLM.connect(address)
         client.shutdown()
+        process.terminate()
+        assert re.search(r"client \d+ \(127\.0\.0\.1:\d+\) has connected\n", process.stderr.read())
 
 
 def test_connect_to_an_unserved_address_fails_at_the_timeout_and_names_it(tmp_path):

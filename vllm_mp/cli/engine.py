@@ -84,7 +84,8 @@ async def _keep(core: "SharedCore") -> int:
             core.kill()
         elif number == signal.SIGINT:
             if core.num_requests:
-                print(f"{finishing(core.num_requests)}; Ctrl-C again stops now", file=sys.stderr, flush=True)
+                line_end = "\n" if sys.stderr.isatty() else ""  # after the terminal's "^C"
+                print(f"{line_end}{finishing(core.num_requests)}; Ctrl-C again stops now", file=sys.stderr, flush=True)
             core.drain()
         else:
             keeping.cancel()

@@ -17,6 +17,7 @@ from vllm_mp.cli.table import size_text
 from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name
 from vllm_mp.host_memory import host_memory
 from vllm_mp.model_store import cache_root
+from vllm_mp.model_store.entries import folder_size
 
 USAGE = "[--json]"
 HELP = "Print versions, machine, paths and settings for a problem report."
@@ -104,7 +105,7 @@ def _report() -> dict[str, Any]:
         },
         "gpus": gpus,
         "no_gpu": no_gpu,
-        "cache": {"folder": str(cache), "bytes": _size(cache)},
+        "cache": {"folder": str(cache), "bytes": folder_size(cache)},
         "environment": {name: _shown(name, value) for name, value in sorted(os.environ.items()) if _is_ours(name)},
     }
 
@@ -154,12 +155,6 @@ def _gpus() -> tuple[list[str], str]:
     if result.returncode:
         return [], f"unknown (nvidia-smi failed: {(result.stdout or result.stderr).strip().partition(chr(10))[0]})"
     return result.stdout.strip().splitlines(), "none"
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes on the disk of all files in a folder; 0 if it does not exist."""
-    files = (os.path.join(path, name) for path, _, names in os.walk(folder) for name in names)
-    return sum(512 * os.lstat(file).st_blocks for file in files)
 
 
 def _is_ours(name: str) -> bool:

@@ -1,11 +1,21 @@
 """What the commands that list things print: tables, sizes and times."""
 
+import shutil
+import sys
 from collections.abc import Sequence
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print the columns below their names, each as wide as its longest cell."""
+    """Print the columns below their names, each as wide as its longest cell.
+
+    On a terminal that is too narrow for that, print each row as a block with a line for each cell.
+    """
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    if sys.stdout.isatty() and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
+        width = max(map(len, head))
+        blocks = ["\n".join(f"{name:<{width}}  {cell}" for name, cell in zip(head, row, strict=True)) for row in rows]
+        print("\n\n".join(blocks))
+        return
     for row in (head, *rows):
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 

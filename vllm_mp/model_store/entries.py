@@ -2,20 +2,26 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
-from vllm_mp.model_store.folder import weight_files
+from vllm_mp.model_store.folder import SAFETENSORS, weight_files
 from vllm_mp.model_store.package import PACKAGED_MODELS, packaged_folder
 
 _CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{16}-v\d+")
 """The name of a folder of a converted model."""
 _HUB_PREFIX = "models--"
+_MAX_HEADER_BYTES = 100 * 10**6
+"""Maximum size of the header of a safetensors file, as its format sets it."""
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The usual names of the dtypes of safetensors."""
 
 
 class CacheEntry(NamedTuple):
@@ -97,25 +103,53 @@ def _own_name(folder: Path, root: Path) -> str:
 
 def _entry(name: str, folder: Path, model: Path) -> CacheEntry:
     """Return the entry in `folder`, whose model is in the folder `model`."""
-    last_use, sizes = folder.stat().st_mtime, {}
-    if not folder.is_symlink():
-        for path, _, files in os.walk(folder):
-            for file in files:
-                info = os.lstat(os.path.join(path, file))
-                sizes[info.st_dev, info.st_ino] = 512 * info.st_blocks
-                last_use = max(last_use, info.st_atime if model != folder else 0.0)
-    return CacheEntry(name, folder, sum(sizes.values()), _format(model), last_use)
+    last_use, is_from_hub = folder.stat().st_mtime, model != folder
+    if is_from_hub:
+        last_use = max([last_use, *(info.st_atime for info in _files(folder))])
+    size = 0 if folder.is_symlink() else folder_size(folder)
+    return CacheEntry(name, folder, size, _format(model), last_use)
+
+
+def folder_size(folder: Path) -> int:
+    """Return the bytes on the disk of all files in `folder`, without following symbolic links; 0 without a folder."""
+    return sum({(info.st_dev, info.st_ino): 512 * info.st_blocks for info in _files(folder)}.values())
+
+
+def _files(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of each file in `folder`; files that vanish meanwhile are left out."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.lstat(os.path.join(path, name))
 
 
 def _format(model: Path) -> str:
+    """Return the form of the weights in the folder `model`, and how they are quantized, or their dtype."""
     files = weight_files(model)
     if files is None:
         return "no weights"
-    form = "safetensors" if files.single.endswith(".safetensors") else "PyTorch"
     try:
         config: dict[str, Any] = read_json(model / "config.json", dict) or {}
     except ValueError:
-        return form
+        config = {}
     quantization = config.get("quantization_config")
     kind = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return ", ".join(filter(None, (form, str(kind or config.get("dtype") or config.get("torch_dtype") or ""))))
+    if files != SAFETENSORS:
+        return ", ".join(filter(None, ("PyTorch", str(kind or config.get("dtype") or config.get("torch_dtype") or ""))))
+    return ", ".join(filter(None, ("safetensors", str(kind or _stored_dtype(model)))))
+
+
+def _stored_dtype(model: Path) -> str:
+    """Return the dtype of most bytes of a safetensors file of the folder `model`; empty if the file cannot be read."""
+    num_bytes: Counter[str] = Counter()
+    try:
+        with sorted(model.glob(SAFETENSORS.pattern))[0].open("rb") as file:
+            tensors = json.loads(file.read(min(_MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
+        for name, tensor in tensors.items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                num_bytes[tensor["dtype"]] += end - begin
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return ""
+    most = num_bytes.most_common(1)
+    return _DTYPES.get(most[0][0], most[0][0]) if most else ""

@@ -17,7 +17,8 @@ from vllm_mp.model_store.package import packaged_folder
 def make_model(folder, **config):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"x" * 100_000)
+    header = json.dumps({"weight": {"dtype": "BF16", "shape": [50_000], "data_offsets": [0, 100_000]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x" * 100_000)
     return folder
 
 
@@ -35,8 +36,8 @@ def names(root):
 
 
 def test_models_are_listed_by_the_names_that_find_them(root, capsys):
-    make_model(packaged_folder(DEFAULT_MODEL, root), torch_dtype="bfloat16")
-    make_model(root / "models" / f"Some.Q4_0-{'0' * 16}-v2")
+    make_model(packaged_folder(DEFAULT_MODEL, root), torch_dtype="float32")
+    (make_model(root / "models" / f"Some.Q4_0-{'0' * 16}-v2") / "model.safetensors").write_bytes(b"x" * 100_000)
     for digest in "12":
         make_model(root / "models" / f"Twice-{digest * 16}-v2")
     (root / "models" / ".Half-made.partial").mkdir()
@@ -49,6 +50,7 @@ def test_models_are_listed_by_the_names_that_find_them(root, capsys):
     entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert sorted(entries) == sorted(expected)
     assert entries[DEFAULT_MODEL]["format"] == "safetensors, bfloat16"
+    assert entries["Some.Q4_0"]["format"] == "safetensors"
     assert entries["org/name"]["format"] == "safetensors, fp8"
     assert 100_000 <= entries["Some.Q4_0"]["size"] < 200_000
     assert cli.main(["list"]) == 0

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.chat.commands import EndOfChat, completions, message_in, run_if_command
+from vllm_mp.cli.chat.sampling_defaults import chat_defaults
 from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, open_engine
 from vllm_mp.cli.generate import add_lora_flag, chat_prompt, chosen_adapter
 from vllm_mp.cli.model_argument import set_model
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             lines = prompt_line(completions, _INSTRUCTIONS)
             if sys.stdin.isatty():
                 screen.note(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")
-            parameters = chosen_parameters(args, llm.model_config.default_sampling_params)
+            parameters = chosen_parameters(args, chat_defaults(llm.model_config.default_sampling_params))
             session = ChatSession(runner, llm, Conversation(args.system, parameters), screen, lora, args.verbose)
             _converse(session, lines)
         finally:

@@ -1,8 +1,10 @@
 """One answer of a chat: its text as it arrives, how it ended, and how long it took."""
 
 import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.chat.repetition import repeated_block, without_repetition
 from vllm_mp.cli.chat.screen import Screen
 from vllm_mp.cli.generate import whole_text
 from vllm_mp.counted import counted
@@ -11,6 +13,9 @@ from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
+
+_CHECK_INTERVAL = 32
+"""Number of new characters after which an answer is searched for repetition."""
 
 
 class Answer:
@@ -21,34 +26,59 @@ class Answer:
         self._mark: str | None = None
         """What is to be shown at the end of the word that is being written."""
         self.text = ""
+        """The text for the conversation; a block that was repeated until the answer was stopped is in it once."""
         self.num_tokens = 0
         self.first_token_s: float | None = None
         """Seconds from the question to the first token; None before."""
         self.seconds = 0.0
         """Seconds from the question to the last token."""
-        self.finish_reason: str | None = None
+        self.notice = ""
+        """Why the answer ended, in a line for the user; "" if the model ended it."""
+        self._num_checked = 0
+        """Number of characters that were searched for repetition."""
 
     async def stream(
         self, llm: "AsyncLLM", prompt: list[int], params: SamplingParams, lora: LoRARequest | None
     ) -> None:
-        """Write the answer to `prompt` as it arrives. Raises what `AsyncLLM.generate` raises."""
+        """Write the answer to `prompt` as it arrives. Raises what `AsyncLLM.generate` raises.
+
+        An answer that repeats itself is stopped, unless the user asked for more with `ignore_eos`.
+        """
         incarnation = llm.last_core_status()["incarnation"]
         started = last = time.monotonic()
-        async for output in llm.generate(prompt, params, lora_request=lora):
-            [completion] = output.outputs
-            now = time.monotonic()
-            current = llm.last_core_status()["incarnation"]
-            if current != incarnation:
-                self._mark = f"· engine restarted, {now - last:.1f} s ·"
-                incarnation = current
-            last = now
-            if completion.token_ids and self.first_token_s is None:
-                self.first_token_s = now - started
-            self.num_tokens += len(completion.token_ids)
-            self.seconds = now - started
-            self.finish_reason = completion.finish_reason
-            self._write(whole_text(completion))
+        async with aclosing(llm.generate(prompt, params, lora_request=lora)) as outputs:
+            async for output in outputs:
+                [completion] = output.outputs
+                now = time.monotonic()
+                current = llm.last_core_status()["incarnation"]
+                if current != incarnation:
+                    self._mark = f"· engine restarted, {now - last:.1f} s ·"
+                    incarnation = current
+                last = now
+                if completion.token_ids and self.first_token_s is None:
+                    self.first_token_s = now - started
+                self.num_tokens += len(completion.token_ids)
+                self.seconds = now - started
+                self._write(whole_text(completion))
+                if completion.finish_reason == "length":
+                    self.notice = self._cut_notice(params.max_tokens, llm.model_config.max_model_len)
+                elif not params.ignore_eos and self._repeats_itself():
+                    self.text = without_repetition(self.text)
+                    self.notice = "stopped, as the answer repeats itself; /retry, or /set frequency_penalty X"
+                    break
         self._end()
+
+    def _repeats_itself(self) -> bool:
+        if len(self.text) - self._num_checked < _CHECK_INTERVAL:
+            return False
+        self._num_checked = len(self.text)
+        return repeated_block(self.text) > 0
+
+    def _cut_notice(self, max_tokens: int | None, max_model_len: int) -> str:
+        """Return what to say about an answer that a limit ended."""
+        if max_tokens is not None and self.num_tokens >= max_tokens:
+            return f"cut off at {counted(self.num_tokens, 'token')}; /set max_tokens N"
+        return f"cut off at the end of the context of {max_model_len} tokens; /clear begins a new conversation"
 
     def _write(self, piece: str) -> None:
         """Write a piece; a mark that waits is written where a word begins."""

@@ -1,21 +1,63 @@
-"""The room of a conversation in the model's context."""
+"""The room of a conversation in the model's context, of which a part is kept for the answer."""
 
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.chat.conversation import Conversation
 from vllm_mp.cli.chat.screen import Screen
 from vllm_mp.cli.generate import chat_prompt
+from vllm_mp.counted import counted
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
 
 
 def fitting_prompt(llm: "AsyncLLM", conversation: Conversation, screen: Screen) -> list[int]:
-    """Return the conversation as token ids. If it fills the context, its oldest turns are removed from it."""
-    limit = llm.model_config.max_model_len
-    prompt = chat_prompt(llm, conversation.to_send())
-    while len(prompt) >= limit and len(conversation.messages) > 1:
-        del conversation.messages[:2]
-        screen.note("(the conversation is longer than the context; its oldest turn is forgotten)")
-        prompt = chat_prompt(llm, conversation.to_send())
-    return prompt
+    """Return the conversation as token ids, after `make_room`; a note says how many turns were dropped."""
+
+    def tokenize(messages: list[dict[str, str]]) -> list[int]:
+        return chat_prompt(llm, messages)
+
+    if num_dropped := make_room(conversation, tokenize, llm.model_config.max_model_len):
+        turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
+        screen.note(f"(the oldest {turns} dropped, so that the context has room for the answer)")
+    return tokenize(conversation.to_send())
+
+
+def make_room(
+    conversation: Conversation, tokenize: Callable[[list[dict[str, str]]], list[int]], max_model_len: int
+) -> int:
+    """Drop the oldest turns if the answer would have too little room, and return their number.
+
+    The room is a quarter of the context, or max_tokens if that is less. A turn is a user message with what follows it
+    up to the next user message; the last turn stays. If turns must be dropped, as many are dropped that half of the
+    context is free, so that the next prompts begin with the same tokens, which the prefix cache holds. If the last turn
+    alone is longer than that, only the room for the answer is freed.
+
+    Raises ValueError with the length and the limit, and drops nothing, if the last turn alone leaves too little room.
+    """
+    messages = conversation.messages
+    room = min(max_model_len // 4, conversation.parameters.get("max_tokens") or max_model_len)
+    limit = max_model_len - room
+    starts = [0, *(place for place, message in enumerate(messages) if message["role"] == "user" and place > 0)]
+    if messages[0]["role"] != "user":
+        del starts[1:2]  # messages before the first user message belong to its turn
+
+    def length_without(num_turns: int) -> int:
+        return len(tokenize(conversation.to_send(first=starts[num_turns])))
+
+    if length_without(0) <= limit:
+        return 0
+    last_turn = len(starts) - 1
+    length_of_last = length_without(last_turn)
+    if length_of_last > limit:
+        raise ValueError(
+            f"the message is too long: {length_of_last} tokens with the chat template, and the limit is {limit}, as "
+            f"{counted(room, 'token')} of the context of {max_model_len} are kept for the answer; shorten it"
+        )
+    half = max_model_len // 2
+    target = half if length_of_last <= half else limit
+    num_dropped = bisect_left(range(last_turn), True, lo=1, key=lambda num_turns: length_without(num_turns) <= target)
+    del messages[: starts[num_dropped]]
+    return num_dropped

@@ -36,10 +36,10 @@ class Conversation:
     parameters: dict[str, Any]
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
-    def to_send(self) -> list[dict[str, str]]:
-        """Return the messages with the system message first, if there is one."""
+    def to_send(self, first: int = 0) -> list[dict[str, str]]:
+        """Return the messages from the number `first` on, after the system message if there is one."""
         start = [{"role": "system", "content": self.system}] if self.system else []
-        return start + self.messages
+        return start + self.messages[first:]
 
     def save(self, path: Path, model: str) -> None:
         """Write the conversation to `path`; other content than a saved chat is not overwritten.

@@ -69,5 +69,7 @@ class ChatSession:
         # What was written before the answer was stopped belongs to the conversation.
         messages.append({"role": "assistant", "content": answer.text})
         self.screen.write("\n")
+        if answer.notice:
+            self.screen.note(f"({answer.notice})")
         if self.is_verbose:
             self.screen.note(answer.summary())

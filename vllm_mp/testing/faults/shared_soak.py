@@ -35,6 +35,7 @@ class SharedSoak(Disturbance):
         """`folder` holds the core's socket."""
         super().__init__(baseline, clients, folder, seed)
         self._hostile = hostile
+        self._known_restarts = 0
 
     async def _disturb(self) -> None:
         await self._outputs(self._chance.randint(1, 4 * len(self._baseline.cases)))
@@ -43,6 +44,8 @@ class SharedSoak(Disturbance):
             self._hostile.start_again()
             return
         status = await self._core_status()
+        if status["restarts"] > self._known_restarts:
+            self.result.other_deaths.append(status["last_death"])
         self._watch.strike()
         with contextlib.suppress(ProcessLookupError):  # another death came first
             os.kill(status["pid"], signal.SIGKILL if disturbance == "kill the core" else signal.SIGSTOP)
@@ -54,6 +57,9 @@ class SharedSoak(Disturbance):
         await eventually(is_replaced, WAIT_S)
         await self._outputs(1)
         successor = await self._core_status()
+        if f"process {status['pid']} " not in successor["last_death"]:
+            self.result.other_deaths.append(successor["last_death"])
+        self._known_restarts = successor["restarts"]
         self._note_recovery(successor["pid"])
 
 

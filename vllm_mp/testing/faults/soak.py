@@ -69,6 +69,8 @@ class SoakResult:
     tokens: int = 0
     excused: int = 0
     """Requests whose outcome differs by rounding only."""
+    other_deaths: list[str] = dataclasses.field(default_factory=list)
+    """Causes of deaths of a shared core that no kill explains."""
     next_token_s: list[float] = dataclasses.field(default_factory=list)
     """Time from each kill to the first token after it."""
     samples: list[Sample] = dataclasses.field(default_factory=list)
@@ -141,7 +143,8 @@ class Disturbance(ABC):
             self.result.restarts = (await self._core_status())["restarts"]
             # A core that is killed while it loads does not count as restarted, unless it had just begun to serve.
             if not 0 <= self.result.restarts - self.result.kills <= self.result.kills_while_loading:
-                self.result.broken.append(f"{self.result.restarts} restarts after {self.result.kills} kills")
+                others = "".join(f"; {cause}" for cause in self.result.other_deaths)
+                self.result.broken.append(f"{self.result.restarts} restarts after {self.result.kills} kills{others}")
         except Exception as error:  # any unexpected error breaks the promise
             self.result.broken.append(f"{type(error).__name__}: {error}")
         finally:

@@ -1,0 +1,35 @@
+"""Detection of an answer that repeats the same block of text without end."""
+
+_MIN_CHARACTERS, _MIN_COPIES = 400, 3
+"""Repeated text is a loop from this length and this number of copies. Rows of a table and refrains stay below them."""
+_MAX_BLOCK = 2000
+"""Length of the longest block that is detected, in characters."""
+_PROBE = 32
+"""Length of the end of the text whose earlier occurrences give the possible lengths of the block."""
+
+
+def repeated_block(text: str) -> int:
+    """Return the length of the block that the end of `text` repeats, in characters; 0 if there is none."""
+    if len(text) < _MIN_CHARACTERS:
+        return 0
+    probe = text[-_PROBE:]
+    start = max(0, len(text) - _PROBE - _MAX_BLOCK)
+    place = len(text) - _PROBE
+    while (place := text.rfind(probe, start, place + _PROBE - 1)) != -1:
+        block = len(text) - _PROBE - place
+        length = max(_MIN_CHARACTERS, _MIN_COPIES * block)
+        if len(text) >= length and text[-length:-block] == text[block - length :]:
+            return block
+    return 0
+
+
+def without_repetition(text: str) -> str:
+    """Return `text` up to the end of the first copy of the block that its end repeats.
+
+    More copies in a conversation would lead the next answers into the same loop.
+    """
+    block = repeated_block(text)
+    end = len(text)
+    while block and end > block and text[end - 1] == text[end - 1 - block]:
+        end -= 1
+    return text[:end]
