@@ -1,6 +1,7 @@
 """Line breaks in an answer on a terminal, seen through a terminal emulator."""
 
 import io
+import itertools
 import os
 import pty
 import sys
@@ -32,7 +33,7 @@ def test_words_are_whole_and_lines_are_full(columns, length):
     lines = lines_of(written, columns)
     if columns > 24:
         assert " ".join(lines).split() == TEXT.split()
-    for line, following in zip(lines, lines[1:], strict=False):
+    for line, following in itertools.pairwise(lines):
         if line and following and not following.startswith(("*", " ")):
             assert len(f"{line} {following.split()[0]}") > columns
     assert "".join(written.split()) == "".join(TEXT.split())

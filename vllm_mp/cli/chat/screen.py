@@ -14,11 +14,7 @@ class Screen:
     def __init__(self) -> None:
         self.is_terminal = sys.stdout.isatty()
         self._has_colours = self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self._wrap: WordWrap | None = None
-        if self.is_terminal:
-            from vllm_mp.cli.chat.word_wrap import WordWrap
-
-            self._wrap = WordWrap()
+        self._wrap = _word_wrap() if self.is_terminal else None
 
     def write(self, text: str) -> None:
         """Write a piece of an answer; on a terminal, lines are broken between words."""
@@ -51,3 +47,9 @@ class Screen:
     def _columns(self) -> int:
         """Return the width of the terminal; 0 if standard output is none, or does not tell its width."""
         return os.get_terminal_size(sys.stdout.fileno()).columns if self.is_terminal else 0
+
+
+def _word_wrap() -> "WordWrap":
+    from vllm_mp.cli.chat.word_wrap import WordWrap  # imports the line editor's library, which a pipe does not need
+
+    return WordWrap()
