@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 USAGE = "[MODEL] [OPTIONS]"
 HELP = "Chat with a model in the terminal."
 
-_INSTRUCTIONS = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves the chat."
+_INSTRUCTIONS = "/help lists the commands, /bye or Ctrl-D leaves the chat, Ctrl-C stops an answer."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
