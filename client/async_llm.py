@@ -16,7 +16,7 @@ from vllm_mp.client.engine_loggers import EngineLoggers
 from vllm_mp.client.engine_start import EngineStart
 from vllm_mp.client.engine_status import EngineStatus
 from vllm_mp.client.engine_tokenizer import EngineTokenizer
-from vllm_mp.client.input_processor import InputProcessor
+from vllm_mp.client.input_processor import InputProcessor, check_sampling_params
 from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType
@@ -89,8 +89,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         """
 
         async def start() -> OutputIterator:
-            if isinstance(sampling_params, PoolingParams):
-                raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
+            check_sampling_params(sampling_params)
             return await self.add_request(
                 request_id,
                 prompt,

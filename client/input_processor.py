@@ -41,6 +41,18 @@ def check_priority(priority: Any, config: VllmConfig) -> None:
         )
 
 
+def check_sampling_params(params: Any) -> None:
+    """Raise TypeError, with the remedy, unless `params` are SamplingParams or None."""
+    if params is None or isinstance(params, SamplingParams):
+        return
+    remedy = "pass SamplingParams(temperature=..., max_tokens=...)"
+    if isinstance(params, PoolingParams):
+        remedy = "call encode() for a vector"
+    elif isinstance(params, dict):
+        remedy = "pass SamplingParams(**the_dict)"
+    raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}; {remedy}")
+
+
 class InputProcessor:
     """Turns a caller's request into a stream that holds its record; the event loop never waits for the tokenizer."""
 

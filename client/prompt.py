@@ -47,6 +47,9 @@ LONG_TEXT_CHARS = 2**18
 _MAX_SALT = 1024
 """Maximum number of characters of a `cache_salt`."""
 
+_FORMS = "prompt must be a text, token ids or a dict"
+_USE_CHAT = "for chat messages use chat()"
+
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt
@@ -86,7 +89,8 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
         known = {"type", "prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data"}
         unknown = prompt.keys() - known
         if unknown:
-            raise ValueError(f"a prompt has no field {sorted(unknown)[0]!r}; give 'prompt' or 'prompt_token_ids'")
+            remedy = _USE_CHAT if "role" in prompt else "give 'prompt' or 'prompt_token_ids'"
+            raise ValueError(f"a prompt has no field {sorted(unknown, key=str)[0]!r}; {remedy}")
         if prompt.get("type", "token") != "token":
             raise NotImplementedError(f"prompts of type {prompt['type']!r:.100} are not served; give token ids or text")
         if prompt.get("multi_modal_data"):
@@ -102,6 +106,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
     elif isinstance(prompt, bytes | bytearray):
         raise TypeError("the prompt is bytes; decode it to str first")
     elif prompt is not None:
+        _check_form(prompt)
         ids = prompt
     if text is None and ids is None and embeds is None:
         raise ValueError("the prompt has neither text nor token ids; give one of them")
@@ -116,6 +121,19 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
         check_text("cache_salt", salt),
         embeds,
     )
+
+
+def _check_form(prompt: Any) -> None:
+    """Raise TypeError, with the remedy, for objects that callers pass by mistake in place of token ids."""
+    if not isinstance(prompt, list | tuple):
+        if not hasattr(prompt, "__len__"):
+            raise TypeError(f"{_FORMS}, got {type(prompt).__name__}; {_USE_CHAT}")
+        return
+    first = prompt[0] if prompt else None
+    if isinstance(first, dict):
+        raise TypeError(f"{_FORMS}, got a {type(prompt).__name__} of dicts; {_USE_CHAT}")
+    if isinstance(first, str):
+        raise TypeError(f"{_FORMS}, got a {type(prompt).__name__} of texts; pass each text to a call of its own")
 
 
 def check_text(name: str, text: Any) -> str:

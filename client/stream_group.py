@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Self, cast
 
+from vllm_mp.client.input_processor import check_sampling_params
 from vllm_mp.client.output_iterator import Abandon, OutputIterator
 from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.stream import ReadyStreams, RequestStream
@@ -13,7 +14,6 @@ from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.request import checked_request_id
 from vllm_mp.errors import DuplicateRequestIdError
 from vllm_mp.outputs import RequestFailure, RequestOutput
-from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import SamplingParams
 
 _OBJECTS_PER_TURN = 4096
@@ -68,8 +68,7 @@ class StreamGroup:
 
         Takes the arguments of `AsyncLLM.generate`, and raises what it raises for a request that cannot run.
         """
-        if isinstance(sampling_params, PoolingParams):
-            raise TypeError("sampling_params must be SamplingParams, got PoolingParams; call encode() for a vector")
+        check_sampling_params(sampling_params)
         request_id = uuid.uuid4().hex if request_id is None else checked_request_id(request_id)
         if request_id in self._streams:
             raise DuplicateRequestIdError(

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from vllm_mp.model_store.folder import TOKENIZER_FILES, has_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_import_lock = threading.Lock()
+"""transformers loads its parts when they are first imported, which fails in two threads at a time."""
 _FAST_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
 _SOURCE_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
@@ -159,7 +162,8 @@ class _FastFile(msgspec.Struct):
 
 def load_fast_tokenizer(folder: Path) -> Any:
     """Load the tokenizer.json of `folder`; no code in the folder runs. Raises any error for a damaged folder."""
-    from transformers import PreTrainedTokenizerFast
+    with _import_lock:
+        from transformers import PreTrainedTokenizerFast
 
     config = read_json(folder / _CONFIG_FILE, dict) or {}
     options: dict[str, Any] = {}
@@ -175,7 +179,8 @@ def load_fast_tokenizer(folder: Path) -> Any:
 
 def _load_auto(folder: Path, *, use_fast: bool, trust_remote_code: bool) -> Any:
     """Load the tokenizer as transformers chooses it, which loads torch."""
-    from transformers import AutoTokenizer
+    with _import_lock:
+        from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
         folder, use_fast=use_fast, trust_remote_code=trust_remote_code, local_files_only=True

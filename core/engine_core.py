@@ -165,8 +165,8 @@ class EngineCore:
         """
         self._scheduler.assign_adapters()
         if not (self._scheduler.has_work or self._scheduler.pending_steps):
+            self._note_state()  # also beats; requests that were aborted after the latest step are not counted any more
             self._poller.poll(_BEAT_MS)
-            self._page.beat()
             self._activity.note_idle()
 
     def _settle_sleep(self) -> None:

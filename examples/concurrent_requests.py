@@ -20,7 +20,7 @@ async def answer(llm: AsyncLLM, question: str) -> str:
 
 
 async def main() -> None:
-    async with AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL)) as llm:
+    async with await AsyncLLM.start(AsyncEngineArgs(model=MODEL)) as llm:
         answers = await asyncio.gather(*(answer(llm, question) for question in QUESTIONS))
         for question, text in zip(QUESTIONS, answers, strict=True):
             print(f"{question}\n    {text}")

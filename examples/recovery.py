@@ -26,7 +26,7 @@ async def story(llm: AsyncLLM, kill_at: int | None) -> list[int]:
 
 async def main() -> None:
     # In float32 the tokens are the same, because rounding does not depend on how the prompt was cut.
-    async with AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL, dtype="float32")) as llm:
+    async with await AsyncLLM.start(AsyncEngineArgs(model=MODEL, dtype="float32")) as llm:
         undisturbed = await story(llm, None)
         continued = await story(llm, kill_at=20)
         print("restarts:", (await llm.core_status())["restarts"])

@@ -15,7 +15,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=16, output_kind=RequestOutputK
 
 
 async def client(name: str, address: str) -> None:
-    async with AsyncLLM.connect(address, timeout=60) as llm:
+    async with await AsyncLLM.aconnect(address, timeout=60) as llm:
         async for output in llm.generate("Once upon a time", PARAMS):
             print(f"{name}: {output.outputs[0].text!r}")
 

@@ -12,7 +12,7 @@ MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m-instruct"
 
 
 async def main() -> None:
-    async with AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL)) as llm:
+    async with await AsyncLLM.start(AsyncEngineArgs(model=MODEL)) as llm:
         # DELTA: each output has only the text that is new.
         params = SamplingParams(temperature=0.8, seed=1, max_tokens=64, output_kind=RequestOutputKind.DELTA)
         async for output in llm.generate("Once upon a time", params):

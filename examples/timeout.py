@@ -13,7 +13,7 @@ ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)  # up to the end of t
 
 
 async def main() -> None:
-    async with AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL)) as llm:
+    async with await AsyncLLM.start(AsyncEngineArgs(model=MODEL)) as llm:
         text = ""
         try:
             async with asyncio.timeout(0.5):

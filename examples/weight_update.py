@@ -26,7 +26,7 @@ def train(folder: Path) -> None:
 
 
 async def main(folder: Path) -> None:
-    async with AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder))) as llm:
+    async with await AsyncLLM.start(AsyncEngineArgs(model=str(folder))) as llm:
         story = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
         first = await anext(story)
         await llm.sleep(level=2)  # frees the weights and the KV cache; `story` waits

@@ -161,7 +161,12 @@ def _check(field: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
         high = meta["high"] if meta["high"] is not None else MAX_INTEGER
         # This form of the comparison refuses NaN too.
         if not low <= value <= high:
-            raise ValueError(f"{name} must be at least {low} and at most {high}, got {value}")
+            limits = []
+            if low != -MAX_INTEGER or not low <= value:
+                limits.append(f"at least {low}")
+            if high != MAX_INTEGER or not value <= high:
+                limits.append(f"at most {high}")
+            raise ValueError(f"{name} must be {' and '.join(limits)}, got {value}")
     if meta["unserved"] and value != field.default:
         raise NotImplementedError(
             f"{name}={value!r} is not served: {meta['unserved']}; leave it at its default ({field.default!r})"

@@ -1,12 +1,16 @@
 """Suggestions for misspelt words in the messages of errors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message that suggests the word of `known` most like `word`; empty if none is like it."""
+def did_you_mean(word: str, known: Iterable[str] | Mapping[str, str]) -> str:
+    """Return the end of a message that suggests the word of `known` most like `word`; empty if none is like it.
+
+    A mapping has what is suggested by the word that is compared. Case is ignored.
+    """
     import difflib
 
-    by_lower = {candidate.lower(): candidate for candidate in known}
+    suggested = known if isinstance(known, Mapping) else {name: name for name in known}
+    by_lower = {name.lower(): suggestion for name, suggestion in suggested.items()}
     close = difflib.get_close_matches(word.lower(), by_lower, 1)
     return f"; did you mean `{by_lower[close[0]]}`?" if close else ""

@@ -40,6 +40,11 @@ _ASK_ID = -1
 """The id of the calls that `CoreConnection.ask` makes; the ids of later calls are not negative."""
 
 
+def is_engine_running(address: str) -> str:
+    """Return the remedy of an error that says that no core answers at `address`."""
+    return f"is the engine running? (vllm-mp engine --listen {address})"
+
+
 class CoreConnection:
     """A DEALER socket to one core.
 
@@ -72,7 +77,7 @@ class CoreConnection:
                 )
             key = read_client_key(key_file)
         elif not address.startswith("ipc://"):
-            raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
+            raise ValueError(f"the address must be ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, got {address!r}")
         self.address = address
         self._owners = trusted_owners() if owners is None else owners
         self._key_file = key_file
@@ -159,7 +164,7 @@ class CoreConnection:
             if time.monotonic() > deadline:
                 raise EngineStartError(
                     f"the core at {self.address} did not answer within {timeout:g} s; "
-                    f"{self._handshake_failure or 'check that it runs'}"
+                    f"{self._handshake_failure or is_engine_running(self.address)}"
                 )
 
     def ask(self, timeout: float, name: str, *args: wire.CallArgument) -> Any:

@@ -50,7 +50,7 @@ class HeldAddress:
         elif address.startswith("tcp://"):
             self._listen_on_tcp()
         else:
-            raise ValueError(f"address {address!r} must begin with ipc:// or tcp://")
+            raise ValueError(f"the address must be ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, got {address!r}")
 
     @property
     def descriptors(self) -> tuple[int, ...]:

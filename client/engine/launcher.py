@@ -14,7 +14,7 @@ from typing import NamedTuple
 import zmq
 
 from vllm_mp import wire
-from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.engine.connection import CoreConnection, is_engine_running
 from vllm_mp.client.engine.health import HangWatch
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.client.engine.process import CoreProcess
@@ -297,7 +297,7 @@ class RemoteCore:
         while self._path is not None and not check_socket_file(self._path, self._owners):
             check()
             if time.monotonic() > deadline:
-                raise EngineStartError(f"there is no core at {self.address}; check the address and that the core runs")
+                raise EngineStartError(f"there is no core at {self.address}; {is_engine_running(self.address)}")
             time.sleep(_LOOK_S)
 
     def _open_page(self) -> StatusPage | None:

@@ -85,9 +85,11 @@ def core(options, tmp_path_factory):
     with running("engine", "--listen", address, *options, "--max-model-len", "256") as process:
         client = AsyncLLM.connect(address, timeout=120)
         yield client
+        asyncio.run(eventually(lambda: is_empty(client)))
         client.shutdown()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+        assert b"finishing" not in process.stderr.read(), "the core has no requests"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.adapters import adapter_tensors, save_adapter
-from support.code_blocks import PAGES, ROOT, blocks_of, compiled, provided, run_python
+from support.code_blocks import PAGES, ROOT, blocks_of, compiled, provided, run_python, run_script
 from support.server_process import ServedModel, served
 from support.shell_blocks import Shell
 
@@ -115,6 +115,8 @@ def test_code_blocks_of_a_page_run(page, model, request):
         for block in blocks_of(page):
             if block.language == "bash":
                 shell.run(block)
+            elif block.is_script:
+                run_script(block, Path(folder))
             elif block.language == "python":
                 names |= provided(block, request.getfixturevalue)
                 code = compiled(block, shell.replaced)
@@ -131,3 +133,7 @@ def _ended(names: dict[str, Any]) -> Iterator[None]:
         for value in names.values():
             if isinstance(value, AsyncLLM):
                 value.shutdown()
+
+
+def test_readme_has_a_script():
+    assert any(block.is_script for block in blocks_of(ROOT / "README.md"))

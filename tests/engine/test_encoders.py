@@ -99,7 +99,7 @@ def test_tokenizer_truncates_texts_and_token_ids_lose_their_end(encoder, tokeniz
         ("x", SamplingParams(), TypeError, r"call generate\(\)"),
         ("x", {"dimensions": 3}, TypeError, "PoolingParams, got dict"),
         ("\ud800", None, ValueError, "not valid Unicode"),
-        (3.5, None, TypeError, "integers"),
+        (3.5, None, TypeError, "token ids"),
     ],
 )
 def test_requests_that_an_encoder_cannot_run_are_refused(encoder, prompt, params, error, message):

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from vllm_mp import LLM, SamplingParams
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TESTED = {"batch", "concurrent_requests", "embeddings", "http_server", "lora", "recovery", "shared_core", "streaming"}
-TESTED |= {"timeout", "weight_update"}
+TESTED |= {"stand_in_engine", "timeout", "weight_update"}
 
 
 def run(name, *arguments):
@@ -44,6 +45,16 @@ def test_batch(small_model, tmp_path):
     out = run("batch", folder)
     assert re.search(r"request 100 failed: the prompt is too long", out)
     assert len(out.splitlines()) == 5
+
+
+def test_stand_in_engine():
+    names = runpy.run_path(str(EXAMPLES / "stand_in_engine.py"))
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
+    with pytest.raises(TypeError, match="sampling_params"):
+        names["engine_that_answers"]("").generate("Hello", sampling_parameters=None, request_id="a")
 
 
 @pytest.mark.slow

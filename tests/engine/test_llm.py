@@ -108,7 +108,7 @@ def test_prompt_that_fails_is_reported_in_its_place_and_harms_no_other(small_llm
         outputs = small_llm.generate([PROMPTS[0], "far too long " * 2000, [10**6], 3.5, PROMPTS[1]], GREEDY)
     assert texts([outputs[0], outputs[4]]) == expected
     for output, kind, words in zip(
-        outputs[1:4], (ValueError, ValueError, TypeError), ("too long", "vocabulary", "integers"), strict=True
+        outputs[1:4], (ValueError, ValueError, TypeError), ("too long", "vocabulary", "token ids"), strict=True
     ):
         assert isinstance(output, RequestFailure)
         assert output.finished

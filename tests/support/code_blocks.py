@@ -2,14 +2,18 @@
 
 The blocks of a page run in its order and share their names, among which are all public names of `vllm_mp`. A comment
 above a Python block, `<!-- given: llm, prompts -->`, names what the test provides beside these: fixtures, or
-`the names of MODULE`. A block that awaits at its top runs in a coroutine.
+`the names of MODULE`. A block that awaits at its top runs in a coroutine. A block that imports an engine's class is a
+script: it runs as it is, copied into a file, and shares no names.
 """
 
 import ast
 import asyncio
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +21,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_TIMEOUT_S = 120.0
 _FENCE = re.compile(r"( *)```(\w*)")
 _GIVEN = re.compile(r" *<!-- given: (.+) -->")
 _MODULE = "the names of "
+_IMPORT_OF_ENGINE = re.compile(r"^from vllm_mp import .*LLM\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,11 @@ class CodeBlock:
     @property
     def place(self) -> str:
         return f"{self.page}:{self.line}"
+
+    @property
+    def is_script(self) -> bool:
+        """The block is a whole program, which a reader can copy into a file and run."""
+        return self.language == "python" and _IMPORT_OF_ENGINE.search(self.text) is not None
 
 
 def blocks_of(page: Path) -> Iterator[CodeBlock]:
@@ -82,3 +93,21 @@ def run_python(code: Any, names: dict[str, Any], runner: asyncio.Runner) -> None
     result = eval(code, names)
     if inspect.iscoroutine(result):
         runner.run(result)
+
+
+def run_script(block: CodeBlock, folder: Path) -> None:
+    """Run the text of a block as a file in `folder`. Raises AssertionError unless it prints a result and no warning."""
+    script = folder / "script.py"
+    script.write_text(block.text)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block.place}\n{done.stdout}\n{done.stderr}"
+    assert done.stdout.strip(), f"{block.place} prints nothing"
+    assert not re.search("warn|Traceback", done.stderr, re.IGNORECASE), f"{block.place}\n{done.stderr}"

@@ -2,12 +2,16 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.model_store.folder import has_chat_template
+from vllm_mp.options import FURTHER
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
+    from vllm_mp.config import ModelConfig
 
 
 def flag_of(option: str) -> str:
@@ -22,12 +26,13 @@ def add_connect_flags(parser: argparse.ArgumentParser) -> None:
         help="Address of a running core to use; by default a core is started. With this flag, only the client's "
         "engine options are allowed: " + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS)),
     )
-    parser.add_argument(
+    further = parser.add_argument_group(FURTHER + "options")
+    further.add_argument(
         "--key-file",
         metavar="FILE",
         help="Key file of this client, as `vllm-mp keys client` makes it; required for a tcp:// address",
     )
-    parser.add_argument(
+    further.add_argument(
         "--core-owner",
         metavar="USER",
         help="User beside this one and root who may own the core's Unix socket (default: no other user)",
@@ -50,12 +55,37 @@ def check_connect(args: argparse.Namespace) -> None:
             )
 
 
-def open_engine(args: argparse.Namespace) -> "AsyncLLM":
-    """Attach to the core that --connect names, or start a core. Raises what these calls of `AsyncLLM` raise."""
+def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLLM":
+    """Attach to the core that --connect names, or start a core.
+
+    Raises what these calls of `AsyncLLM` raise, and with `for_chat` ValueError for a model without a chat template,
+    before a core is started.
+    """
     from vllm_mp.client.async_llm import AsyncLLM
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if args.connect is None:
-        return AsyncLLM.from_engine_args(engine_args)
+        config = engine_args.create_engine_config()
+        if for_chat:
+            _check_chat_template(config.model_config)
+        return AsyncLLM.from_vllm_config(config)
     options = engine_args.client_options()
     return AsyncLLM.connect(args.connect, key_file=args.key_file, core_owner=args.core_owner, **options)
+
+
+def no_chat_template(model: str) -> str:
+    """Return the error for a model without a chat template, with the remedy."""
+    return f"{model} has no chat template; give one with --chat-template, or use `vllm-mp generate` without --chat"
+
+
+def _check_chat_template(model: "ModelConfig") -> None:
+    """Raise ValueError for a model that cannot chat. Code that comes with a tokenizer may bring a template."""
+    if model.architecture.is_encoder:
+        raise ValueError(
+            f"{model.model} is an encoder, which generates no text; name a model that chats, or use `vllm-mp serve` "
+            "for vectors"
+        )
+    if model.skip_tokenizer_init:
+        raise ValueError("a chat needs the tokenizer; leave out --skip-tokenizer-init")
+    if model.chat_template is None and not model.trust_remote_code and not has_chat_template(Path(model.tokenizer)):
+        raise ValueError(no_chat_template(model.model))

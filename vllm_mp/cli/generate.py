@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, open_engine
+from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, no_chat_template, open_engine
 from vllm_mp.cli.model_argument import names_model, set_model
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return _answer_file(args, lora)
     text = whole_prompt(given)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        llm = open_engine(args)
+        llm = open_engine(args, for_chat=args.chat)
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
             params = sampling_params(args, llm.model_config.default_sampling_params)
@@ -102,7 +102,7 @@ def _answer_file(args: argparse.Namespace, lora: LoRARequest | None) -> int:
         num_prompts = sum(not line.isspace() for line in file)
         file.seek(0)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        llm = open_engine(args)
+        llm = open_engine(args, for_chat=args.chat)
         try:
             params = sampling_params(args, llm.model_config.default_sampling_params)
             bar = ProgressBar(shows_progress, num_prompts)
@@ -196,10 +196,7 @@ def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
         parse_prompt(message["content"], None)
     tokenizer = llm.get_tokenizer()
     if not tokenizer.chat_template:
-        raise ValueError(
-            f"{llm.model_config.model} has no chat template; give one with --chat-template, or use "
-            "`vllm-mp generate` without --chat"
-        )
+        raise ValueError(no_chat_template(llm.model_config.model))
     text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     # The template contains the special tokens already.
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids

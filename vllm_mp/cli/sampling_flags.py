@@ -22,9 +22,11 @@ _COMMON = ("temperature", "top-p", "top-k", "repetition-penalty", "max-tokens", 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to `parser`.
 
-    A flag that is not given has the value of the model's generation_config.json, or else the value for greedy sampling.
+    A flag that is not given has the value of the model's `default_sampling_params`, or else that of the command.
     """
-    common = parser.add_argument_group("sampling (defaults: the model's generation config, else the most likely token)")
+    common = parser.add_argument_group(
+        "sampling (defaults: the model's own; else generate is greedy, and chat samples)"
+    )
     further = parser.add_argument_group(FURTHER + "sampling options")
     for flag, (_, parameter) in _BY_FLAG.items():
         group = common if flag in _COMMON else further

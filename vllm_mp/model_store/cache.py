@@ -57,6 +57,7 @@ def build_once(folder: Path, build: Build, progress: Progress) -> Path:
         if folder.is_dir():
             return folder
         shutil.rmtree(workspace, ignore_errors=True)
+        _remove_abandoned(folder.parent)
         try:
             workspace.mkdir()
             build(workspace, lock).rename(folder)
@@ -67,6 +68,22 @@ def build_once(folder: Path, build: Build, progress: Progress) -> Path:
         finally:
             shutil.rmtree(workspace, ignore_errors=True)
     return folder
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the workspaces in `parent` that killed processes left behind, which are those whose lock is free."""
+    for workspace in parent.glob(".*.partial"):
+        try:
+            lock = os.open(workspace.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:
+            continue  # the workspace of another user
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(workspace, ignore_errors=True)
+        except BlockingIOError:
+            pass  # a process is at work there
+        finally:
+            os.close(lock)
 
 
 def run_child(
@@ -107,8 +124,8 @@ def disk_full(folder: Path, detail: str) -> OSError:
     """Return the error to raise if there is no space to prepare `folder`; `detail` says what was tried."""
     return OSError(
         errno.ENOSPC,
-        f"no space left to prepare {folder.name}: {detail}. Free some space, or set {CACHE_VARIABLE} to a folder "
-        f"on a larger disk (now {folder.parent})",
+        f"no space left to prepare {folder.name}: {detail}. Free some space, or set {CACHE_VARIABLE} or "
+        f"--download-dir to a folder on a larger disk (now {folder.parent})",
     )
 
 

@@ -8,6 +8,9 @@ from vllm_mp.model_config.json_file import read_json
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 """Patterns of the files that hold a tokenizer. The first is the fast tokenizer, the others are vocabularies."""
 
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+"""Files and folders of chat templates; older tokenizers have theirs in tokenizer_config.json."""
+
 
 class WeightFiles(NamedTuple):
     """The names of files with weights, of one form."""
@@ -55,6 +58,13 @@ def folder_problem(folder: Path, load_format: str) -> str | None:
 def has_tokenizer(folder: Path) -> bool:
     """Return whether `folder` holds one of `TOKENIZER_FILES`."""
     return any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Return whether the tokenizer in `folder` has a chat template. Raises ValueError for a file that is no JSON."""
+    if any((folder / name).exists() for name in _TEMPLATES):
+        return True
+    return bool((read_json(folder / "tokenizer_config.json", dict) or {}).get("chat_template"))
 
 
 def weight_files(folder: Path) -> WeightFiles | None:

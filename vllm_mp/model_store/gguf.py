@@ -7,9 +7,11 @@ because it loads torch.
 import errno
 import hashlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from vllm_mp.model_store.cache import build_once, run_child
@@ -21,8 +23,11 @@ _CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 DISK_FULL_EXIT = 3
 """Exit status of the converter if the converted model does not fit on the disk."""
 
-_CONVERTER_VERSION = 2
+_CONVERTER_VERSION = 3
 """Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
+
+_KEPT_SECONDS = 24 * 3600
+"""Time for which an older conversion is kept after its last use, which `build_once` notes."""
 
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
@@ -45,13 +50,28 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
             raise ValueError(f"{source} was changed while it was being converted: try again")
         return target
 
-    return build_once(converted_folder(root, source.name, digest), build, progress)
+    folder = build_once(converted_folder(root, source.name, digest), build, progress)
+    remove_older(folder)
+    return folder
 
 
 def converted_folder(root: Path, file_name: str, sha256: str) -> Path:
     """Return the folder under `root` that keeps the model made from a file with this name and content."""
     readable = re.sub(r"[^\w.-]+", "_", file_name.removesuffix(".gguf")).lstrip(".")[:80]
     return root / "models" / f"{readable}-{sha256[:16]}-v{_CONVERTER_VERSION}"
+
+
+def remove_older(folder: Path) -> None:
+    """Remove the conversions of the same file beside `folder` that older versions of the converter made.
+
+    A conversion that an engine found in the last day is kept: an engine of an older release may load it again.
+    """
+    stem = folder.name.rpartition("-v")[0]
+    for older in folder.parent.glob(f"{stem}-v*"):
+        version = older.name.removeprefix(f"{stem}-v")
+        is_older = version.isdecimal() and int(version) < _CONVERTER_VERSION
+        if is_older and time.time() - older.stat().st_mtime > _KEPT_SECONDS:
+            shutil.rmtree(older, ignore_errors=True)  # a cache that is read-only keeps it
 
 
 def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) -> Path:
@@ -61,16 +81,23 @@ def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) 
     """
     target = workspace / "model"
     command = [sys.executable, "-P", "-m", _CONVERTER, str(source), str(target)]
-    with progress.task(f"converting {source.name} to safetensors (once)") as show:
 
-        def follow(child: subprocess.Popen[str]) -> None:
-            assert child.stdout is not None
+    def follow(child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        word, *plan = child.stdout.readline().split() or [""]
+        if word != "plan":
+            return  # the file cannot be converted
+        num_bytes, seconds = map(int, plan)
+        progress.line(
+            f"{source.name}: its conversion takes {num_bytes / 1e6:.1f} MB in {workspace.parent} and about {seconds} s"
+        )
+        with progress.task(f"converting {source.name} to safetensors (once)") as show:
             for line in child.stdout:
                 word, _, fraction = line.partition(" ")
                 if word == "progress":
                     show(float(fraction))
 
-        status, reason = run_child(command, {"HF_HUB_OFFLINE": "1"}, lock, follow)
+    status, reason = run_child(command, {"HF_HUB_OFFLINE": "1"}, lock, follow)
     if status == 0:
         return target
     if status == DISK_FULL_EXIT:

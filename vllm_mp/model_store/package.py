@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from vllm_mp.model_store.cache import build_once, run_child
-from vllm_mp.model_store.gguf import converted_folder, file_sha256, run_converter
+from vllm_mp.model_store.gguf import converted_folder, file_sha256, remove_older, run_converter
 from vllm_mp.model_store.progress import Progress
 
 
@@ -44,6 +44,9 @@ class PackagedModel:
         """Return the path in the wheel of the file `name`, a key of `files`."""
         return str(PurePosixPath(self.package, self.folder, name))
 
+
+_COPY_VERSION: Final = 2
+"""Version of the folders that are copied from packages as they are."""
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 """Alias of the default model."""
@@ -95,7 +98,7 @@ def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
     model = PACKAGED_MODELS[alias]
 
     def build(workspace: Path, lock: int) -> Path:
-        source = _installed(model) or _fetched(model, workspace, lock, progress)
+        source = _installed(model) or fetch_package(alias, root, progress)
         if model.gguf is not None:
             return run_converter(source / model.gguf, workspace, lock, progress)
         target = workspace / "model"
@@ -104,7 +107,24 @@ def packaged_model(alias: str, root: Path, progress: Progress) -> Path:
             shutil.copyfile(source / name, target / name)
         return target
 
-    return build_once(packaged_folder(alias, root), build, progress)
+    folder = build_once(packaged_folder(alias, root), build, progress)
+    shutil.rmtree(_fetched_folder(alias, root), ignore_errors=True)
+    if model.gguf is not None:
+        remove_older(folder)
+    return folder
+
+
+def fetch_package(alias: str, root: Path, progress: Progress) -> Path:
+    """Return the folder, under `root`, of the files of the packaged model `alias`; fetch them with pip if need be.
+
+    `packaged_model` removes the folder when the model is ready. Raises the same errors as `packaged_model`.
+    """
+    model = PACKAGED_MODELS[alias]
+
+    def build(workspace: Path, lock: int) -> Path:
+        return _fetched(model, workspace, lock, progress)
+
+    return build_once(_fetched_folder(alias, root), build, progress)
 
 
 def packaged_folder(alias: str, root: Path) -> Path:
@@ -112,7 +132,13 @@ def packaged_folder(alias: str, root: Path) -> Path:
     model = PACKAGED_MODELS[alias]
     if model.gguf is not None:
         return converted_folder(root, model.gguf, model.files[model.gguf])
-    return converted_folder(root, alias, hashlib.sha256("".join(model.files.values()).encode()).hexdigest())
+    digest = hashlib.sha256("".join(model.files.values()).encode()).hexdigest()
+    return root / "models" / f"{alias}-{digest[:16]}-v{_COPY_VERSION}"
+
+
+def _fetched_folder(alias: str, root: Path) -> Path:
+    """Return the folder under `root` that keeps the files of the package until the model is ready."""
+    return root / "packages" / PACKAGED_MODELS[alias].requirement
 
 
 def _installed(model: PackagedModel) -> Path | None:
@@ -139,6 +165,11 @@ def _fetched(model: PackagedModel, workspace: Path, lock: int, progress: Progres
         )
     download = workspace / "download"
     download.mkdir()
+    free = shutil.disk_usage(download).free
+    if free < 2 * wheel_bytes:
+        raise OSError(
+            errno.ENOSPC, f"fetching {requirement} needs {2 * wheel_bytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free"
+        )
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--retries", "2", "--only-binary", ":all:"]
     command += ["--dest", str(download), requirement]

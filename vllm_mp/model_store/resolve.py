@@ -3,6 +3,7 @@
 The name is an alias, a folder, a GGUF file or a hub id; a module beside this one fetches or converts each of them.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from vllm_mp.model_store.gguf import gguf_model
 from vllm_mp.model_store.hub import hub_model, is_hub_id
 from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS, packaged_model
 from vllm_mp.model_store.progress import Progress
+from vllm_mp.suggestions import did_you_mean
 
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy", "tokenizer")
 
@@ -59,13 +61,33 @@ def resolve_model(
             raise ValueError(f"model {model!r} is a file, but not a .gguf file: name the folder that holds config.json")
         return gguf_model(path.absolute(), cache or cache_root(), report)
     if _looks_like_path(model):
-        raise ValueError(f"model {model!r}: no such file or folder; correct the path")
+        raise ValueError(f"model {model!r}: no such file or folder; correct the path{_similar_path(path)}")
     if not is_hub_id(model):
         raise ValueError(
             f"model {model!r} is neither a file nor a folder nor a hub id (organisation/name): correct it, or give an "
-            f"alias: {', '.join(PACKAGED_MODELS)}"
+            f"alias: {', '.join(PACKAGED_MODELS)}{_similar_alias(model)}"
         )
-    return hub_model(model, revision, hf_token, cache, load_format, report)
+    try:
+        return hub_model(model, revision, hf_token, cache, load_format, report)
+    except ValueError as error:
+        if hint := _similar_alias(model):
+            raise ValueError(f"{error}{hint}") from error
+        raise
+
+
+def _similar_alias(model: str) -> str:
+    """Return the end of a message that suggests the alias most like `model`, or whose first words are like it."""
+    if "/" in model:
+        return ""
+    beginnings = {alias.rsplit("-", count)[0]: alias for alias in PACKAGED_MODELS for count in range(alias.count("-"))}
+    return did_you_mean(model, beginnings)
+
+
+def _similar_path(path: Path) -> str:
+    """Return the end of a message that suggests the file or folder beside `path` whose name is most like its name."""
+    with contextlib.suppress(OSError):
+        return did_you_mean(path.name, {entry.name: str(entry) for entry in path.parent.iterdir()})
+    return ""
 
 
 def _looks_like_path(model: str) -> bool:

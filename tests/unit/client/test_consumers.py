@@ -164,6 +164,37 @@ def test_iterator_that_is_dropped_after_its_event_loop_aborts_its_request(llm):
     asyncio.run(wait_until_empty())
 
 
+def test_loop_that_is_left_aborts_its_request_although_a_traceback_keeps_its_frame(llm, path):
+    async def fail():
+        async for _ in llm.generate(prompts(1)[0], ENDLESS):
+            raise ValueError("in the loop")
+
+    async def run():
+        async for _ in llm.generate(prompts(1)[0], ENDLESS):
+            break
+        await eventually(lambda: is_empty(llm))
+        with pytest.raises(ValueError, match="in the loop") as kept:
+            await fail()
+        await eventually(lambda: is_empty(llm))
+        assert kept.value.__traceback__ is not None
+
+    asyncio.run(run())
+
+
+def test_generator_under_a_name_is_read_on_after_a_break_until_it_is_closed(llm, path):
+    async def run():
+        stream = llm.generate(prompts(1)[0], ENDLESS)
+        for _ in range(2):
+            async for _ in stream:
+                break
+            else:
+                raise AssertionError("the stream has ended")
+        await stream.aclose()
+        await eventually(lambda: is_empty(llm))
+
+    asyncio.run(run())
+
+
 def test_iterators_in_a_reference_cycle_are_collected_in_any_thread(llm, path):
     async def run():
         cycle = [await llm.add_request(None, prompts(1)[0], ENDLESS)]

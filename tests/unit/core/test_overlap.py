@@ -12,6 +12,7 @@ import zmq
 from support.stand_in_engine import BLOCK, EOS, Engine
 
 from vllm_mp import AsyncEngineArgs, SamplingParams, wire
+from vllm_mp.core import engine_core
 from vllm_mp.core.engine_core import EngineCore
 from vllm_mp.core.ipc.step_messages import step_outputs
 from vllm_mp.core.scheduler.request import Request
@@ -339,6 +340,23 @@ def test_status_page_names_the_requests_of_every_pending_step_and_their_output_t
     )
     assert runner.on_page["launch 4"] == runner.on_page["wait 3"] == {1: 3}
     assert runner.page.read().step_requests == []
+
+
+def test_idle_core_does_not_count_aborted_requests_on_the_status_page(make_core, monkeypatch):
+    monkeypatch.setattr(engine_core, "_BEAT_MS", 0)
+    core, _, handler, add = make_core(False)
+    add(0, max_tokens=30)
+    counts = []
+
+    def abort():
+        counts.append(core._page.read().num_running)
+        handler.scheduler.abort(0, 0)
+
+    handler.actions = [lambda: None, abort]
+    core.run()
+    status = core._page.read()
+    assert counts == [1]
+    assert (status.num_running, status.free_blocks) == (0, status.total_blocks)
 
 
 def test_aborted_request_is_not_on_the_status_page_while_its_step_is_pending(make_core):

@@ -63,6 +63,17 @@ def test_killed_build_leaves_no_entry(tmp_path: Path) -> None:
     assert names(folder.parent) == [".entry.lock", "entry"]
 
 
+def test_workspace_of_a_killed_build_is_removed_by_the_next_build_of_any_entry(tmp_path: Path) -> None:
+    with start_builder(tmp_path / "killed") as killed, start_builder(tmp_path / "running") as running:
+        assert killed.stdout.readline() == running.stdout.readline() == "half\n"
+        killed.kill()
+        killed.wait()
+        build_once(tmp_path / "entry", build_quietly, Progress())
+        partial = [name for name in names(tmp_path) if name.endswith(".partial")]
+        running.communicate("\n")
+    assert partial == [".running.partial"]
+
+
 def test_second_process_waits_for_the_first_and_uses_its_result(tmp_path: Path) -> None:
     folder = tmp_path / "entry"
     with start_builder(folder) as first:

