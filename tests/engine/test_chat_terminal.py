@@ -6,6 +6,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 
 import pyte
@@ -25,13 +26,12 @@ class EmulatedTerminal:
 
     def __init__(self, columns, arguments, state_folder):
         self._master, terminal = pty.openpty()
+        termios.tcsetwinsize(terminal, (40, columns))
         self.screen = pyte.Screen(columns, 40)
         self._stream = pyte.ByteStream(self.screen)
         os.set_blocking(self._master, False)
         environment = os.environ | {
             "TERM": "xterm-256color",
-            "COLUMNS": str(columns),
-            "LINES": "40",
             "XDG_STATE_HOME": str(state_folder),
         }
         self.process = subprocess.Popen(

@@ -84,13 +84,13 @@ class Answer:
         """Write a piece; a mark that waits is written where a word begins."""
         self.text += piece
         if self._mark is not None and (piece[:1].isspace() or not self.text.strip()):
-            self._screen.write(f" {self._screen.dimmed(self._mark)}")
+            self._screen.mark(self._mark)
             self._mark = None
         self._screen.write(piece)
 
     def _end(self) -> None:
         if self._mark is not None:
-            self._screen.write(f" {self._screen.dimmed(self._mark)}")
+            self._screen.mark(self._mark)
 
     def summary(self) -> str:
         """Return the figures of the answer in a line."""

@@ -71,7 +71,8 @@ def completions(text: str) -> Sequence[str]:
 
 def _help(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:
     rows = [(f"{name} {command.arguments}".rstrip(), command.meaning) for name, command in COMMANDS.items()]
-    rows += [('"""', "begins and ends a message of several lines; so do Alt-Enter, or \\ before Enter")]
+    rows += [('"""', "begins and ends a message of several lines")]
+    rows += [("Alt-Enter", "begins a new line of the message, as \\ before Enter does")]
     rows += [("Ctrl-C", "stops an answer"), ("Ctrl-D", "leaves the chat")]
     width = max(len(left) for left, _ in rows) + 2
     session.screen.note("\n".join(f"{left:<{width}}{right}" for left, right in rows))

@@ -61,7 +61,7 @@ class ChatSession:
             with prompt_line.while_answering():
                 self._runner.run(answer.stream(self.llm, prompt, params, self._lora))
         except KeyboardInterrupt:
-            self.screen.write(" [stopped]")
+            self.screen.mark("[stopped]")
         except ValueError as error:
             messages.pop()
             self.screen.complain(str(error))
