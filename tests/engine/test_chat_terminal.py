@@ -78,7 +78,8 @@ class EmulatedTerminal:
 
 @pytest.fixture(scope="module")
 def address(default_model, tmp_path_factory):
-    with replay_core(tmp_path_factory.mktemp("replay")) as address:
+    # The answer of 8,000 tokens lasts longer than any test.
+    with replay_core(tmp_path_factory.mktemp("replay"), "--rate", "100") as address:
         yield address
 
 
@@ -126,4 +127,4 @@ def test_keys_typed_during_an_answer_come_to_the_next_prompt(address, tmp_path):
         terminal.type("\x03")
         terminal.until(lambda lines: lines[-1] == "> nextmessage")
         assert any(line.endswith("[stopped]") for line in terminal.lines)
-        assert any(re.search(r"\d+ tokens, .* tokens/s, first token after", line) for line in terminal.lines)
+        assert any(re.search(r"\d+ tokens?, .*first token after", line) for line in terminal.lines)
