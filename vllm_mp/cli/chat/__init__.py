@@ -1,9 +1,11 @@
 """The command `chat`: a conversation with a model in the terminal."""
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.chat.commands import EndOfChat, completions, message_in, run_if_command
@@ -53,10 +55,7 @@ def run(args: argparse.Namespace) -> int:
     check_connect(args)
     lora = chosen_adapter(args)
     screen = Screen()
-    if "VLLM_MP_LOG_LEVEL" not in os.environ:
-        # The chat itself shows that a core was replaced; an error that ends the engine is raised.
-        logging.getLogger("vllm_mp").setLevel(logging.CRITICAL)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with _silent_log(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         llm = open_engine(args, for_chat=True)
         try:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a running core without a template
@@ -69,6 +68,22 @@ def run(args: argparse.Namespace) -> int:
         finally:
             llm.shutdown()
     return 0
+
+
+@contextlib.contextmanager
+def _silent_log() -> Iterator[None]:
+    """Log nothing, unless VLLM_MP_LOG_LEVEL asks for it.
+
+    The chat itself shows that a core was replaced, and an error that ends the engine is raised.
+    """
+    logger = logging.getLogger("vllm_mp")
+    before = logger.level
+    if "VLLM_MP_LOG_LEVEL" not in os.environ:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _converse(session: "ChatSession", lines: "PromptLine") -> None:
