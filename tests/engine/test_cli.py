@@ -383,6 +383,7 @@ def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.slow
 def test_generate_continues_after_core_is_killed(options, temporary):
     arguments = ("generate", "Once upon a time", "--ignore-eos", "--max-tokens", "60", "--temperature", "0", *options)
     undisturbed = run(*arguments)

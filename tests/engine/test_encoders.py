@@ -240,6 +240,7 @@ def test_vectors_of_each_family_equal_those_of_transformers(family, tmp_path):
                     assert_pooled(output, hidden_states(base, output.prompt_token_ids), pooling_type)
 
 
+@pytest.mark.slow
 def test_encoder_with_the_largest_options_allocates_no_kv_cache(tmp_path):
     config = BertConfig(**{**BERT, "max_position_embeddings": 8192})
     (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["BertModel"]}))

@@ -83,6 +83,7 @@ def test_converted_file_gives_the_logits_of_transformers(architecture, tmp_path)
                 torch.testing.assert_close(got, theirs(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_file_of_an_architecture_without_native_module_is_served(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_gguf(path, "gemma2", GEMMA2)

@@ -61,7 +61,7 @@ def test_culprit_among_32_streams_fails_after_few_deaths(make_small_engine):
 
 @pytest.mark.parametrize(
     "signum",
-    [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGSEGV],
+    [*(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)), signal.SIGSEGV],
     ids=["SIGTERM", "SIGHUP", "SIGSEGV"],
 )
 def test_signals_that_other_processes_send_blame_no_request(make_small_engine, signum):

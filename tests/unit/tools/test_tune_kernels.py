@@ -16,6 +16,7 @@ from vllm_mp.kernels.triton import launch
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "tune_kernels.py"
 
 
+@pytest.mark.slow
 def test_tool_saves_options_of_every_kernel_that_serves_a_model(tmp_path):
     out = tmp_path / "tuned.json"
     command = [sys.executable, str(TOOL), "--device", "cpu", "--quick", "--out", str(out)]
