@@ -51,7 +51,7 @@ class ActivityLog:
         self._begin(now, totals)
 
     def note_idle(self) -> None:
-        """Write the line about the work that has ended when it is due; begin anew while there was no work."""
+        """Write the line about the work that has ended when it is due; begin again while there was no work."""
         if self.due != _NEVER:
             now, totals = time.monotonic_ns(), self._totals()
             if totals == self._last:

@@ -27,7 +27,7 @@ class KVCacheManager:
         self.num_prompt_tokens = 0
         """Tokens of the prompts that have got blocks; without requests of an earlier core, which continue."""
         self.num_cached_tokens = 0
-        """Those of them that the prefix cache held."""
+        """Tokens among them that the prefix cache held."""
 
     def find_prefix(self, request: Request) -> list[int]:
         """Return the cached blocks that hold the beginning of `request`, never its last token."""

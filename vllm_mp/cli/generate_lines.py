@@ -33,7 +33,7 @@ class LineGenerator:
     def __init__(
         self, llm: "AsyncLLM", params: SamplingParams, bar: ProgressBar, *, chat: bool, lora: LoRARequest | None
     ) -> None:
-        """`params` are those of lines that set no others; with `chat`, a prompt is a message of a user."""
+        """`params` are the parameters of lines that set no others; with `chat`, a prompt is a message of a user."""
         self.num_written = 0
         """Number of results that were written."""
         self.num_failed = 0

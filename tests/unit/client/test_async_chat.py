@@ -1,4 +1,4 @@
-"""`AsyncLLM.chat`: a conversation becomes a prompt, whose completions stream as those of `generate` do."""
+"""`AsyncLLM.chat`: a conversation becomes a prompt, whose completions stream as `generate` streams them."""
 
 import asyncio
 
