@@ -1,0 +1,51 @@
+"""The interface between the scheduler and the libraries that hold output to a grammar."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp.structured_outputs import Constraint
+
+Mask = npt.NDArray[np.int32]
+"""[num_words]: bit t % 32 of word t // 32 is set if token t is allowed; num_words covers the model's vocabulary."""
+
+
+class GrammarError(ValueError):
+    """A constraint cannot be compiled, or its matcher has reached a limit; the message says where and why."""
+
+
+class Matcher(Protocol):
+    """Where the output of a request stands in its grammar."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advance by `tokens`, the end-of-sequence token included. Raises GrammarError if the grammar forbids one."""
+        ...
+
+    def fill(self, mask: Mask) -> None:
+        """Write the tokens that may come next into `mask` [num_words]. Raises GrammarError if a limit is reached."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must come next, because the grammar allows a single continuation; often none.
+
+        The end-of-sequence token is never among them.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled constraint, which is never changed and which requests share."""
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the beginning of the output."""
+        ...
+
+
+class Backend(Protocol):
+    """A library that compiles constraints."""
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Return the grammar of a constraint; called in any thread. Raises GrammarError if it cannot be compiled."""
+        ...
