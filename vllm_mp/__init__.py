@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     )
     from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+    from vllm_mp.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
     from vllm_mp.usage_context import UsageContext
 
 __version__ = "0.1.0"
@@ -116,6 +117,8 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestStatus": "client.request_manager",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
+    "GuidedDecodingParams": "structured_outputs",
     "SchedulerConfig": "config",
     "SchedulerStats": "client.stats",
     "ScoringOutput": "outputs",
@@ -155,6 +158,7 @@ __all__ = [
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "GuidedDecodingParams",
     "InputPreprocessor",
     "IterationStats",
     "LivenessConfig",
@@ -185,6 +189,7 @@ __all__ = [
     "StatLoggerBase",
     "StreamGroup",
     "StreamingRequest",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "UsageContext",

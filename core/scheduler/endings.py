@@ -8,8 +8,8 @@ from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.step import LiveOutput
 
 _NO_TOKEN_ERROR = (
-    "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias and min_tokens together allow no "
-    "token; lift one of these, or give the model another prompt"
+    "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias, structured_outputs and min_tokens "
+    "together allow no token; lift one of these, or give the model another prompt"
 )
 _NO_VECTOR_ERROR = "the vector is not finite, as the model overflows on this prompt; give the model another prompt"
 
@@ -44,8 +44,9 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
         row = int(rows[i])
         num_output_tokens = int(live.ends[i] - batch.num_prompt_tokens[row])  # without the new token
         if tokens[i] < 0:
-            processed = batch.request(row).processed
-            error = processed.error if processed is not None else None
+            request = batch.request(row)
+            changes = (request.processed, request.constrained)
+            error = next((change.error for change in changes if change is not None and change.error), None)
             endings[row] = Ending(num_output_tokens, "error", error=error or _NO_TOKEN_ERROR)
         elif at_eos[i] or i in stopped_by:
             endings[row] = Ending(num_output_tokens + 1, "stop", stopped_by.get(i))

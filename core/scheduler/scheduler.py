@@ -10,7 +10,7 @@ preempted at the cost of the client that has most blocks.
 A step may be scheduled while another step is pending. The tokens that the pending step samples count as known tokens,
 but only the device knows their values: nothing that depends on the values is decided before `update` has processed
 them. If such a token ends its request, the next step already computes one extra token for it, which is discarded. When
-an extra token is unacceptable, `schedule` returns None until the pending step is processed.
+the values decide how the next step samples, that step is launched, but samples only once the pending step is processed.
 
 Any request in the step during which a core died may have caused the death. A client that searches for the culprit
 among these suspects divides them into groups. A group runs isolated: its suspects share steps with one another and with
@@ -22,6 +22,7 @@ a prefill. So a successor repeats the step during which a core died.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
@@ -42,6 +43,8 @@ from vllm_mp.core.scheduler.step import (
     StepUpdate,
 )
 from vllm_mp.core.scheduler.waiting_queue import WaitingQueue
+from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
+from vllm_mp.structured_outputs import Constraint
 from vllm_mp.wire import Finished
 
 
@@ -94,8 +97,8 @@ class Scheduler:
         return not (self._is_frozen or self._is_asleep) and self.num_active > self.waiting.num_parked
 
     @property
-    def waits_for_adapters(self) -> bool:
-        """Whether requests that no pause or sleep holds back wait for their adapters."""
+    def has_parked(self) -> bool:
+        """Whether requests that no pause or sleep holds back wait for their adapters or grammars."""
         return not (self._is_frozen or self._is_asleep) and self.waiting.num_parked > 0
 
     @property
@@ -154,6 +157,24 @@ class Scheduler:
             for request in list(adapter.requests.values())
         ]
 
+    def note_compiled(self, constraint: Constraint, grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
+        """Let the requests run that wait for the grammar of `constraint`, or end them if it could not be compiled.
+
+        `constraint` has no `starts_after`. Return (client, end) of each request that ends.
+        """
+        ends = []
+        for request in list(self._requests.values()):
+            constrained = request.constrained
+            if constrained is None or constrained.is_compiled or constrained.key != constraint:
+                continue
+            if isinstance(grammar, GrammarError):
+                ending = Ending(request.num_output_tokens, "error", error=str(grammar))
+                ends.append((request.client, self._end(request, ending)))
+            else:
+                constrained.begin(grammar)
+                self.waiting.note_compiled(request)
+        return ends
+
     def pause(self, freeze: bool) -> None:
         """Hold back requests that arrive before `resume`; with `freeze`, also stop all requests that are live."""
         self.waiting.hold()
@@ -204,7 +225,7 @@ class Scheduler:
 
     def assign_adapters(self) -> None:
         """Let requests run whose adapters can get slots now."""
-        if self.adapters is not None and self.waits_for_adapters:
+        if self.adapters is not None and self.has_parked:
             self.adapters.assign()
 
     def _schedule_others(self) -> ScheduledStep | None:
@@ -213,8 +234,6 @@ class Scheduler:
         is_awaited = is_complete = None
         if self.pending_steps:
             is_awaited = self.pending_steps.awaited_rows()
-            if (is_awaited & batch.reads_output).any():
-                return None  # The logits processors of these rows need the value of the awaited token.
             # The token that these rows await is their last.
             is_complete = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
         if not self._give_blocks_to_growing_rows(is_complete if self._group is None else batch.is_isolated):
@@ -261,6 +280,7 @@ class Scheduler:
             is_sampled = tokens >= 0  # A negative token is no token.
             rows, ends, tokens = rows[is_sampled], ends[is_sampled], tokens[is_sampled]
         batch.token_ids[rows, ends] = tokens
+        rows, ends, tokens = self._with_forced_tokens(rows, ends, tokens, endings)
         self._release_suspects()
         # Read before the requests below leave their rows.
         slots, clients, positions = batch.slot[rows], batch.client[rows], ends - batch.num_prompt_tokens[rows]
@@ -287,6 +307,41 @@ class Scheduler:
             queued=[(*request.key, request.queue_seconds or 0.0) for request in begun],
             adapters=[(*request.key, request.adapter.digest) for request in begun if request.adapter is not None],
         )
+
+    def _with_forced_tokens(
+        self, rows: Rows, ends: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], endings: dict[int, Ending]
+    ) -> tuple[Rows, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Add to the new `tokens` [n] of `rows` [n], at the places `ends` [n], what their grammars force to follow.
+
+        The next step computes the forced tokens of a row together. Rows in `endings` and in a pending step get none.
+        """
+        batch = self.batch
+        added: list[tuple[int, int, int]] = []  # (row, place, token)
+        in_pending_step = self.pending_steps.live_rows() if self.pending_steps else None
+        for row in rows[batch.is_constrained[rows]].tolist():
+            if row in endings or (in_pending_step is not None and in_pending_step[row]):
+                continue
+            forced = self._forced_tokens(batch.request(row))
+            start = int(batch.num_tokens[row])
+            batch.token_ids[row, start : start + len(forced)] = forced
+            batch.num_tokens[row] += len(forced)
+            added += [(row, start + i, token) for i, token in enumerate(forced)]
+        if not added:
+            return rows, ends, tokens
+        more = np.array(added, np.int64).T
+        return np.concatenate([rows, more[0]]), np.concatenate([ends, more[1]]), np.concatenate([tokens, more[2]])
+
+    def _forced_tokens(self, request: Request) -> list[int]:
+        """Return the tokens that must follow the known tokens of a running request, as far as none of them ends it."""
+        constrained, batch, row = request.constrained, self.batch, request.row
+        if constrained is None or request.processed is not None:
+            return []
+        num_tokens = int(batch.num_tokens[row])
+        forced = constrained.forced(batch.token_ids[row, request.num_prompt_tokens : num_tokens].tolist())
+        stops = {*(request.sampling.stop_token_ids or ()), *batch.eos_token_ids.tolist()}
+        count = next((i for i, token in enumerate(forced) if token in stops), len(forced))
+        # The last token that fits is sampled, so that the request ends where every request does.
+        return forced[: max(0, min(count, int(batch.max_total_tokens[row]) - 1 - num_tokens))]
 
     def _end(self, request: Request, ending: Ending) -> Finished:
         """End a live request; return the message that tells its client.
@@ -415,14 +470,14 @@ class Scheduler:
         nothing, if a request would have to be preempted while a step is pending: processing that step may free blocks,
         and its tokens must not be lost.
         """
-        while True:
-            growing = self.cache.growing_rows(excluded)
+        while len(growing := self.cache.growing_rows(excluded)):
             if len(growing) <= self.cache.pool.num_free:
-                self.cache.grow(growing)
-                return True
-            if self.pending_steps:
+                self.cache.grow(growing)  # by one block each, so a row with several new tokens may need another turn
+            elif self.pending_steps:
                 return False
-            self._preempt_next(spared)
+            else:
+                self._preempt_next(spared)
+        return True
 
     def _preempt_next(self, spared: Mask | None = None) -> None:
         """Preempt a running request; if possible none in `spared` [max_num_seqs]."""

@@ -31,6 +31,8 @@ class ScheduledStep(NamedTuple):
     """[num_rows] True: the row of a pooling request reaches its last token, so its vector is made."""
     awaits: Rows = NO_ROWS
     """[n] indexes into `rows` of the decodes whose input token the pending step samples."""
+    samples_after_update: bool = False
+    """True: how a row is sampled depends on a token that the pending step samples, which must be processed before."""
 
     @classmethod
     def of(
@@ -39,7 +41,8 @@ class ScheduledStep(NamedTuple):
         """Return the step that computes the next `counts` [num_rows] tokens of `rows` [num_rows] of `batch`."""
         reaches_end = batch.num_computed_tokens[rows] + counts == batch.num_tokens[rows]
         is_pooled = batch.is_pooled[rows]
-        return cls(rows, counts, num_decodes, reaches_end & ~is_pooled, reaches_end & is_pooled, awaits)
+        after_update = bool(batch.reads_output[rows[awaits]].any())
+        return cls(rows, counts, num_decodes, reaches_end & ~is_pooled, reaches_end & is_pooled, awaits, after_update)
 
 
 class Prefills:
@@ -109,6 +112,10 @@ class StepUpdate(NamedTuple):
 
 class OutputHandle(Protocol):
     """Stands for the output of a launched step, which the device may still be computing."""
+
+    def sample(self) -> None:
+        """Sample the step's tokens on the device; called once, before `wait`."""
+        ...
 
     def wait(self) -> ModelOutput:
         """Return the output; block until the device has computed it."""

@@ -77,15 +77,22 @@ class LocalEngine:
             self.num_launched += 1
             output = self.runner.launch(step, self.batch, self.sampler)
             self.scheduler.launched(step, output, self.num_launched)
-        while len(self.scheduler.pending_steps) > (self.num_ahead if step is not None else 0):
+            if step.samples_after_update:
+                self.process_all_but(1)
+            output.sample()
+        self.process_all_but(self.num_ahead if step is not None else 0)
+        check_invariants(self.scheduler)
+        return step
+
+    def process_all_but(self, count):
+        """Process the pending steps except the last `count`."""
+        while len(self.scheduler.pending_steps) > count:
             output = self.scheduler.pending_steps.oldest.output.wait()
             update = self.scheduler.update(output)
             for slot, token in zip(update.slots.tolist(), update.tokens.tolist(), strict=True):
                 self.tokens[slot].append(token)
             for _, message in output.logprobs:
                 self.logprobs[message.slot].append((message.token_ids, message.values))
-        check_invariants(self.scheduler)
-        return step
 
     def run(self):
         while self.scheduler.has_work or self.scheduler.pending_steps:

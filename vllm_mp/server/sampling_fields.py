@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from vllm_mp.parameters import Integer, NotServed, Number, Parameter
+from vllm_mp.parameters import Integer, Number, Parameter
 from vllm_mp.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
 from vllm_mp.server.body import Ignored, Refused, RequestBody
 from vllm_mp.server.errors import ApiError, as_refusal
@@ -26,8 +26,6 @@ _FIELDS = tuple(name for name in PARAMETERS if name not in _INTERNAL)
 
 def _declaration(name: str, parameter: Parameter) -> Any:
     """Return the type of the field of a request: that of `SamplingParams` with its range, or null."""
-    if isinstance(parameter, NotServed):
-        return Refused
     plain = next(field.type for field in msgspec.structs.fields(SamplingParams) if field.name == name)
     # The ranges are only described here: `SamplingParams` enforces them, with messages that say more.
     schema: dict[str, Any] = {}
