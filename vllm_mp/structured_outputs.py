@@ -186,9 +186,7 @@ def _schema_text(name: str, schema: Any, may_be_bool: bool = True) -> str:
     elif hasattr(schema, "model_dump"):
         schema = schema.model_dump(by_alias=True, exclude_none=True)
     if not isinstance(schema, dict) and not (may_be_bool and isinstance(schema, bool)):
-        raise TypeError(
-            f"{name} must be a dict, JSON text of an object or a pydantic class, got {reprlib.repr(schema)}"
-        )
+        raise TypeError(f"{name} must be a dict, a JSON text or a pydantic class, got {reprlib.repr(schema)}")
     _check_nesting(name, schema)
     try:
         return msgspec.json.encode(schema).decode()

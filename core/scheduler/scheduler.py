@@ -22,13 +22,13 @@ a prefill. So a successor repeats the step during which a core died.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Mask, Rows
 from vllm_mp.core.scheduler.endings import Ending, find_endings
+from vllm_mp.core.scheduler.forced_tokens import ForcedTokens
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.memory_quota import MemoryQuota
 from vllm_mp.core.scheduler.preemption import next_to_preempt
@@ -60,6 +60,7 @@ class Scheduler:
         self.waiting = WaitingQueue(adapters)
         self.adapters = adapters
         self.pending_steps = PendingSteps(len(batch.requests))
+        self._forced = ForcedTokens(batch, self.pending_steps)
         self.memory = MemoryQuota()
         self.num_preemptions = 0
         self._requests: dict[RequestKey, Request] = {}
@@ -233,6 +234,7 @@ class Scheduler:
         batch = self.batch
         is_awaited = is_complete = None
         if self.pending_steps:
+            self._forced.extend_awaited_rows()
             is_awaited = self.pending_steps.awaited_rows()
             # The token that these rows await is their last.
             is_complete = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
@@ -263,7 +265,7 @@ class Scheduler:
         ends = batch.num_computed_tokens[step.rows] + step.counts
         batch.num_computed_tokens[step.rows] = ends
         batch.num_tokens[step.rows[step.samples]] = ends[step.samples] + 1
-        self.pending_steps.append(PendingStep(number, step, output, ends, {}))
+        self.pending_steps.append(PendingStep(number, step, output, ends, {}, {}))
 
     def update(self, output: ModelOutput) -> StepUpdate:
         """Process the output of the oldest pending step, which leaves the queue.
@@ -280,7 +282,7 @@ class Scheduler:
             is_sampled = tokens >= 0  # A negative token is no token.
             rows, ends, tokens = rows[is_sampled], ends[is_sampled], tokens[is_sampled]
         batch.token_ids[rows, ends] = tokens
-        rows, ends, tokens = self._with_forced_tokens(rows, ends, tokens, endings)
+        rows, ends, tokens = self._forced.follow(rows, ends, tokens, set(endings), pending.forced)
         self._release_suspects()
         # Read before the requests below leave their rows.
         slots, clients, positions = batch.slot[rows], batch.client[rows], ends - batch.num_prompt_tokens[rows]
@@ -307,41 +309,6 @@ class Scheduler:
             queued=[(*request.key, request.queue_seconds or 0.0) for request in begun],
             adapters=[(*request.key, request.adapter.digest) for request in begun if request.adapter is not None],
         )
-
-    def _with_forced_tokens(
-        self, rows: Rows, ends: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], endings: dict[int, Ending]
-    ) -> tuple[Rows, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Add to the new `tokens` [n] of `rows` [n], at the places `ends` [n], what their grammars force to follow.
-
-        The next step computes the forced tokens of a row together. Rows in `endings` and in a pending step get none.
-        """
-        batch = self.batch
-        added: list[tuple[int, int, int]] = []  # (row, place, token)
-        in_pending_step = self.pending_steps.live_rows() if self.pending_steps else None
-        for row in rows[batch.is_constrained[rows]].tolist():
-            if row in endings or (in_pending_step is not None and in_pending_step[row]):
-                continue
-            forced = self._forced_tokens(batch.request(row))
-            start = int(batch.num_tokens[row])
-            batch.token_ids[row, start : start + len(forced)] = forced
-            batch.num_tokens[row] += len(forced)
-            added += [(row, start + i, token) for i, token in enumerate(forced)]
-        if not added:
-            return rows, ends, tokens
-        more = np.array(added, np.int64).T
-        return np.concatenate([rows, more[0]]), np.concatenate([ends, more[1]]), np.concatenate([tokens, more[2]])
-
-    def _forced_tokens(self, request: Request) -> list[int]:
-        """Return the tokens that must follow the known tokens of a running request, as far as none of them ends it."""
-        constrained, batch, row = request.constrained, self.batch, request.row
-        if constrained is None or request.processed is not None:
-            return []
-        num_tokens = int(batch.num_tokens[row])
-        forced = constrained.forced(batch.token_ids[row, request.num_prompt_tokens : num_tokens].tolist())
-        stops = {*(request.sampling.stop_token_ids or ()), *batch.eos_token_ids.tolist()}
-        count = next((i for i, token in enumerate(forced) if token in stops), len(forced))
-        # The last token that fits is sampled, so that the request ends where every request does.
-        return forced[: max(0, min(count, int(batch.max_total_tokens[row]) - 1 - num_tokens))]
 
     def _end(self, request: Request, ending: Ending) -> Finished:
         """End a live request; return the message that tells its client.

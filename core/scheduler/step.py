@@ -148,6 +148,8 @@ class PendingStep(NamedTuple):
     """[num_rows] number of computed tokens of each row after this step."""
     gone: dict[int, RequestKey]
     """By row, the request that left the row after the launch."""
+    forced: dict[int, list[int]]
+    """By row, the tokens that follow the sampled token and are known, as it is, because a grammar forces them."""
 
     @property
     def live(self) -> Mask:
@@ -208,4 +210,5 @@ class PendingSteps:
         mask = np.zeros(self._max_num_seqs, np.bool_)
         for pending in self._steps:
             mask[pending.step.rows[pending.step.samples & pending.live]] = True
+            mask[list(pending.forced)] = False
         return mask

@@ -122,5 +122,5 @@ def test_structured_outputs_of_another_type_are_refused(value):
 
 
 def test_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="backend must be one of auto, .*guidance, got 'outlines'"):
+    with pytest.raises(ValueError, match=r"backend must be one of auto, .*guidance, got 'outlines'"):
         GuidedDecodingParams(regex="a", backend="outlines")
