@@ -274,11 +274,3 @@ def fuse_decoder(
 def _operations(x: Tensor) -> Any:
     """Return the module whose functions compute operations on tensors like `x`."""
     return triton.operations(x.device.type) or reference
-
-
-def apply_token_masks(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
-    import torch
-
-    bits = (masks.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1
-    allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()
-    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
