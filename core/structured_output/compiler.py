@@ -1,20 +1,157 @@
-"""Compiles constraints beside the core's loop."""
+"""Compiling of constraints beside the core's loop, and the cache of compiled grammars."""
 
+import logging
 import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 
-from vllm_mp.config import VllmConfig
+import msgspec
+
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
 from vllm_mp.structured_outputs import Constraint
 
+logger = logging.getLogger(__name__)
+
+_MAX_PENDING = 256
+"""Number of compilations that may run or wait."""
+_MAX_GRAMMARS = 512
+_MAX_BYTES = 2**28
+"""Host memory of the cached grammars, as they estimate it."""
+_MAX_FAILURES = 512
+_FAILURE_S = 30.0
+"""Time for which the error of a constraint is kept, so that its requests do not have it compiled again and again."""
+
+
+def grammar_key(constraint: Constraint) -> Constraint:
+    """Return what the grammar of `constraint` depends on; the beginning of the constrained output is no part of it."""
+    return msgspec.structs.replace(constraint, starts_after=()) if constraint.starts_after else constraint
+
 
 class GrammarCompiler:
-    """Compiles constraints beside the core's loop, and keeps the grammars."""
+    """Owns the compiled grammars.
 
-    def __init__(self, config: VllmConfig) -> None:
+    Constraints are compiled by threads, and everything else happens in the core's thread. `fd` is readable when a
+    compilation has ended; `take_compiled` then returns its result. A thread is started when it is first needed.
+    """
+
+    def __init__(
+        self, compile_plain: Callable[[Constraint], Grammar], compile_suspicious: Callable[[Constraint], Grammar]
+    ) -> None:
+        """Take what compiles a constraint, in a thread: one that is plain, or one that may take long or fail badly.
+
+        Both raise GrammarError if a constraint cannot be compiled. A suspicious constraint never delays a plain one.
+        """
+        self._lanes = {False: _Lane(compile_plain, self._note_end), True: _Lane(compile_suspicious, self._note_end)}
+        self._grammars: OrderedDict[Constraint, Grammar] = OrderedDict()
+        """The cached grammars, least recently used first."""
+        self._num_bytes = 0
+        self._failures: OrderedDict[Constraint, tuple[GrammarError, float]] = OrderedDict()
+        """(error, time of `time.monotonic()` until which it is kept), oldest first."""
+        self._pending: set[Constraint] = set()
+        self._ended: queue.SimpleQueue[tuple[Constraint, Grammar | GrammarError]] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def request(self, constraint: Constraint) -> Grammar | None:
-        raise GrammarError("structured output needs llguidance, which is not installed")
+        """Return the grammar of a constraint; None while it is compiled, which this call begins if need be.
+
+        Raises GrammarError if the constraint was found to be invalid lately, or if too many are being compiled.
+        """
+        key = grammar_key(constraint)
+        grammar = self._grammars.get(key)
+        if grammar is not None:
+            self._grammars.move_to_end(key)
+            return grammar
+        if key in self._failures:
+            error, end = self._failures[key]
+            if time.monotonic() < end:
+                raise error
+            del self._failures[key]
+        if key not in self._pending:
+            if len(self._pending) >= _MAX_PENDING:
+                raise GrammarError(
+                    f"too many constraints are being compiled: the limit is {_MAX_PENDING}; send the request again later"
+                )
+            self._pending.add(key)
+            self._lanes[is_suspicious(key)].add(key)
+        return None
 
     def take_compiled(self) -> list[tuple[Constraint, Grammar | GrammarError]]:
-        return []
+        """Return the compilations that have ended since the last call: (`grammar_key` of the constraint, result)."""
+        try:
+            count = os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return []
+        ended = [self._ended.get() for _ in range(count)]
+        for key, result in ended:
+            self._pending.discard(key)
+            if isinstance(result, GrammarError):
+                self._failures[key] = (result, time.monotonic() + _FAILURE_S)
+            else:
+                self._grammars[key] = result
+                self._num_bytes += result.num_bytes
+        self._evict()
+        return ended
+
+    def close(self) -> None:
+        """Close `fd`, and let the threads end when their compilations have."""
+        for lane in self._lanes.values():
+            lane.stop()
+        os.close(self.fd)
+
+    def _evict(self) -> None:
+        """Forget the least recently used grammars beyond the limits; requests that use them keep them alive."""
+        while len(self._grammars) > _MAX_GRAMMARS or (self._num_bytes > _MAX_BYTES and len(self._grammars) > 1):
+            _, grammar = self._grammars.popitem(last=False)
+            self._num_bytes -= grammar.num_bytes
+        while len(self._failures) > _MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def _note_end(self, key: Constraint, result: Grammar | GrammarError) -> None:
+        """Make the result of a compilation known; runs in a thread."""
+        self._ended.put((key, result))
+        os.eventfd_write(self.fd, 1)
+
+
+class _Lane:
+    """A thread that compiles constraints in the order in which they were added."""
+
+    def __init__(
+        self, compile: Callable[[Constraint], Grammar], note_end: Callable[[Constraint, Grammar | GrammarError], None]
+    ) -> None:
+        self._compile = compile
+        self._note_end = note_end
+        self._queue: queue.SimpleQueue[Constraint | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, key: Constraint) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="compile-grammars", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the system has no thread left; that must not end the core
+                self._thread = None
+                self._note_end(key, GrammarError(f"the constraint cannot be compiled now: {error}"))
+                return
+        self._queue.put(key)
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (key := self._queue.get()) is not None:
+            try:
+                result: Grammar | GrammarError = self._compile(key)
+            except GrammarError as error:
+                result = error.with_traceback(None)
+            except Exception as error:
+                logger.exception("a constraint of kind %s could not be compiled", key.kind)
+                result = GrammarError(f"the constraint could not be compiled: {type(error).__name__}: {error}")
+            self._note_end(key, result)
+
+
+def is_suspicious(constraint: Constraint) -> bool:
+    """Return whether compiling a constraint may take long, take much memory, or end the process."""
+    return constraint.kind in ("grammar", "structural_tag") or len(constraint.text) > 2**14

@@ -38,6 +38,9 @@ class Matcher(Protocol):
 class Grammar(Protocol):
     """A compiled constraint, which is never changed and which requests share."""
 
+    num_bytes: int
+    """Host memory that it takes, estimated."""
+
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of the output."""
         ...
