@@ -25,7 +25,7 @@ from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.stop_signal import StopSignal
-from vllm_mp.core.structured_output.compiler import GrammarCompiler
+from vllm_mp.core.structured_output.backends import grammar_compiler
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
@@ -91,7 +91,7 @@ class EngineCore:
         self._sleep = Sleep(self._scheduler, runner, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
-        self._grammars = GrammarCompiler(config)
+        self._grammars = grammar_compiler(model, config.decoding_config.backend)
         self._checks_invariants = scheduler_config.check_invariants
         self._num_ahead = int(bool(scheduler_config.async_scheduling))
         """Number of steps that stay pending while there is a next step to launch."""

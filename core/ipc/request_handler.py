@@ -351,7 +351,7 @@ class RequestHandler:
         """
         if self.grammars is None:
             raise ValueError("structured_outputs are for models that generate text")
-        if (grammar := self.grammars.request(constrained.key)) is not None:
+        if (grammar := self.grammars.request(constrained.constraint)) is not None:
             constrained.begin(grammar)
 
     def _isolate_until(self, client: int, message: _AddMessage) -> int:

@@ -43,6 +43,7 @@ from vllm_mp.core.scheduler.step import (
     StepUpdate,
 )
 from vllm_mp.core.scheduler.waiting_queue import WaitingQueue
+from vllm_mp.core.structured_output.compiler import grammar_key
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
 from vllm_mp.structured_outputs import Constraint
 from vllm_mp.wire import Finished
@@ -161,12 +162,12 @@ class Scheduler:
     def note_compiled(self, constraint: Constraint, grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
         """Let the requests run that wait for the grammar of `constraint`, or end them if it could not be compiled.
 
-        `constraint` has no `starts_after`. Return (client, end) of each request that ends.
+        `constraint` is a `grammar_key`. Return (client, end) of each request that ends.
         """
         ends = []
         for request in list(self._requests.values()):
             constrained = request.constrained
-            if constrained is None or constrained.is_compiled or constrained.key != constraint:
+            if constrained is None or constrained.is_compiled or grammar_key(constrained.constraint) != constraint:
                 continue
             if isinstance(grammar, GrammarError):
                 ending = Ending(request.num_output_tokens, "error", error=str(grammar))

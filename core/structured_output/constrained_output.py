@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
-from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Mask, Matcher
+from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
 from vllm_mp.structured_outputs import Constraint
 
 _MIN_FORCED = 2
@@ -15,13 +13,12 @@ class ConstrainedOutput:
     """Where the output of a request stands in its grammar.
 
     The state follows from the output tokens alone, so preemption and recovery need nothing of it. A grammar that fails
-    sets `error`; the mask then allows no token, so that the request ends with this error.
+    sets `error`; then no token may follow, so that the request ends with this error.
     """
 
     def __init__(self, constraint: Constraint, may_force: bool) -> None:
         """`may_force`: tokens that the grammar forces may be taken without being sampled."""
         self.constraint = constraint
-        self._key = msgspec.structs.replace(constraint, starts_after=())
         self.error: str | None = None
         self._may_force = may_force
         self._matcher: Matcher | None = None
@@ -32,11 +29,6 @@ class ConstrainedOutput:
         self._has_begun = not constraint.starts_after
 
     @property
-    def key(self) -> Constraint:
-        """The constraint as it is compiled, whatever comes before it."""
-        return self._key
-
-    @property
     def is_compiled(self) -> bool:
         return self._matcher is not None
 
@@ -44,22 +36,13 @@ class ConstrainedOutput:
         """Use `grammar`, which the constraint was compiled to. It must be called before the request first runs."""
         self._matcher = grammar.matcher()
 
-    def fill(self, output: Sequence[int], mask: Mask) -> bool:
-        """Write the tokens that may follow `output`, the output tokens so far, into `mask` [num_words].
+    def matcher_after(self, output: Sequence[int]) -> Matcher | None:
+        """Return the matcher that says which tokens may follow `output`, the output tokens so far.
 
-        Return False, and leave the mask alone, if every token may follow.
+        None if every token may follow, or after an error.
         """
         self._catch_up(output)
-        if self.error is None and not self._has_begun:
-            return False
-        if self.error is None:
-            try:
-                self._running_matcher().fill(mask)
-            except GrammarError as error:
-                self.error = str(error)
-        if self.error is not None:
-            mask[:] = 0
-        return True
+        return self._running_matcher() if self._has_begun and self.error is None else None
 
     def forced(self, output: Sequence[int]) -> list[int]:
         """Return the tokens that must follow `output`; none if there are too few of them to save a step."""

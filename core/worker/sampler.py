@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
+from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
+from vllm_mp.core.structured_output.grammar import Matcher
+from vllm_mp.core.structured_output.masks import fill_masks
 from vllm_mp.core.worker.host_copies import to_device
 from vllm_mp.core.worker.logits_processors import Ids, as_ids
 from vllm_mp.core.worker.registered_processors import RegisteredProcessors
@@ -94,20 +97,27 @@ def apply_token_masks(logits: Tensor, batch: Batch, rows: Rows, num_tokens: Coun
 
     `num_tokens` [n] counts the known tokens of each row.
     """
+    outputs: list[ConstrainedOutput] = []
+    matchers: dict[int, Matcher] = {}  # by index into `outputs`
     places = np.flatnonzero(batch.is_constrained[rows])
-    if not len(places):
-        return
-    masks = np.empty((len(places), -(-logits.shape[-1] // 32)), np.int32)
-    filled = []
-    for i, place in enumerate(places.tolist()):
+    for place in places.tolist():
         row = int(rows[place])
         constrained, start = batch.request(row).constrained, int(batch.num_prompt_tokens[row])
         assert constrained is not None
-        if constrained.fill(batch.token_ids[row, start : num_tokens[place]].tolist(), masks[i]):
-            filled.append(i)
-    if filled:
+        matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[place]].tolist())
+        if matcher is not None:
+            matchers[len(outputs)] = matcher
+        outputs.append(constrained)
+    masks = np.empty((len(matchers), -(-logits.shape[-1] // 32)), np.int32)
+    errors = fill_masks([*matchers.values()], masks)
+    for i, index in enumerate(matchers):
+        if i in errors:
+            outputs[index].error = str(errors[i])
+    if failed := [i for i, output in enumerate(outputs) if output.error is not None]:
+        logits[to_device(places[failed], logits.device)] = -torch.inf
+    if matchers:
         device = logits.device
-        ops.apply_token_masks(logits, to_device(masks[filled], device), to_device(places[filled], device))
+        ops.apply_token_masks(logits, to_device(masks, device), to_device(places[[*matchers]], device))
 
 
 def apply_logits_processors(
