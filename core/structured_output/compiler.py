@@ -72,7 +72,7 @@ class GrammarCompiler:
         if key not in self._pending:
             if len(self._pending) >= _MAX_PENDING:
                 raise GrammarError(
-                    f"too many constraints are being compiled: the limit is {_MAX_PENDING}; send the request again later"
+                    f"too many constraints are being compiled: the limit is {_MAX_PENDING}; send it again later"
                 )
             self._pending.add(key)
             self._lanes[is_suspicious(key)].add(key)

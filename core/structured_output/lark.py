@@ -11,7 +11,7 @@ _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def lark_grammar(constraint: Constraint) -> str:
-    """Return the grammar of a constraint. Raises GrammarError if it has none."""
+    """Return the grammar of a constraint that is no structural tag. Raises GrammarError if it has none."""
     match constraint.kind:
         case "json":
             return f"start: {json_rule(constraint.text, constraint)}"
@@ -24,10 +24,8 @@ def lark_grammar(constraint: Constraint) -> str:
             return f"start: CHOICE\nCHOICE: {' | '.join(literal(text) for text in _choices(constraint.text))}"
         case "grammar":
             return ebnf_grammar(constraint.text)
-        case "structural_tag":
-            from vllm_mp.core.structured_output.structural_tag import structural_tag_grammar
-
-            return structural_tag_grammar(constraint)
+        case kind:
+            raise AssertionError(kind)
 
 
 def literal(text: str) -> str:

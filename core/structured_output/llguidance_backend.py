@@ -9,6 +9,7 @@ import numpy as np
 from vllm_mp.core.structured_output.grammar import GrammarError, Mask
 from vllm_mp.core.structured_output.lark import lark_grammar
 from vllm_mp.core.structured_output.schema_place import with_place
+from vllm_mp.core.structured_output.structural_tag import structural_tag_grammar
 from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer
 from vllm_mp.structured_outputs import Constraint
 
@@ -84,6 +85,8 @@ class LLGuidanceBackend:
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
         """Return the grammar of a constraint. Raises GrammarError, with the place in a JSON schema if it is known."""
         try:
+            if constraint.kind == "structural_tag":
+                return self.compile_lark(structural_tag_grammar(constraint, self._split))
             return self.compile_lark(lark_grammar(constraint))
         except GrammarError as error:
             raise GrammarError(with_place(str(error), constraint)) from None
@@ -108,6 +111,22 @@ class LLGuidanceBackend:
         if matcher.is_stopped() and not matcher.is_accepting():
             raise GrammarError("the grammar matches no text")
         return compiled
+
+    def _split(self, text: str) -> list[str | int]:
+        """Split a text at the model's special tokens, which are returned by id."""
+        tokenizer = self._tokenizer.llguidance()
+        pieces: list[str | int] = []
+        plain: list[int] = []
+        for token in [*tokenizer.tokenize_str(text, parse_special=True), -1]:
+            if token >= 0 and not tokenizer.is_special_token(token):
+                plain.append(token)
+                continue
+            if plain:
+                pieces.append(tokenizer.decode_bytes(plain).decode())
+                plain = []
+            if token >= 0:
+                pieces.append(token)
+        return pieces if any(isinstance(piece, int) for piece in pieces) else [text] if text else []
 
 
 def _limits() -> "LLParserLimits":

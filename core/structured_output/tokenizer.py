@@ -92,7 +92,7 @@ class GrammarTokenizer:
 
 
 def _with_added_tokens(text: str, folder: Path) -> str:
-    """Return the tokenizer.json `text` with the tokens that only tokenizer_config.json adds; older folders have such."""
+    """Return the tokenizer.json `text` with the tokens that only tokenizer_config.json adds, as in older folders."""
     config = read_json(folder / _CONFIG_FILE, dict) or {}
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict):
