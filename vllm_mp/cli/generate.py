@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, no_chat_template, open_engine
 from vllm_mp.cli.model_argument import names_model, set_model
-from vllm_mp.cli.repetition import LoopGuard
+from vllm_mp.cli.repetition import LoopGuard, penalty_against_loops
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.cli.screen import Screen
 from vllm_mp.engine_args import AsyncEngineArgs
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 USAGE = "[MODEL] [PROMPT] [OPTIONS]"
 HELP = "Stream the answer to a prompt, or answer the prompts of a file."
 
-_LOOP = "stopped, as the answer repeats itself; try --frequency-penalty 0.3, or --ignore-eos to go on to --max-tokens"
+_LOOP = "stopped, as the answer repeats itself; give a larger --frequency-penalty, or --ignore-eos to go on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
         llm = open_engine(args, for_chat=args.chat)
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
-            params = sampling_params(args, llm.model_config.default_sampling_params)
+            model_defaults = llm.model_config.default_sampling_params
+            penalty = penalty_against_loops(model_defaults) if args.chat else {}
+            params = sampling_params(args, penalty | model_defaults)
             stops_loops = args.chat and not params.ignore_eos
             completion = stream_completion(llm, prompt, params, lora, screen, stops_loops=stops_loops)
             try:
