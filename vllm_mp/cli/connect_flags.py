@@ -23,19 +23,21 @@ def add_connect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="Address of a running core to use; by default a core is started. With this flag, only the client's "
-        "engine options are allowed: " + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS)),
+        help="Use the running core at ADDRESS; of the engine options, only those of the client are allowed then ("
+        + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS))
+        + "). Default: a core is started.",
     )
     further = parser.add_argument_group(FURTHER + "options")
     further.add_argument(
         "--key-file",
         metavar="FILE",
-        help="Key file of this client, as `vllm-mp keys client` makes it; required for a tcp:// address",
+        help="Read the client's key from FILE, as `vllm-mp keys client` makes it; required for a tcp:// address. "
+        "Default: none.",
     )
     further.add_argument(
         "--core-owner",
         metavar="USER",
-        help="User beside this one and root who may own the core's Unix socket (default: no other user)",
+        help="Let USER, beside the current user and root, own the core's Unix socket. Default: no other user.",
     )
 
 

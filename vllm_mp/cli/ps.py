@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from vllm_mp.cli.running_engines import RunningEngine
 
 USAGE = "[--json]"
-HELP = "List the engines of this user that run on this machine."
 
 _HEAD = ("PID", "ENGINE", "MODEL", "STATE", "CLIENTS", "RUNNING", "WAITING", "MEMORY", "UPTIME", "RESTARTS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", action="store_true", help="Print a JSON list, with sizes in bytes and times in seconds"
+        "--json",
+        action="store_true",
+        help="Print a JSON list, with sizes in bytes and times in seconds. Default: a table.",
     )
 
 

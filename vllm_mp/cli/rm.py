@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from vllm_mp.model_store.entries import CacheEntry
 
 USAGE = "MODEL... [--yes]"
-HELP = "Remove models from the cache."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="Name of a model, as `vllm-mp list` shows it")
-    parser.add_argument("--yes", "-y", action="store_true", help="Do not ask")
+    parser.add_argument(
+        "models", metavar="MODEL", nargs="+", help="Remove this model, as `vllm-mp list` names it. Required."
+    )
+    parser.add_argument("--yes", "-y", action="store_true", help="Remove without a question. Default: off.")
 
 
 def run(args: argparse.Namespace) -> int:
