@@ -76,9 +76,9 @@ class EngineArgs(Options):
         subject="model",
     )
     seed: int | None = option(
-        None,
-        "Draw from this seed the seeds of requests that have none, and the random weights of load_format=dummy. "
-        "Default: each run gives other answers, and the weights have seed 0.",
+        0,
+        "Draw from this seed the seeds of requests that have none, so that the same command gives the same answers, "
+        "and the random weights of load_format=dummy.",
         low=0,
         high=MAX_INTEGER,
         subject="model",
