@@ -53,10 +53,10 @@ def _check_unused(entry: "CacheEntry", engines: "list[RunningEngine]") -> None:
     folder = entry.folder.resolve()
     for engine in engines:
         if any(used.is_relative_to(folder) for used in engine.folders):
-            raise ValueError(f"{entry.name!r} is in use by the core process {engine.pid}; stop its engine first")
+            raise ValueError(f"{entry.name!r} is in use by {engine.name}; stop it first")
         if engine.description is None:
             raise ValueError(
-                f"cannot tell whether the core process {engine.pid} uses {entry.name!r}: "
+                f"cannot tell whether {engine.name} uses {entry.name!r}: "
                 f"{engine.problem or 'it has just started'}; try again later, or stop it"
             )
 
