@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
     """
     import asyncio
 
+    from vllm_mp.client.engine.held_address import check_address
     from vllm_mp.client.engine.shared_core import SharedCore
 
+    check_address(args.listen, args.key_file)
     if args.key_file:
         from vllm_mp.curve_keys import read_server_key
 
