@@ -49,7 +49,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         tracer: RequestTracer | None = None,
     ) -> None:
         super().__init__(supervisor, prompt_tokenizer, tracer)
-        self._inputs = InputProcessor(self.vllm_config, prompt_tokenizer, supervisor.core.client)
+        self._inputs = InputProcessor(self.vllm_config, prompt_tokenizer)
         self._has_warned_of_headers = False
 
     def generate(

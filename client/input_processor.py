@@ -56,18 +56,15 @@ def check_sampling_params(params: Any) -> None:
 class InputProcessor:
     """Turns a caller's request into a stream that holds its record; the event loop never waits for the tokenizer."""
 
-    def __init__(self, config: VllmConfig, prompt_tokenizer: PromptTokenizer | None, client: int = 0) -> None:
-        """`prompt_tokenizer` is None with skip_tokenizer_init. `client` is the core's number for this client."""
+    def __init__(self, config: VllmConfig, prompt_tokenizer: PromptTokenizer | None) -> None:
+        """`prompt_tokenizer` is None with skip_tokenizer_init."""
         self._config = config
         self._tokenizer = None if prompt_tokenizer is None else prompt_tokenizer.tokenizer
         self._prompt_tokenizer = prompt_tokenizer
         self._token_texts: TokenText | None = None
         engine_seed = config.model_config.seed
-        self._drawn_seeds = random.SystemRandom() if engine_seed is None else random.Random(f"{engine_seed} {client}")
-        """Draws the seeds of requests that have none, in the order in which they arrive.
-
-        Clients of a shared core draw different seeds, so that equal requests of several clients have different answers.
-        """
+        self._drawn_seeds = random.SystemRandom() if engine_seed is None else random.Random(engine_seed)
+        """Draws the seeds of requests that have none, in the order in which they arrive."""
 
     async def generation(self, given: CallerRequest, params: SamplingParams | None) -> GenerationStream:
         """Return the stream of a request for text.

@@ -281,6 +281,7 @@ class AsyncEngineArgs(EngineArgs):
         "disable_log_requests",
         "max_log_len",
         "otlp_traces_endpoint",
+        "seed",
     )
     """The options that a client of a running core has too, as arguments of `AsyncLLM.connect`."""
 
@@ -308,5 +309,6 @@ class AsyncEngineArgs(EngineArgs):
             self.disable_log_requests = not self.enable_log_requests
 
     def client_options(self) -> dict[str, Any]:
-        """Return the options of `CLIENT_OPTIONS` by name."""
-        return {name: getattr(self, name) for name in self.CLIENT_OPTIONS}
+        """Return the options of `CLIENT_OPTIONS` by name; the default seed becomes None, the core's seed."""
+        options = {name: getattr(self, name) for name in self.CLIENT_OPTIONS}
+        return options | {"seed": None if self.seed == type(self).seed else self.seed}

@@ -71,7 +71,8 @@ def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLL
         if for_chat:
             _check_chat_template(config.model_config)
         return AsyncLLM.from_vllm_config(config)
-    options = engine_args.client_options()
+    # The same command gives the same answers, whoever else uses the core.
+    options = engine_args.client_options() | {"seed": engine_args.seed}
     return AsyncLLM.connect(args.connect, key_file=args.key_file, core_owner=args.core_owner, **options)
 
 

@@ -26,10 +26,10 @@ def seeds_of(tmp_path):
     """A function that returns the seeds of the completions of requests to a new client, in their order."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
 
-    def seeds(engine_seed, *requests, client=0):
+    def seeds(engine_seed, *requests):
         options = {} if engine_seed == "default" else {"seed": engine_seed}
         args = EngineArgs(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, **options)
-        inputs = InputProcessor(args.create_engine_config(), None, client)
+        inputs = InputProcessor(args.create_engine_config(), None)
 
         async def seeds_of_request(params):
             stream = await inputs.generation(CallerRequest("id", None, [1, 2], 0, 0.0, {}), params)
@@ -51,12 +51,6 @@ def test_engine_with_a_seed_gives_the_same_seeds_again_and_another_engine_seed_g
 
 def test_default_seed_of_the_engine_gives_the_same_seeds_in_each_run(seeds_of):
     assert seeds_of("default", None) == seeds_of("default", None) == seeds_of(0, None)
-
-
-def test_clients_of_a_core_draw_different_seeds_and_the_same_again_in_the_next_run(seeds_of):
-    first = [seeds_of(7, None, client=client) for client in range(3)]
-    assert [seeds_of(7, None, client=client) for client in range(3)] == first
-    assert len({seed for ((seed,),) in first}) == 3
 
 
 def test_engine_without_a_seed_gives_other_seeds_in_each_run(seeds_of):
