@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from vllm_mp.config import ModelConfig
 
 
+_CONNECT_TIMEOUT_S = 30.0
+_ABSENT_TIMEOUT_S = 2.0
+"""Time to wait for a core where no process listens."""
+
+
 def flag_of(option: str) -> str:
     """Return the flag of an option."""
     return f"--{option.replace('_', '-')}"
@@ -73,7 +78,27 @@ def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLL
         return AsyncLLM.from_vllm_config(config)
     # The same command gives the same answers, whoever else uses the core.
     options = engine_args.client_options() | {"seed": engine_args.seed}
-    return AsyncLLM.connect(args.connect, key_file=args.key_file, core_owner=args.core_owner, **options)
+    timeout = _CONNECT_TIMEOUT_S if _listens(args.connect) else _ABSENT_TIMEOUT_S
+    return AsyncLLM.connect(
+        args.connect, key_file=args.key_file, core_owner=args.core_owner, timeout=timeout, **options
+    )
+
+
+def _listens(address: str) -> bool:
+    """Return whether a process listens at the address of a core; a core that loads does."""
+    import socket
+
+    kind, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    try:
+        if kind == "tcp":
+            socket.create_connection((host, int(port)), _ABSENT_TIMEOUT_S).close()
+        else:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(place)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def no_chat_template(model: str) -> str:
