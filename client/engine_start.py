@@ -139,6 +139,7 @@ class EngineStart(EngineLifecycle):
         disable_log_requests: bool = True,
         max_log_len: int | None = None,
         otlp_traces_endpoint: str | None = None,
+        seed: int | None = None,
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
@@ -154,6 +155,7 @@ class EngineStart(EngineLifecycle):
         `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
         Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
         `otlp_traces_endpoint` are the engine's options of these names; the core's options do not apply to this client.
+        `seed` takes the place of the core's as the seed from which requests without a seed draw theirs.
 
         Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
         that cannot be used.
@@ -163,6 +165,8 @@ class EngineStart(EngineLifecycle):
         core = source.finish(lambda: None)
         core.config.observability_config.disable_log_requests = disable_log_requests
         core.config.observability_config.max_log_len = max_log_len
+        if seed is not None:
+            core.config.model_config.seed = seed
         try:
             loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
             prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None

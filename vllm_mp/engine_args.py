@@ -284,6 +284,7 @@ class AsyncEngineArgs(EngineArgs):
         "disable_log_requests",
         "max_log_len",
         "otlp_traces_endpoint",
+        "seed",
     )
     """The options that a client of a running core has too, as arguments of `AsyncLLM.connect`."""
 

@@ -147,6 +147,18 @@ def test_only_a_cut_character_at_the_end_is_left_out():
     assert shown("a\ufffd", None) == "a\ufffd"
 
 
+def test_seed_repeats_the_answers_of_a_client_of_a_running_core(run, address):
+    def sampled(seed):
+        flags = ["--temperature", "1", "--max-tokens", "8", "--seed", seed, "--connect", address]
+        code, out, err = run("generate", "Hello", *flags)
+        assert (code, err) == (0, "")
+        return out
+
+    first = sampled("7")
+    assert sampled("7") == first
+    assert sampled("8") != first
+
+
 @pytest.mark.slow
 def test_engine_seed_repeats_the_answers_of_the_same_command(run, small_model):
     def sampled(*flags):

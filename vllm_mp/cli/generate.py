@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, no_chat_template, open_engine
 from vllm_mp.cli.model_argument import names_model, set_model
+from vllm_mp.cli.repetition import LoopGuard
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.lora_request import LoRARequest, parse_adapter
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 USAGE = "[MODEL] [PROMPT] [OPTIONS]"
 HELP = "Stream the answer to a prompt, or answer the prompts of a file."
+
+_LOOP = "stopped, as the answer repeats itself; try --frequency-penalty 0.3, or --ignore-eos to go on to --max-tokens"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,10 +82,13 @@ def run(args: argparse.Namespace) -> int:
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
             params = sampling_params(args, llm.model_config.default_sampling_params)
-            runner.run(stream_completion(llm, prompt, params, show, lora))
+            stops_loops = args.chat and not params.ignore_eos
+            is_loop = runner.run(stream_completion(llm, prompt, params, lora, stops_loops=stops_loops))
             print()
         finally:
             llm.shutdown()
+    if is_loop:
+        print(f"vllm-mp: {_LOOP}", file=sys.stderr)
     return 0
 
 
@@ -164,18 +170,22 @@ def _piped_text() -> str:
 
 
 async def stream_completion(
-    llm: "AsyncLLM",
-    prompt: str | list[int],
-    params: SamplingParams,
-    show: Callable[[str], None],
-    lora: LoRARequest | None = None,
-) -> str:
-    """Give each piece of the completion to `show` when it arrives, and return the whole text."""
-    pieces = []
-    async for output in llm.generate(prompt, params, lora_request=lora):
-        pieces.append(whole_text(output.outputs[0]))
-        show(pieces[-1])
-    return "".join(pieces)
+    llm: "AsyncLLM", prompt: str | list[int], params: SamplingParams, lora: LoRARequest | None, *, stops_loops: bool
+) -> bool:
+    """Write the completion to standard output as it arrives. Return whether it was stopped because it repeats itself.
+
+    It is stopped for that reason only with `stops_loops`.
+    """
+    text, guard = "", LoopGuard()
+    async with aclosing(llm.generate(prompt, params, lora_request=lora)) as outputs:
+        async for output in outputs:
+            piece = whole_text(output.outputs[0])
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            text += piece
+            if stops_loops and guard.finds_loop(text):
+                return True
+    return False
 
 
 def whole_text(completion: "CompletionOutput") -> str:
@@ -201,9 +211,3 @@ def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
     # The template contains the special tokens already.
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
-
-
-def show(piece: str) -> None:
-    """Write a piece of a completion to standard output at once."""
-    sys.stdout.write(piece)
-    sys.stdout.flush()

@@ -14,7 +14,8 @@ _BY_FLAG = {
     if parameter.help is not None
 }
 
-_SWITCH = {"on": True, "true": True, "off": False, "false": False}
+SWITCH = {"on": True, "true": True, "off": False, "false": False}
+"""What each word for a parameter that is on or off means."""
 _COMMON = ("temperature", "top-p", "top-k", "repetition-penalty", "max-tokens", "sampling-seed", "stop")
 """The flags that the help of a command shows; `--help-all` shows the others too."""
 
@@ -68,7 +69,7 @@ def parse_parameter(name: str, text: str) -> tuple[str, Any]:
         case Strings():
             return field, [text]
         case _:
-            convert = _SWITCH.__getitem__
+            convert = SWITCH.__getitem__
     try:
         return field, convert(text)
     except (ValueError, KeyError):

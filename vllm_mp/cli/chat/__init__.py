@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 USAGE = "[MODEL] [OPTIONS]"
 HELP = "Chat with a model in the terminal."
 
-_INSTRUCTIONS = "/help lists the commands, /bye or Ctrl-D leaves the chat, Ctrl-C stops an answer."
+_INSTRUCTIONS = "/help lists commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves the chat."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a running core without a template
             lines = prompt_line(completions, _INSTRUCTIONS)
             if sys.stdin.isatty():
-                screen.note(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")
+                screen.note(llm.model_config.served_model_name)
+                screen.note(_INSTRUCTIONS)
             parameters = chosen_parameters(args, chat_defaults(llm.model_config.default_sampling_params))
             session = ChatSession(runner, llm, Conversation(args.system, parameters), screen, lora, args.verbose)
             _converse(session, lines)
