@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from vllm_mp.outputs import CompletionOutput
 
 USAGE = "[MODEL] [PROMPT] [OPTIONS]"
-HELP = "Stream the answer to a prompt, or answer the prompts of a file."
 
 _LOOP = "stopped, as the answer repeats itself; give a larger --frequency-penalty, or --ignore-eos to go on"
 
@@ -30,23 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[MODEL] [PROMPT]",
-        help="Prompt, after the model if both are given; a single argument that names a model is the model. Text that "
-        "is piped in is the prompt, or comes before it (default: the default model, and the piped text)",
+        help="Answer PROMPT with MODEL; a single argument is the model if it names a model, else the prompt. Text that "
+        f"is piped in is the prompt, or comes before it. Default: {AsyncEngineArgs.model}, and what is piped in.",
     )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="File of prompts, one in each line: texts, or JSON objects with prompt or messages, sampling parameters "
-        "and id; - reads standard input. Results are JSON lines in the same order (default: a single prompt)",
+        help="Answer the prompts of FILE, one in each line: texts, or JSON objects with prompt or messages, sampling "
+        "parameters and id; -: standard input. Results are JSON lines in the same order. Default: a single prompt.",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="Put the prompt into the model's chat template (default: off)",
+        help="Put the prompt into the model's chat template. Default: off.",
     )
     add_connect_flags(parser)
     add_lora_flag(parser)
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, {})
     AsyncEngineArgs.add_cli_args(parser)
 
 
@@ -54,7 +53,7 @@ def add_lora_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora",
         metavar="NAME=FOLDER",
-        help="LoRA adapter that answers, in a folder that PEFT has saved (default: none)",
+        help="Answer with this LoRA adapter, in a folder that PEFT has saved. Default: none.",
     )
 
 

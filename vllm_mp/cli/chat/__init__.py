@@ -21,22 +21,26 @@ if TYPE_CHECKING:
     from vllm_mp.cli.chat.session import ChatSession
 
 USAGE = "[MODEL] [OPTIONS]"
-HELP = "Chat with a model in the terminal."
 
 _INSTRUCTIONS = "/help lists commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves the chat."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model_argument", nargs="?", metavar="MODEL", help="Model, as --model names it (default: the default model)"
+        "model_argument",
+        nargs="?",
+        metavar="MODEL",
+        help=f"Chat with this model, as --model names it. Default: {AsyncEngineArgs.model}.",
     )
-    parser.add_argument("--system", help="System message; by default the chat template's own")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="Begin with this system message. Default: the chat template's own."
+    )
     add_connect_flags(parser)
     parser.add_argument(
-        "--verbose", action="store_true", help="Show tokens per second and times after each answer (default: off)"
+        "--verbose", action="store_true", help="Show tokens per second and times after each answer. Default: off."
     )
     add_lora_flag(parser)
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, chat_defaults({}))
     AsyncEngineArgs.add_cli_args(parser)
 
 
