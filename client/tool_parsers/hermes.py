@@ -1,0 +1,53 @@
+"""The format of Hermes, and of Qwen2.5 and Qwen3: a JSON object between tags."""
+
+import json
+from collections.abc import Sequence
+
+from vllm_mp.client.answer_reader import Reading
+from vllm_mp.client.tool_parsers.json_call import read_json_call
+from vllm_mp.client.tool_parsers.registry import register_tool_parser
+from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_OTHER_FORMATS = ("<function=", "<arg_key>")
+"""Found in templates of models that write other things between the same tags."""
+
+
+@register_tool_parser
+class HermesToolParser(ToolParser):
+    """Reads `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`, any number of them anywhere in the answer.
+
+    A missing end tag or closing brace after the arguments is tolerated.
+    """
+
+    name = "hermes"
+    markers = (_BEGIN, _END)
+
+    @classmethod
+    def detect(cls, chat_template: str) -> bool:
+        return _BEGIN in chat_template and not any(text in chat_template for text in _OTHER_FORMATS)
+
+    @classmethod
+    def call_format(cls, tools: Sequence[Tool], chat_template: str) -> CallFormat:
+        calls = tuple(
+            ConstrainedCall(
+                tool.name,
+                f'{_BEGIN}\n{{"name": {json.dumps(tool.name)}, "arguments": ',
+                tool.parameters,
+                f"}}\n{_END}",
+            )
+            for tool in tools
+        )
+        return CallFormat(calls, trigger=_BEGIN, separator="\n")
+
+    def parse(self) -> Reading[None]:
+        answer = self.answer
+        while (yield from answer.find(_BEGIN)):
+            yield from answer.literal(_BEGIN)
+            yield from answer.whitespace()
+            is_call = yield from read_json_call(answer, self.tools)
+            if is_call:
+                yield from answer.whitespace()
+                if (yield from answer.literal(_END, may_be_cut_off=True)):
+                    answer.drop()
+            answer.release()

@@ -1,0 +1,51 @@
+"""The formats of constrained answers, for models whose own format is not made of JSON."""
+
+import json
+from collections.abc import Sequence
+
+from vllm_mp.client.answer_reader import Reading
+from vllm_mp.client.tool_parsers.json_call import read_json_call, stream_arguments
+from vllm_mp.client.tool_parsers.registry import register_tool_parser
+from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
+
+
+@register_tool_parser
+class JsonToolParser(ToolParser):
+    """Reads an answer that is `[{"name": "f", "parameters": {…}}, …]`, or one such object."""
+
+    name = "json"
+
+    @classmethod
+    def call_format(cls, tools: Sequence[Tool], chat_template: str) -> CallFormat:
+        calls = tuple(
+            ConstrainedCall(tool.name, f'{{"name": {json.dumps(tool.name)}, "parameters": ', tool.parameters, "}")
+            for tool in tools
+        )
+        return CallFormat(calls, begin="[", separator=", ", end="]")
+
+    def parse(self) -> Reading[None]:
+        answer = self.answer
+        yield from answer.whitespace()
+        yield from answer.literal("[")
+        yield from answer.whitespace()
+        while (yield from read_json_call(answer, self.tools)):
+            yield from answer.whitespace()
+            if (yield from answer.literal(",")):
+                yield from answer.whitespace()
+            else:
+                if (yield from answer.literal("]")):
+                    answer.drop()
+                return
+
+
+class NamedToolParser(ToolParser):
+    """Reads an answer that consists of the arguments of one tool."""
+
+    name = "named"
+
+    def parse(self) -> Reading[None]:
+        answer = self.answer
+        yield from answer.whitespace()
+        if (yield from answer.peek()) == "{":
+            (tool,) = self.tools
+            yield from stream_arguments(answer, tool)
