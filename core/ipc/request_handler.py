@@ -25,6 +25,7 @@ from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.structured_output.compiler import GrammarCompiler
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
+from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.status_page import StatusPage
@@ -254,7 +255,7 @@ class RequestHandler:
             why = repr(error)
             self._dropped.warn(f"it could not be handled: {why}", error)
         if isinstance(message, _AddMessage):
-            self._turn_away(client, message, why, isinstance(error, NotOperatorOfAdapterError))
+            self._turn_away(client, message, why, error)
         elif isinstance(message, wire.Call):
             self._reply(client, message.call_id, error=why)
 
@@ -308,10 +309,17 @@ class RequestHandler:
             return "this core has no operators: start it with --operator-key-file, or connect without an operator key"
         return "the operator key is not that of this core: copy the core's operator key file again"
 
-    def _turn_away(self, client: int, message: _AddMessage, error: str, needs_operator: bool) -> None:
+    def _turn_away(self, client: int, message: _AddMessage, why: str, cause: Exception) -> None:
         """Answer a request that was never added to the scheduler."""
         num_output_tokens = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
-        end = wire.Finished(message.slot, num_output_tokens, "error", None, _shortened(error), needs_operator)
+        end = wire.Finished(
+            message.slot,
+            num_output_tokens,
+            "error",
+            error=_shortened(why),
+            needs_operator=isinstance(cause, NotOperatorOfAdapterError),
+            invalid_constraint=isinstance(cause, GrammarError),
+        )
         self._send_ends(client, [end])
 
     def _add_request(self, client: int, message: _AddMessage, num_bytes: int) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import LiveOutput
 
 _NO_TOKEN_ERROR = (
@@ -21,6 +22,8 @@ class Ending(NamedTuple):
     reason: str
     stop_reason: int | None = None
     error: str | None = None
+    needs_operator: bool = False
+    invalid_constraint: bool = False
 
 
 def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
@@ -45,9 +48,7 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
         num_output_tokens = int(live.ends[i] - batch.num_prompt_tokens[row])  # without the new token
         if tokens[i] < 0:
             request = batch.request(row)
-            changes = (request.processed, request.constrained)
-            error = next((change.error for change in changes if change is not None and change.error), None)
-            endings[row] = Ending(num_output_tokens, "error", error=error or _NO_TOKEN_ERROR)
+            endings[row] = _ending_without_token(request, num_output_tokens)
         elif at_eos[i] or i in stopped_by:
             endings[row] = Ending(num_output_tokens + 1, "stop", stopped_by.get(i))
         else:
@@ -56,3 +57,13 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
         is_finite = bool(np.isfinite(vector).all())
         endings[row] = Ending(0, "stop") if is_finite else Ending(0, "error", error=_NO_VECTOR_ERROR)
     return endings
+
+
+def _ending_without_token(request: Request, num_output_tokens: int) -> Ending:
+    """Return how a request ends for which no token could be sampled."""
+    processed, constrained = request.processed, request.constrained
+    if processed is not None and processed.error:
+        return Ending(num_output_tokens, "error", error=processed.error)
+    if constrained is not None and constrained.error:
+        return Ending(num_output_tokens, "error", error=constrained.error, invalid_constraint=True)
+    return Ending(num_output_tokens, "error", error=_NO_TOKEN_ERROR)

@@ -170,7 +170,7 @@ class Scheduler:
             if constrained is None or constrained.is_compiled or grammar_key(constrained.constraint) != constraint:
                 continue
             if isinstance(grammar, GrammarError):
-                ending = Ending(request.num_output_tokens, "error", error=str(grammar))
+                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=True)
                 ends.append((request.client, self._end(request, ending)))
             else:
                 constrained.begin(grammar)
