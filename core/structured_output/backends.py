@@ -5,6 +5,7 @@ from vllm_mp.core.structured_output.compiler import GrammarCompiler
 from vllm_mp.core.structured_output.grammar import Grammar
 from vllm_mp.core.structured_output.llguidance_backend import LLGuidanceBackend
 from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.core.structured_output.trial_process import TrialProcess
 from vllm_mp.structured_outputs import Backend, Constraint
 
 
@@ -12,6 +13,7 @@ class Backends:
     """Compiles a constraint with the library that it names, or with the engine's choice."""
 
     def __init__(self, source: TokenizerSource, default: Backend = "auto") -> None:
+        self.vocab_size = source.vocab_size
         self._default = default
         self._tokenizer = GrammarTokenizer(source)
         self._llguidance = LLGuidanceBackend(self._tokenizer)
@@ -27,5 +29,12 @@ class Backends:
 
 def grammar_compiler(config: ModelConfig, default: Backend = "auto") -> GrammarCompiler:
     """Return the compiler of constraints for a model; `default` is the library for those that name none."""
-    backends = Backends(TokenizerSource.of(config), default)
-    return GrammarCompiler(backends.compile, backends.compile)
+    source = TokenizerSource.of(config)
+    backends = Backends(source, default)
+    trials = TrialProcess(source)
+
+    def compile_suspicious(constraint: Constraint) -> Grammar:
+        trials.run(constraint)
+        return backends.compile(constraint)
+
+    return GrammarCompiler(backends.compile, compile_suspicious)

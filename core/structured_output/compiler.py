@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.structured_outputs import Constraint, ConstraintKind
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,12 @@ _MAX_GRAMMARS = 512
 _MAX_BYTES = 2**28
 """Host memory of the cached grammars, as they estimate it."""
 _MAX_FAILURES = 512
+_STACK_BYTES = 2**23
+"""Stack of a thread that compiles, more than a constraint has where it is tried first."""
+_MAX_PLAIN: dict[ConstraintKind, int] = {"json_object": 0, "json": 4096, "regex": 256, "choice": 65_536}
+"""Maximum length of a constraint that is plain, in characters; constraints of other kinds never are."""
+_COSTLY_KEYWORDS = ('"pattern', '"allOf"', '"multipleOf"', '"x-guidance"')
+"""What stands in schemas that are short and take long to compile."""
 _FAILURE_S = 30.0
 """Time for which the error of a constraint is kept, so that its requests do not have it compiled again and again."""
 
@@ -129,12 +135,15 @@ class _Lane:
     def add(self, key: Constraint) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="compile-grammars", daemon=True)
+            before = threading.stack_size(_STACK_BYTES)
             try:
                 self._thread.start()
             except RuntimeError as error:  # the system has no thread left; that must not end the core
                 self._thread = None
                 self._note_end(key, GrammarError(f"the constraint cannot be compiled now: {error}"))
                 return
+            finally:
+                threading.stack_size(before)
         self._queue.put(key)
 
     def stop(self) -> None:
@@ -153,5 +162,9 @@ class _Lane:
 
 
 def is_suspicious(constraint: Constraint) -> bool:
-    """Return whether compiling a constraint may take long, take much memory, or end the process."""
-    return constraint.kind in ("grammar", "structural_tag") or len(constraint.text) > 2**14
+    """Return whether compiling a constraint may take long, take much memory or crash."""
+    if constraint.backend == "xgrammar" or constraint.whitespace_pattern:
+        return True
+    if len(constraint.text) > _MAX_PLAIN.get(constraint.kind, -1):
+        return True
+    return constraint.kind == "json" and any(keyword in constraint.text for keyword in _COSTLY_KEYWORDS)
