@@ -1,8 +1,8 @@
 """A process that compiles a constraint first, because the libraries may take long, take much memory or crash.
 
-`python -m vllm_mp.core.structured_output.trial` reads a `TokenizerSource` and then constraints on standard input, and
-answers each on standard output with a text: the error, empty if there is none. Messages are JSON in one line. An
-exceeded limit ends the process by a signal, and the end of standard input ends it in any case.
+`python -m vllm_mp.core.structured_output.trial` reads a `TrialSetup` and then constraints on standard input, and
+answers each on standard output with a `TrialResult`. Messages are JSON in one line. An exceeded limit ends the process
+by a signal, and the end of standard input ends it in any case.
 """
 
 import contextlib
@@ -21,8 +21,7 @@ import numpy as np
 
 from vllm_mp.core.structured_output.backends import Backends
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
-from vllm_mp.core.structured_output.tokenizer import TokenizerSource
-from vllm_mp.core.structured_output.trial_process import MAX_CPU_S, MAX_MEMORY
+from vllm_mp.core.structured_output.trial_process import MAX_CPU_S, MAX_MEMORY, TrialResult, TrialSetup
 from vllm_mp.structured_outputs import Constraint
 
 _STACK_BYTES = 2**21
@@ -41,10 +40,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=_end_with_input, daemon=True).start()
     lines = iter(sys.stdin.buffer.readline, b"")
-    backends = Backends(msgspec.json.decode(next(lines), type=TokenizerSource))
+    setup = msgspec.json.decode(next(lines), type=TrialSetup)
+    backends = Backends(setup.source, setup.default)
+    eos_token_ids = frozenset(setup.source.eos_token_ids)
     with contextlib.suppress(GrammarError):  # compiling raises it again
         backends.load()
-    _answer("")
+    _answer(TrialResult())
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MAX_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     threading.stack_size(_STACK_BYTES)
@@ -52,31 +53,30 @@ def main() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         end = int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_S
         resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
-        answers: list[str] = []
-        thread = threading.Thread(target=lambda: answers.append(_try(backends, line)))  # noqa: B023
+        thread = threading.Thread(target=lambda: _answer(_try(backends, line, eos_token_ids)))  # noqa: B023
         thread.start()
         thread.join()
-        _answer(answers[0])
 
 
-def _answer(text: str) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(text) + b"\n")
+def _answer(result: TrialResult) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
     sys.stdout.buffer.flush()
 
 
-def _try(backends: Backends, line: bytes) -> str:
-    """Compile a constraint and follow its grammar for some tokens; return the error."""
+def _try(backends: Backends, line: bytes, eos_token_ids: frozenset[int]) -> TrialResult:
+    """Compile a constraint and follow its grammar for some tokens."""
     constraint = msgspec.json.decode(line, type=Constraint)
     try:
-        _walk(backends.compile(constraint), backends.vocab_size)
+        prepared, grammar = backends.prepare(constraint, backends.names(constraint))
+        _walk(grammar, backends.vocab_size, eos_token_ids)
     except GrammarError as error:
-        return str(error)
+        return TrialResult(error=str(error))
     except MemoryError:
-        return f"compiling it needs more than {MAX_MEMORY} bytes of memory"
-    return ""
+        return TrialResult(error=f"compiling takes more than {MAX_MEMORY >> 20} MiB of memory; simplify the constraint")
+    return TrialResult(prepared)
 
 
-def _walk(grammar: Grammar, vocab_size: int) -> None:
+def _walk(grammar: Grammar, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
     """Follow a grammar with random tokens. Raises GrammarError if that reaches a limit or takes too long."""
     matcher = grammar.matcher()
     mask = np.zeros((vocab_size + 31) // 32, np.int32)
@@ -85,13 +85,16 @@ def _walk(grammar: Grammar, vocab_size: int) -> None:
     for _ in range(_NUM_TOKENS):
         begin = time.thread_time()
         matcher.fill(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if not len(allowed):
-            return
         filled = time.thread_time()
-        matcher.accept([int(draws.choice(allowed))])
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        continuing = [token for token in allowed if token not in eos_token_ids]
+        if not continuing:
+            return
+        token = draws.choice(continuing)
+        accepted = time.thread_time()
+        matcher.accept([token])
         end = time.thread_time()
-        slowest = max(filled - begin, end - filled)
+        slowest = max(filled - begin, end - accepted)
         if slowest > _MAX_STEP_S:
             raise GrammarError(
                 f"the constraint is too ambiguous: finding the tokens that may come next takes {slowest:.2f} s, the "

@@ -9,11 +9,11 @@ import time
 
 import msgspec
 
-from vllm_mp.core.structured_output.grammar import GrammarError
+from vllm_mp.core.structured_output.grammar import GrammarError, PreparedConstraint
 from vllm_mp.core.structured_output.tokenizer import TokenizerSource
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.structured_outputs import Backend, Constraint
 
-MAX_CPU_S = 6
+MAX_CPU_S = 4
 """Processor time for a constraint, in seconds."""
 MAX_MEMORY = 2**30
 """Memory that compiling may take beyond the process's own, in bytes."""
@@ -26,26 +26,50 @@ _MAX_TRIALS = 256
 """Number of constraints after which the process is replaced, so that memory that the libraries keep is freed."""
 
 
+class TrialSetup(msgspec.Struct, frozen=True):
+    """The first message to the process."""
+
+    source: TokenizerSource
+    default: Backend
+
+
+class TrialResult(msgspec.Struct, frozen=True):
+    """The process's answer to a message."""
+
+    prepared: PreparedConstraint | None = None
+    """The constraint in the form in which it was compiled; None for the first message, and if there is an error."""
+    error: str = ""
+
+
 class TrialProcess:
     """Owns the process, which is started when it is first needed and replaced when a constraint has ended it.
 
     The process ends with the core, because its standard input does. Only one thread may call `run`.
     """
 
-    def __init__(self, source: TokenizerSource) -> None:
-        self._source = source
+    def __init__(self, source: TokenizerSource, default: Backend) -> None:
+        self._setup = TrialSetup(source, default)
         self._process: subprocess.Popen[bytes] | None = None
         self._num_trials = 0
 
-    def run(self, constraint: Constraint) -> None:
-        """Compile a constraint in the process. Raises GrammarError if that fails, takes too long or ends the process."""
+    def run(self, constraint: Constraint) -> PreparedConstraint:
+        """Compile a constraint in the process, and return it in the form in which that succeeded.
+
+        Raises GrammarError if compiling fails, takes too long or ends the process.
+        """
         process = self._running()
         self._num_trials += 1
-        answer = self._exchange(process, constraint, _MAX_WALL_S)
-        if answer is None:
+        result = self._exchange(process, constraint, _MAX_WALL_S)
+        if result is None:
             raise GrammarError(f"{self._reason_of_end(process)}; simplify the constraint")
-        if answer:
-            raise GrammarError(answer)
+        if result.prepared is None:
+            raise GrammarError(result.error)
+        return result.prepared
+
+    def kill(self) -> None:
+        """Have a compilation that runs fail; called by another thread."""
+        if process := self._process:
+            process.kill()
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -61,26 +85,28 @@ class TrialProcess:
             return self._process
         self.close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_mp.core.structured_output.trial"],
+            [sys.executable, "-P", "-m", "vllm_mp.core.structured_output.trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
         )
         process = self._process
-        if self._exchange(process, self._source, _MAX_START_S) is None:
+        if self._exchange(process, self._setup, _MAX_START_S) is None:
             raise GrammarError(f"the constraint cannot be compiled now: {self._reason_of_end(process)}")
         return process
 
-    def _exchange(self, process: "subprocess.Popen[bytes]", message: msgspec.Struct, timeout_s: float) -> str | None:
-        """Send a message and return the answer; None if the process ends, or gives no answer in time."""
+    def _exchange(
+        self, process: "subprocess.Popen[bytes]", message: msgspec.Struct, timeout_s: float
+    ) -> TrialResult | None:
+        """Send a message and return the result; None if the process ends, or gives none in time."""
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(message) + b"\n")
         except BrokenPipeError:
             return None
         line = self._read(process, timeout_s)
-        return msgspec.json.decode(line, type=str) if line.endswith(b"\n") else None
+        return msgspec.json.decode(line, type=TrialResult) if line.endswith(b"\n") else None
 
     def _read(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
         """Return the next line from the process; what it wrote of a line if it ends or the time is over."""
