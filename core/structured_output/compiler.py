@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.structured_outputs import Constraint, ConstraintKind
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,12 @@ _MAX_GRAMMARS = 512
 _MAX_BYTES = 2**28
 """Host memory of the cached grammars, as they estimate it."""
 _MAX_FAILURES = 512
+_STACK_BYTES = 2**23
+"""Stack of a thread that compiles, more than a constraint has where it is tried first."""
+_MAX_PLAIN: dict[ConstraintKind, int] = {"json_object": 0, "json": 4096, "regex": 256, "choice": 65_536}
+"""Maximum length of a constraint that is plain, in characters; constraints of other kinds never are."""
+_COSTLY_KEYWORDS = ('"pattern', '"allOf"', '"multipleOf"', '"x-guidance"')
+"""What stands in schemas that are short and take long to compile."""
 _FAILURE_S = 30.0
 """Time for which the error of a constraint is kept, so that its requests do not have it compiled again and again."""
 
@@ -38,13 +44,17 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, compile_plain: Callable[[Constraint], Grammar], compile_suspicious: Callable[[Constraint], Grammar]
+        self,
+        compile_plain: Callable[[Constraint], Grammar | None],
+        compile_suspicious: Callable[[Constraint], Grammar],
     ) -> None:
-        """Take what compiles a constraint, in a thread: one that is plain, or one that may take long or fail badly.
+        """Take what compiles a constraint, in a thread: one that is plain, or one that may take long or crash.
 
-        Both raise GrammarError if a constraint cannot be compiled. A suspicious constraint never delays a plain one.
+        Both raise GrammarError if a constraint cannot be compiled. If `compile_plain` returns None, the constraint is
+        compiled as a suspicious one. Plain constraints never wait for suspicious ones.
         """
-        self._lanes = {False: _Lane(compile_plain, self._note_end), True: _Lane(compile_suspicious, self._note_end)}
+        self._suspicious = _Lane(compile_suspicious, self._note_end)
+        self._plain = _Lane(compile_plain, self._note_end, self._suspicious)
         self._grammars: OrderedDict[Constraint, Grammar] = OrderedDict()
         """The cached grammars, least recently used first."""
         self._num_bytes = 0
@@ -75,7 +85,7 @@ class GrammarCompiler:
                     f"too many constraints are being compiled: the limit is {_MAX_PENDING}; send it again later"
                 )
             self._pending.add(key)
-            self._lanes[is_suspicious(key)].add(key)
+            (self._suspicious if is_suspicious(key) else self._plain).add(key)
         return None
 
     def take_compiled(self) -> list[tuple[Constraint, Grammar | GrammarError]]:
@@ -96,9 +106,9 @@ class GrammarCompiler:
         return ended
 
     def close(self) -> None:
-        """Close `fd`, and let the threads end when their compilations have."""
-        for lane in self._lanes.values():
-            lane.stop()
+        """Wait for the compilations that run, end the threads and close `fd`."""
+        self._plain.stop()
+        self._suspicious.stop()
         os.close(self.fd)
 
     def _evict(self) -> None:
@@ -119,39 +129,63 @@ class _Lane:
     """A thread that compiles constraints in the order in which they were added."""
 
     def __init__(
-        self, compile: Callable[[Constraint], Grammar], note_end: Callable[[Constraint, Grammar | GrammarError], None]
+        self,
+        compile: Callable[[Constraint], Grammar | None],
+        note_end: Callable[[Constraint, Grammar | GrammarError], None],
+        other: "_Lane | None" = None,
     ) -> None:
+        """`other` gets the constraints for which `compile` returns None."""
         self._compile = compile
         self._note_end = note_end
+        self._other = other
         self._queue: queue.SimpleQueue[Constraint | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
+        self._is_stopped = False
 
     def add(self, key: Constraint) -> None:
-        if self._thread is None:
+        with self._start_lock:
+            if self._thread is not None:
+                self._queue.put(key)
+                return
             self._thread = threading.Thread(target=self._run, name="compile-grammars", daemon=True)
+            before = threading.stack_size(_STACK_BYTES)
             try:
                 self._thread.start()
             except RuntimeError as error:  # the system has no thread left; that must not end the core
                 self._thread = None
                 self._note_end(key, GrammarError(f"the constraint cannot be compiled now: {error}"))
-                return
-        self._queue.put(key)
+            else:
+                self._queue.put(key)
+            finally:
+                threading.stack_size(before)
 
     def stop(self) -> None:
+        self._is_stopped = True
         self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
-        while (key := self._queue.get()) is not None:
+        while (key := self._queue.get()) is not None and not self._is_stopped:
             try:
-                result: Grammar | GrammarError = self._compile(key)
+                result: Grammar | GrammarError | None = self._compile(key)
             except GrammarError as error:
                 result = error.with_traceback(None)
             except Exception as error:
                 logger.exception("a constraint of kind %s could not be compiled", key.kind)
                 result = GrammarError(f"the constraint could not be compiled: {type(error).__name__}: {error}")
-            self._note_end(key, result)
+            if result is None:
+                assert self._other is not None
+                self._other.add(key)
+            else:
+                self._note_end(key, result)
 
 
 def is_suspicious(constraint: Constraint) -> bool:
-    """Return whether compiling a constraint may take long, take much memory, or end the process."""
-    return constraint.kind in ("grammar", "structural_tag") or len(constraint.text) > 2**14
+    """Return whether compiling a constraint may take long, take much memory or crash."""
+    if constraint.backend == "xgrammar" or constraint.whitespace_pattern:
+        return True
+    if len(constraint.text) > _MAX_PLAIN.get(constraint.kind, -1):
+        return True
+    return constraint.kind == "json" and any(keyword in constraint.text for keyword in _COSTLY_KEYWORDS)

@@ -1,8 +1,9 @@
 """The interface between the scheduler and the libraries that hold output to a grammar."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -46,9 +47,23 @@ class Grammar(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """A library that compiles constraints."""
+class PreparedConstraint(msgspec.Struct, frozen=True):
+    """A constraint in the form in which a library takes it, so that compiling needs no Python."""
 
-    def compile(self, constraint: Constraint) -> Grammar:
-        """Return the grammar of a constraint; called in any thread. Raises GrammarError if it cannot be compiled."""
+    backend: Literal["llguidance", "xgrammar"]
+    text: str
+    form: Literal["lark", "json", "regex", "ebnf", "structural_tag"]
+    any_whitespace: bool = True
+    additional_properties: bool = True
+
+
+class Backend(Protocol):
+    """A library that compiles constraints. Any thread may call it."""
+
+    def prepare(self, constraint: Constraint) -> PreparedConstraint:
+        """Return what `compile` takes. Raises GrammarError if the library does not have what the constraint needs."""
+        ...
+
+    def compile(self, prepared: PreparedConstraint) -> Grammar:
+        """Return the grammar of a constraint. Raises GrammarError if it cannot be compiled."""
         ...

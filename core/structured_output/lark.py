@@ -49,7 +49,7 @@ def _escape_in_regex(match: re.Match[str]) -> str:
 def json_rule(schema: str | bool, constraint: Constraint) -> str:
     """Return the rule for JSON that matches the text of a schema, with the options of `constraint`."""
     if not constraint.additional_properties:
-        schema = json.dumps(_closed(parse_json("the JSON schema", schema)))
+        schema = json.dumps(closed_schema(parse_json("the JSON schema", schema)))
     if schema in (True, "true"):
         schema = "{}"
     if not isinstance(schema, str) or not schema.lstrip().startswith("{"):
@@ -63,9 +63,14 @@ def json_rule(schema: str | bool, constraint: Constraint) -> str:
     return f'%json {{"x-guidance":{json.dumps(options)}{comma}{rest}'
 
 
+def is_gbnf(text: str) -> bool:
+    """Return whether a grammar is in the notation of GBNF; it is in that of Lark otherwise."""
+    return _GBNF_RULE.search(text) is not None
+
+
 def ebnf_grammar(text: str) -> str:
     """Return a grammar in the notation of Lark or GBNF in that of Lark. Raises GrammarError if it cannot be read."""
-    if not _GBNF_RULE.search(text):
+    if not is_gbnf(text):
         return text
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -92,7 +97,7 @@ def _choices(text: str) -> list[str]:
     return choices
 
 
-def _closed(schema: Any) -> Any:
+def closed_schema(schema: Any) -> Any:
     """Forbid properties that are not named, in all objects of `schema` that do not say whether they may have such."""
     pending = [schema]
     while pending:

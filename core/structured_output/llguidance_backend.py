@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_mp.core.structured_output.grammar import GrammarError, Mask
+from vllm_mp.core.structured_output.grammar import GrammarError, Mask, PreparedConstraint
 from vllm_mp.core.structured_output.lark import lark_grammar
-from vllm_mp.core.structured_output.schema_place import with_place
 from vllm_mp.core.structured_output.structural_tag import structural_tag_grammar
 from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer
 from vllm_mp.structured_outputs import Constraint
@@ -82,24 +81,23 @@ class LLGuidanceBackend:
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
-        """Return the grammar of a constraint. Raises GrammarError, with the place in a JSON schema if it is known."""
-        try:
-            if constraint.kind == "structural_tag":
-                return self.compile_lark(structural_tag_grammar(constraint, self._split))
-            return self.compile_lark(lark_grammar(constraint))
-        except GrammarError as error:
-            raise GrammarError(with_place(str(error), constraint)) from None
+    def prepare(self, constraint: Constraint) -> PreparedConstraint:
+        """Return the constraint as a grammar in Lark's notation. Raises GrammarError if it has none."""
+        if constraint.kind == "structural_tag":
+            text = structural_tag_grammar(constraint, self._split)
+        else:
+            text = lark_grammar(constraint)
+        return PreparedConstraint("llguidance", text, "lark")
 
-    def compile_lark(self, grammar: str) -> LLGuidanceGrammar:
-        """Return the grammar of a text in Lark's notation. Raises GrammarError if it cannot be compiled."""
+    def compile(self, prepared: PreparedConstraint) -> LLGuidanceGrammar:
+        """Return the grammar of a constraint. Raises GrammarError if it cannot be compiled."""
         from llguidance import LLMatcher
 
         source = self._tokenizer.source
-        matcher = LLMatcher(self._tokenizer.llguidance(), grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._tokenizer.llguidance(), prepared.text, log_level=0, limits=_limits())
         num_words = (source.vocab_size + 31) // 32
         compiled = LLGuidanceGrammar(
-            matcher, _MIN_BYTES + _BYTES_PER_CHARACTER * len(grammar), frozenset(source.eos_token_ids), num_words
+            matcher, _MIN_BYTES + _BYTES_PER_CHARACTER * len(prepared.text), frozenset(source.eos_token_ids), num_words
         )
         if matcher.is_error():
             raise GrammarError(_error_of(matcher))

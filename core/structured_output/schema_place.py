@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from vllm_mp.structured_outputs import Constraint
@@ -13,7 +15,7 @@ _MAX_VALUES = 100_000
 
 def with_place(message: str, constraint: Constraint) -> str:
     """Return `message` with the JSON pointer of what it is about, as far as that can be found."""
-    if constraint.kind not in ("json", "structural_tag"):
+    if constraint.kind not in ("json", "structural_tag") or message.startswith("at #"):
         return message
     try:
         schema = json.loads(constraint.text)
@@ -33,23 +35,29 @@ def with_place(message: str, constraint: Constraint) -> str:
     return message if place is None else f"at {place}: {message}"
 
 
-def _find(schema: Any, matches: Any) -> str | None:
+def schema_members(schema: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Return (JSON pointer, key, value) of the members of all objects and lists in `schema`, outer ones first."""
+    level: list[tuple[str, Any]] = [("#", schema)]
+    while level:
+        deeper = []
+        for place, container in level:
+            for key, value in _members(container):
+                pointer = f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}"
+                yield pointer, key, value
+                if isinstance(value, dict | list):
+                    deeper.append((pointer, value))
+        level = deeper
+
+
+def _find(schema: Any, matches: Callable[[Any, Any], bool]) -> str | None:
     """Return the JSON pointer of the first member for which `matches` returns true of its key and its value."""
-    level: list[tuple[str, Any]] = [("#", schema)] if isinstance(schema, dict | list) else []
-    num_values = 0
-    while level and num_values < _MAX_VALUES:
-        members = [
-            (f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}", key, value)
-            for place, container in level
-            for key, value in _members(container)
-        ]
-        for place, key, value in members:
-            if matches(key, value):
-                return place
-        num_values += len(members)
-        level = [(place, value) for place, _, value in members if isinstance(value, dict | list)]
+    for place, key, value in islice(schema_members(schema), _MAX_VALUES):
+        if matches(key, value):
+            return place
     return None
 
 
-def _members(container: Any) -> list[tuple[Any, Any]]:
-    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
+def _members(container: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(container, dict):
+        return container.items()
+    return enumerate(container) if isinstance(container, list) else ()

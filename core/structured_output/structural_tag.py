@@ -27,7 +27,7 @@ class _Part(NamedTuple):
     is_terminal: bool
 
 
-class _FormatError(Exception):
+class FormatError(GrammarError):
     """A format is not valid, or llguidance cannot express it; the message begins with its place."""
 
 
@@ -37,19 +37,22 @@ def structural_tag_grammar(constraint: Constraint, split: SplitText) -> str:
     builder = _Builder(constraint, split)
     try:
         if isinstance(tag, dict) and "structures" in tag:
-            start = builder.build(_current_form(tag), "structures", ())
+            start = builder.build(current_form(tag), "structures", ())
         elif isinstance(tag, dict) and isinstance(tag.get("format"), dict):
             start = builder.build(tag["format"], "format", ())
         else:
-            raise _FormatError("it must have `format`, or `structures` and `triggers`")
-    except _FormatError as error:
-        raise GrammarError(f"structural tag: {error}") from None
+            raise FormatError("it must have `format`, or `structures` and `triggers`")
+    except FormatError as error:
+        raise FormatError(f"structural tag: {error}") from None
     return builder.grammar(start)
 
 
-def _current_form(tag: dict[str, Any]) -> dict[str, Any]:
-    """Return the format that the older form, with `structures` and `triggers`, stands for."""
-    structures = _list_of(tag, "structures", dict, "structures")
+def current_form(tag: dict[str, Any]) -> dict[str, Any]:
+    """Return the format that the older form, with `structures` and `triggers`, stands for.
+
+    Raises FormatError if `structures` is no list of objects.
+    """
+    structures = _list_of(tag, "structures", dict, "structural tag")
     return {
         "type": "triggered_tags",
         "triggers": tag.get("triggers"),
@@ -86,12 +89,12 @@ class _Builder:
     def build(self, format: Any, place: str, ends: Sequence[str]) -> list[_Part]:
         """Return the parts of a format, followed by one of the texts `ends` if there are any."""
         if not isinstance(format, dict) or not isinstance(format.get("type"), str):
-            raise _FormatError(f"{place} must be an object with `type`, got {str(format)[:100]}")
+            raise FormatError(f"{place} must be an object with `type`, got {str(format)[:100]}")
         method = getattr(self, f"_build_{format['type']}", None)
         if method is None:
-            raise _FormatError(f"{place}: llguidance does not have the type {format['type']!r}")
+            raise FormatError(f"{place}: llguidance does not have the type {format['type']!r}")
         if self._depth >= MAX_NESTING:
-            raise _FormatError(f"{place}: formats are nested deeper than {MAX_NESTING} levels")
+            raise FormatError(f"{place}: formats are nested deeper than {MAX_NESTING} levels")
         self._depth += 1
         try:
             parts: list[_Part] = method(format, place, ends)
@@ -104,7 +107,7 @@ class _Builder:
 
     def _build_json_schema(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
         if format.get("style", "json") != "json" or format.get("any_order") or format.get("excludes"):
-            raise _FormatError(f"{place}: llguidance has no `style`, `any_order` and `excludes` of JSON")
+            raise FormatError(f"{place}: llguidance has no `style`, `any_order` and `excludes` of JSON")
         constraint = self._constraint
         if (most := format.get("max_whitespace_cnt")) is not None:
             constraint = msgspec.structs.replace(constraint, whitespace_pattern=rf"[ \t\n\r]{{0,{int(most)}}}")
@@ -113,7 +116,7 @@ class _Builder:
 
     def _build_regex(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
         if format.get("excludes"):
-            raise _FormatError(f"{place}: llguidance has no `excludes` of a regex")
+            raise FormatError(f"{place}: llguidance has no `excludes` of a regex")
         return [_Part(regex_terminal(_string_of(format, "pattern", place)), True), *self._ends(ends)]
 
     def _build_grammar(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
@@ -124,7 +127,7 @@ class _Builder:
 
     def _build_any_text(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
         if format.get("max_tokens") is not None:
-            raise _FormatError(f"{place}: llguidance has no `max_tokens` of a text")
+            raise FormatError(f"{place}: llguidance has no `max_tokens` of a text")
         excluded = _strings_of(format, "excludes", place, may_lack=True)
         return [_Part(self._free_text(excluded, format.get("max_chars"), ends), False)]
 
@@ -156,7 +159,7 @@ class _Builder:
     def _build_repeat(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
         least, most = format.get("min"), format.get("max")
         if not isinstance(least, int) or not isinstance(most, int) or least < 0:
-            raise _FormatError(f"{place}: `min` and `max` must be integers, got {least!r} and {most!r}")
+            raise FormatError(f"{place}: `min` and `max` must be integers, got {least!r} and {most!r}")
         return self._repeated(format, place, f"{{{least},{'' if most < 0 else most}}}", ends)
 
     def _build_tag(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
@@ -186,7 +189,7 @@ class _Builder:
             begin = _string_of(tag, "begin", tag_place)
             matching = [trigger for trigger in triggers if begin.startswith(trigger)]
             if len(matching) != 1:
-                raise _FormatError(f"{tag_place}.begin must start with exactly one trigger, got {begin!r}")
+                raise FormatError(f"{tag_place}.begin must start with exactly one trigger, got {begin!r}")
             body = self._after_begin(tag, tag_place)
             rests.setdefault(matching[0], []).append([*self._text(begin[len(matching[0]) :]), *body])
             whole.append([*self._text(begin), *body])
@@ -203,7 +206,7 @@ class _Builder:
         bodies = []
         for index, rule in enumerate(rules):
             if len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
-                raise _FormatError(f"{place}.rules[{index}] must be a text and a format, got {str(rule)[:100]}")
+                raise FormatError(f"{place}.rules[{index}] must be a text and a format, got {str(rule)[:100]}")
             bodies.append((rule[0], self._alternatives([self.build(rule[1], f"{place}.rules[{index}][1]", ())])))
         return [self._dispatch(bodies, bool(format.get("loop", True)), excluded, ends)]
 
@@ -232,7 +235,7 @@ class _Builder:
             return [*self.build(tag.get("content"), f"{place}.content", ()), token]
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not ends or not all(isinstance(text, str) for text in ends):
-            raise _FormatError(f"{place}.end must be a text or a list of texts, got {str(end)[:100]}")
+            raise FormatError(f"{place}.end must be a text or a list of texts, got {str(end)[:100]}")
         return self.build(tag.get("content"), f"{place}.content", ends if any(ends) else ())
 
     def _repeated(self, format: dict[str, Any], place: str, suffix: str, ends: Sequence[str]) -> list[_Part]:
@@ -270,12 +273,12 @@ class _Builder:
             return _Part(f"<[{token}]>", False)
         pieces = self._split(token) if isinstance(token, str) else []
         if len(pieces) != 1 or not isinstance(pieces[0], int):
-            raise _FormatError(f"{place} must name a special token, got {token!r}")
+            raise FormatError(f"{place} must name a special token, got {token!r}")
         return _piece(pieces[0])
 
     def _alternatives(self, built: list[list[_Part]]) -> _Part:
         if not built:
-            raise _FormatError("a list of formats must not be empty")
+            raise FormatError("a list of formats must not be empty")
         if all(part.is_terminal for parts in built for part in parts):
             texts = [" ".join(part.text for part in parts) or '""' for parts in built]
             return _Part(f"({' | '.join(texts)})", True)
@@ -306,14 +309,14 @@ def _piece(piece: str | int) -> _Part:
 def _string_of(format: dict[str, Any], name: str, place: str) -> str:
     value = format.get(name)
     if not isinstance(value, str):
-        raise _FormatError(f"{place}.{name} must be a text, got {str(value)[:100]}")
+        raise FormatError(f"{place}.{name} must be a text, got {str(value)[:100]}")
     return value
 
 
 def _list_of(format: dict[str, Any], name: str, kind: type, place: str) -> list[Any]:
     value = format.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(member, kind) for member in value):
-        raise _FormatError(f"{place}.{name} must be a list that is not empty, got {str(value)[:100]}")
+        raise FormatError(f"{place}.{name} must be a list that is not empty, got {str(value)[:100]}")
     return value
 
 
@@ -322,5 +325,5 @@ def _strings_of(format: dict[str, Any], name: str, place: str, may_lack: bool = 
         return []
     texts: list[str] = _list_of(format, name, str, place)
     if not all(texts):
-        raise _FormatError(f"{place}.{name} must hold no empty text")
+        raise FormatError(f"{place}.{name} must hold no empty text")
     return texts

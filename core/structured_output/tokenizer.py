@@ -18,10 +18,23 @@ if TYPE_CHECKING:
 _CONFIG_FILE = "tokenizer_config.json"
 
 
-class _FastFile(msgspec.Struct):
-    """The part of a tokenizer.json that is read here."""
+class _Model(msgspec.Struct):
+    """The model in a tokenizer.json."""
+
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+    """The tokens with their ids, or in the order of their ids with their scores."""
+
+
+class _AddedTokens(msgspec.Struct):
+    """The added tokens of a tokenizer.json."""
 
     added_tokens: list[dict[str, Any]] = []
+
+
+class _Vocabulary(_AddedTokens):
+    """All tokens of a tokenizer.json."""
+
+    model: _Model = msgspec.field(default_factory=_Model)
 
 
 class TokenizerSource(msgspec.Struct, frozen=True):
@@ -84,6 +97,17 @@ class GrammarTokenizer:
         except (OSError, ValueError) as error:
             raise self._unusable(str(error)) from error
 
+    def vocabulary(self) -> list[str]:
+        """Return the tokens by id, as the tokenizer writes them; ids without a token have an empty text."""
+        file = msgspec.json.decode(self.text(), type=_Vocabulary)
+        tokens = [""] * self.source.vocab_size
+        vocab = file.model.vocab
+        pairs = vocab.items() if isinstance(vocab, dict) else ((token, id) for id, (token, _) in enumerate(vocab))
+        for token, id in [*pairs, *((token["content"], token["id"]) for token in file.added_tokens)]:
+            if id < len(tokens):
+                tokens[id] = token
+        return tokens
+
     def _unusable(self, reason: str) -> GrammarError:
         return GrammarError(
             f"structured output is not possible with the tokenizer in {self.source.folder}: {reason}; set `tokenizer` "
@@ -97,7 +121,7 @@ def _with_added_tokens(text: str, folder: Path) -> str:
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict):
         return text
-    known = {token.get("id") for token in msgspec.json.decode(text, type=_FastFile).added_tokens}
+    known = {token.get("id") for token in msgspec.json.decode(text, type=_AddedTokens).added_tokens}
     missing = [
         {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, **token, "id": int(number)}
         for number, token in added.items()
