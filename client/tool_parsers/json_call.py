@@ -12,6 +12,24 @@ _FURTHER = ('"id"', '"type"')
 """Keys that models write besides, with strings."""
 
 
+def read_json_calls(answer: AnswerReader, names: Collection[str]) -> Reading[bool]:
+    """Read a call, or a JSON list of calls, as `read_json_call` does; return whether there is a call."""
+    is_list = yield from answer.literal("[")
+    yield from answer.whitespace()
+    found = False
+    while (yield from read_json_call(answer, names)):
+        found = True
+        if not is_list:
+            break
+        yield from answer.whitespace()
+        if (yield from answer.literal(",")):
+            yield from answer.whitespace()
+        elif (yield from answer.literal("]")):
+            answer.drop()
+            break
+    return found
+
+
 def read_json_call(answer: AnswerReader, names: Collection[str]) -> Reading[bool]:
     """Read a call such as {"name": "f", "arguments": {}} of one of the tools `names`; return whether it is a call.
 

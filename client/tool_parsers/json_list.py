@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_call, stream_arguments
+from vllm_mp.client.tool_parsers.json_call import read_json_calls, stream_arguments
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
 from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
 
@@ -24,18 +24,8 @@ class JsonToolParser(ToolParser):
         return CallFormat(calls, begin="[", separator=", ", end="]")
 
     def parse(self) -> Reading[None]:
-        answer = self.answer
-        yield from answer.whitespace()
-        yield from answer.literal("[")
-        yield from answer.whitespace()
-        while (yield from read_json_call(answer, self.tools)):
-            yield from answer.whitespace()
-            if (yield from answer.literal(",")):
-                yield from answer.whitespace()
-            else:
-                if (yield from answer.literal("]")):
-                    answer.drop()
-                return
+        yield from self.answer.whitespace()
+        yield from read_json_calls(self.answer, self.tools)
 
 
 class NamedToolParser(ToolParser):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_call, stream_arguments
+from vllm_mp.client.tool_parsers.json_call import read_json_calls, stream_arguments
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
 from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
 
@@ -46,21 +46,11 @@ class MistralToolParser(ToolParser):
         while (yield from answer.find(_BEGIN)):
             yield from answer.literal(_BEGIN)
             yield from answer.whitespace()
-            yield from self._list() if (yield from answer.peek()) in "[{" else self._named_call()
+            if (yield from answer.peek()) in ("[", "{"):
+                yield from read_json_calls(answer, self.tools)
+            else:
+                yield from self._named_call()
             answer.release()
-
-    def _list(self) -> Reading[None]:
-        """Read calls as the items of a JSON list, or one call without a list."""
-        answer = self.answer
-        yield from answer.literal("[")
-        yield from answer.whitespace()
-        while (yield from read_json_call(answer, self.tools)):
-            yield from answer.whitespace()
-            if (yield from answer.literal(",")):
-                yield from answer.whitespace()
-            elif (yield from answer.literal("]")):
-                answer.drop()
-                return
 
     def _named_call(self) -> Reading[None]:
         answer = self.answer
