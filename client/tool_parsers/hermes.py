@@ -1,12 +1,11 @@
 """The format of Hermes, Qwen2.5, Qwen3 and SmolLM2: JSON between tags."""
 
-import json
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_calls
+from vllm_mp.client.tool_parsers.json_call import constrained_json_calls, read_json_calls
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
-from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
+from vllm_mp.client.tool_parsers.tool_parser import CallFormat, Tool, ToolParser
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _OTHER_FORMATS = ("<function=", "<arg_key>")
@@ -30,15 +29,7 @@ class HermesToolParser(ToolParser):
 
     @classmethod
     def call_format(cls, tools: Sequence[Tool], chat_template: str) -> CallFormat:
-        calls = tuple(
-            ConstrainedCall(
-                tool.name,
-                f'{_BEGIN}\n{{"name": {json.dumps(tool.name)}, "arguments": ',
-                tool.parameters,
-                f"}}\n{_END}",
-            )
-            for tool in tools
-        )
+        calls = constrained_json_calls(tools, "arguments", begin=f"{_BEGIN}\n", end=f"\n{_END}")
         return CallFormat(calls, trigger=_BEGIN, separator="\n")
 
     def parse(self) -> Reading[None]:

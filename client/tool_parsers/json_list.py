@@ -1,12 +1,11 @@
 """The formats of constrained answers, for models whose own format is not made of JSON."""
 
-import json
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_calls, stream_arguments
+from vllm_mp.client.tool_parsers.json_call import constrained_json_calls, read_json_calls, stream_arguments
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
-from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
+from vllm_mp.client.tool_parsers.tool_parser import CallFormat, Tool, ToolParser
 
 
 @register_tool_parser
@@ -17,11 +16,7 @@ class JsonToolParser(ToolParser):
 
     @classmethod
     def call_format(cls, tools: Sequence[Tool], chat_template: str) -> CallFormat:
-        calls = tuple(
-            ConstrainedCall(tool.name, f'{{"name": {json.dumps(tool.name)}, "parameters": ', tool.parameters, "}")
-            for tool in tools
-        )
-        return CallFormat(calls, begin="[", separator=", ", end="]")
+        return CallFormat(constrained_json_calls(tools, "parameters"), begin="[", separator=", ", end="]")
 
     def parse(self) -> Reading[None]:
         yield from self.answer.whitespace()

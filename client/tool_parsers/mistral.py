@@ -1,11 +1,10 @@
 """The formats of Mistral's models: `[TOOL_CALLS]` before a JSON list, or before a name and JSON arguments."""
 
-import json
 import re
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_calls, stream_arguments
+from vllm_mp.client.tool_parsers.json_call import constrained_json_calls, read_json_calls, stream_arguments
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
 from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
 
@@ -35,11 +34,8 @@ class MistralToolParser(ToolParser):
                 ConstrainedCall(tool.name, f"{_BEGIN}{tool.name}{_ARGUMENTS}", tool.parameters, "") for tool in tools
             )
             return CallFormat(tuple(named), trigger=_BEGIN)
-        items = (
-            ConstrainedCall(tool.name, f'{{"name": {json.dumps(tool.name)}, "arguments": ', tool.parameters, "}")
-            for tool in tools
-        )
-        return CallFormat(tuple(items), trigger=_BEGIN, begin=f"{_BEGIN}[", separator=", ", end="]")
+        items = constrained_json_calls(tools, "arguments")
+        return CallFormat(items, trigger=_BEGIN, begin=f"{_BEGIN}[", separator=", ", end="]")
 
     def parse(self) -> Reading[None]:
         answer = self.answer
