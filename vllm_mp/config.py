@@ -37,7 +37,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     quantization: str | None = None
     """"int8"; "fp8", stored in the checkpoint or made at load; or None for weights of `dtype`."""
     seed: int | None
-    """The seed of the draws of seeds for requests that have none; None: these seeds are random."""
+    """The seed of the draws of seeds for requests that have none; None: each run draws others."""
     max_model_len: int
     """Maximum number of tokens of a request, prompt and completion together."""
     enforce_eager: bool

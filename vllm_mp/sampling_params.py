@@ -99,17 +99,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     n: Annotated[int, Integer(1, _MAX_COMPLETIONS)] = 1
     best_of: Annotated[int | None, Integer(1, _MAX_COMPLETIONS, optional=True)] = None
     presence_penalty: Annotated[
-        float, Number(-2.0, 2.0, help="above 0: tokens of the completion become less likely")
+        float, Number(-2.0, 2.0, help="Make tokens of the completion less likely, if X is above 0.")
     ] = 0.0
     frequency_penalty: Annotated[
-        float, Number(-2.0, 2.0, help="above 0: tokens that are frequent in the completion become less likely")
+        float, Number(-2.0, 2.0, help="Make frequent tokens of the completion less likely, if X is above 0.")
     ] = 0.0
     repetition_penalty: Annotated[
         float,
         Number(
             1 / _PENALTY_LIMIT,
             _PENALTY_LIMIT,
-            help="above 1: tokens of prompt and completion become less likely",
+            help="Make tokens of prompt and completion less likely, if X is above 1.",
             generation_config="repetition_penalty",
         ),
     ] = 1.0
@@ -118,7 +118,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Number(
             0.0,
             1e6,
-            help="randomness of the draws; 0: always the most likely token",
+            help="Draw with this randomness; 0: always the most likely token.",
             generation_config="temperature",
             column="float32",
         ),
@@ -129,7 +129,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             0.0,
             1.0,
             open_low=True,
-            help="draw from the smallest set of tokens with this probability",
+            help="Draw from the smallest set of tokens with this probability.",
             generation_config="top_p",
             column="float32",
         ),
@@ -139,7 +139,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Integer(
             -1,
             _MAX_INT,
-            help="draw from this many most likely tokens; 0: all",
+            help="Draw from the N most likely tokens; 0: from all.",
             generation_config="top_k",
             column="int64",
         ),
@@ -149,7 +149,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Number(
             0.0,
             1.0,
-            help="draw from tokens with at least this share of the highest probability",
+            help="Draw from tokens with at least this share of the highest probability.",
             generation_config="min_p",
             column="float32",
         ),
@@ -160,14 +160,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             -SEED_LIMIT,
             SEED_LIMIT - 1,
             optional=True,
-            help="seed of the draws of each prompt",
+            help="Draw for each prompt with this seed.",
             flag="sampling-seed",
             column="int64",
         ),
     ] = None
     stop: Annotated[
         str | Annotated[list[str], _at_most(_MAX_STOP_STRINGS)] | None,
-        Strings(_MAX_STOP_STRINGS, allow_single=True, help="end the completion before TEXT; may be repeated"),
+        Strings(
+            _MAX_STOP_STRINGS, allow_single=True, help="End the completion before TEXT; the option may be repeated."
+        ),
     ] = None
     stop_token_ids: Annotated[
         Annotated[list[int], _at_most(_MAX_STOP_IDS)] | None,
@@ -177,18 +179,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None,
         Strings(MAX_BAD_WORDS),
     ] = None
-    ignore_eos: Annotated[bool, Switch(help="go on past the end-of-sequence token")] = False
+    ignore_eos: Annotated[bool, Switch(help="Go on past the end-of-sequence token.")] = False
     max_tokens: Annotated[
         int | None,
         Integer(
             1,
             _MAX_INT,
             optional=True,
-            help="maximum number of tokens of a completion",
+            help="End a completion after N tokens.",
             generation_config="max_new_tokens",
         ),
     ] = 16
-    min_tokens: Annotated[int, Integer(0, _MAX_INT, help="minimum number of tokens of a completion")] = 0
+    min_tokens: Annotated[int, Integer(0, _MAX_INT, help="Let a completion end after N tokens at the earliest.")] = 0
     logprobs: Annotated[int | None, Integer(-1, _MAX_INT, optional=True)] = None
     prompt_logprobs: Annotated[int | None, Integer(-1, _MAX_INT, optional=True)] = None
     detokenize: Annotated[bool, Switch()] = True
@@ -214,7 +216,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             0.0,
             1.0,
             open_low=True,
-            help="draw from the tokens of most typical likelihood, as many as reach this probability",
+            help="Draw from the tokens of most typical likelihood, as many as reach this probability.",
             generation_config="typical_p",
             column="float32",
         ),

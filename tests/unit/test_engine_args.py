@@ -191,11 +191,11 @@ def test_every_option_has_a_flag_whose_help_shows_default_and_choices():
         assert field.metadata["help"] in action.help.replace("%%", "%")
         assert ("not served" in action.help) == (name in NOT_SERVED)
         if isinstance(field.default, bool):
-            assert f"(default: {'on' if field.default else 'off'})" in action.help, name
+            assert f"Default: {'on' if field.default else 'off'}." in action.help, name
         elif field.default not in (None, "", ()):
-            assert f"(default: {field.default})" in action.help, name
+            assert f"Default: {field.default}." in action.help, name
         elif name in SERVED:
-            assert "by default" in action.help, name
+            assert "Default: " in action.help, name
         if field.metadata["choices"]:
             assert tuple(action.choices) == field.metadata["choices"]
     assert "--max-model-len" in parser.format_help()
