@@ -32,7 +32,7 @@ COMMANDS = [*cli.COMMANDS, *(f"bench {name}" for name in cli.BENCHMARKS)]
 LONG_STORY = "Write a long story about a dragon and a knight."
 CAPITAL = "What is the capital of France?"
 GREEDY = ["--temperature", "0", "--frequency-penalty", "0"]
-"""Flags by which a chat answers as `chat_text` does."""
+"""Flags by which chat and generate answer as `chat_text` does."""
 CUT = "(cut off at 12 tokens; /set max_tokens N)\n"
 """What a chat says about an answer that --max-tokens 12 has ended."""
 
@@ -336,7 +336,7 @@ def test_generate_prints_the_answer_and_nothing_else(core, options):
 
 def test_generate_reads_the_prompt_from_stdin_and_uses_the_chat_template(core, options):
     question = "What is the capital of France?\nAnswer in French, é."
-    done = run("generate", "-", "--chat", "--max-tokens", "8", *options, input=question)
+    done = run("generate", "-", "--chat", *GREEDY, "--max-tokens", "8", *options, input=question)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == chat_text(core, question, max_tokens=8) + "\n"
     assert done.stdout != greedy_text(core, question, 8) + "\n", "the template changes the answer"

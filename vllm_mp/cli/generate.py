@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, no_chat_template, open_engine
 from vllm_mp.cli.model_argument import names_model, set_model
-from vllm_mp.cli.repetition import LoopGuard
+from vllm_mp.cli.repetition import LoopGuard, penalty_against_loops
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
+from vllm_mp.cli.screen import Screen
 from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.errors import EngineError
 from vllm_mp.lora_request import LoRARequest, parse_adapter
 from vllm_mp.sampling_params import SamplingParams
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 USAGE = "[MODEL] [PROMPT] [OPTIONS]"
 
-_LOOP = "stopped, as the answer repeats itself; try --frequency-penalty 0.3, or --ignore-eos to go on to --max-tokens"
+_LOOP = "stopped, as the answer repeats itself; give a larger --frequency-penalty, or --ignore-eos to go on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,18 +87,27 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts is not None:
         return _answer_file(args, lora)
     text = whole_prompt(given)
+    screen = Screen()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         llm = open_engine(args, for_chat=args.chat)
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
-            params = sampling_params(args, llm.model_config.default_sampling_params)
+            model_defaults = llm.model_config.default_sampling_params
+            penalty = penalty_against_loops(model_defaults) if args.chat else {}
+            params = sampling_params(args, penalty | model_defaults)
             stops_loops = args.chat and not params.ignore_eos
-            is_loop = runner.run(stream_completion(llm, prompt, params, lora, stops_loops=stops_loops))
-            print()
+            completion = stream_completion(llm, prompt, params, lora, screen, stops_loops=stops_loops)
+            try:
+                is_loop = runner.run(completion)
+            except EngineError:
+                if screen.is_terminal:
+                    screen.write("\n")  # shows the last word, too; the error begins a line
+                raise
+            screen.write("\n")
         finally:
             llm.shutdown()
     if is_loop:
-        print(f"vllm-mp: {_LOOP}", file=sys.stderr)
+        screen.complain(_LOOP)
     return 0
 
 
@@ -181,9 +192,15 @@ def _piped_text() -> str:
 
 
 async def stream_completion(
-    llm: "AsyncLLM", prompt: str | list[int], params: SamplingParams, lora: LoRARequest | None, *, stops_loops: bool
+    llm: "AsyncLLM",
+    prompt: str | list[int],
+    params: SamplingParams,
+    lora: LoRARequest | None,
+    screen: Screen,
+    *,
+    stops_loops: bool,
 ) -> bool:
-    """Write the completion to standard output as it arrives. Return whether it was stopped because it repeats itself.
+    """Write the completion to `screen` as it arrives. Return whether it was stopped because it repeats itself.
 
     It is stopped for that reason only with `stops_loops`.
     """
@@ -191,8 +208,7 @@ async def stream_completion(
     async with aclosing(llm.generate(prompt, params, lora_request=lora)) as outputs:
         async for output in outputs:
             piece = whole_text(output.outputs[0])
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            screen.write(piece)
             text += piece
             if stops_loops and guard.finds_loop(text):
                 return True

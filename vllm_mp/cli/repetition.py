@@ -1,4 +1,7 @@
-"""Detection of an answer that repeats the same block of text without end."""
+"""Answers that repeat the same block of text without end: what prevents them, and what detects them."""
+
+from collections.abc import Mapping
+from typing import Any
 
 _MIN_CHARACTERS, _MIN_COPIES = 400, 3
 """Repeated text is a loop from this length and this number of copies. Rows of a table and refrains stay below them."""
@@ -8,6 +11,13 @@ _CHECK_INTERVAL = 32
 """Number of new characters after which a growing text is searched."""
 _PROBE = 32
 """Length of the end of the text whose earlier occurrences give the possible lengths of the block."""
+_FREQUENCY_PENALTY = 0.3
+"""Keeps small models out of loops. Unlike a repetition penalty it leaves the words of the question alone."""
+
+
+def penalty_against_loops(model_defaults: Mapping[str, Any]) -> dict[str, float]:
+    """Return the penalty of answers to messages of a user; none for a model that sets a repetition penalty."""
+    return {} if "repetition_penalty" in model_defaults else {"frequency_penalty": _FREQUENCY_PENALTY}
 
 
 class LoopGuard:

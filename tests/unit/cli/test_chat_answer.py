@@ -8,9 +8,9 @@ import pytest
 from vllm_mp import CompletionOutput, SamplingParams
 from vllm_mp.cli.chat.answer import Answer
 from vllm_mp.cli.chat.sampling_defaults import MAX_TOKENS, chat_defaults
-from vllm_mp.cli.chat.screen import Screen
 from vllm_mp.cli.generate import stream_completion
 from vllm_mp.cli.repetition import repeated_block, without_repetition
+from vllm_mp.cli.screen import Screen
 
 REFRAIN = "A place where the soul is lost,\n"
 TABLE = "| name | town |\n| --- | --- |\n" + "".join(f"| person {number} | Bern |\n" for number in range(60))
@@ -92,7 +92,8 @@ def test_answer_that_repeats_itself_is_stopped_with_a_notice_and_kept_once(capsy
 def test_generate_stops_a_completion_that_repeats_itself_if_asked_to(capsys):
     def run(**options):
         engine = Engine(["Once. ", *[REFRAIN] * 1000])
-        return asyncio.run(stream_completion(engine, [1], SamplingParams(), None, **options)), engine.num_written
+        completion = stream_completion(engine, [1], SamplingParams(), None, Screen(), **options)
+        return asyncio.run(completion), engine.num_written
 
     is_loop, num_written = run(stops_loops=True)
     assert is_loop

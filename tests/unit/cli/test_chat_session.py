@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mp import CompletionOutput, EngineDeadError, EngineGenerateError
-from vllm_mp.cli.chat import screen
+from vllm_mp.cli import screen
 from vllm_mp.cli.chat.conversation import Conversation
 from vllm_mp.cli.chat.session import ChatSession
-from vllm_mp.cli.chat.word_wrap import WordWrap
+from vllm_mp.cli.word_wrap import WordWrap
 
 
 class Engine:

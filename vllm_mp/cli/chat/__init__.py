@@ -51,21 +51,24 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.cli.chat.conversation import Conversation
     from vllm_mp.cli.chat.prompt_line import prompt_line
-    from vllm_mp.cli.chat.screen import Screen
     from vllm_mp.cli.chat.session import ChatSession
+    from vllm_mp.cli.screen import Screen
 
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
     set_model(args, args.model_argument)
     check_connect(args)
     lora = chosen_adapter(args)
-    screen = Screen()
+    screen, is_terminal = Screen(), sys.stdin.isatty()
     with _silent_log(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if is_terminal and args.connect is None:
+            screen.note(args.model)  # before the core starts, which takes a while
         llm = open_engine(args, for_chat=True)
         try:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a running core without a template
             lines = prompt_line(completions, _INSTRUCTIONS)
-            if sys.stdin.isatty():
+            if is_terminal and args.connect is not None:
                 screen.note(llm.model_config.served_model_name)
+            if is_terminal:
                 screen.note(_INSTRUCTIONS)
             parameters = chosen_parameters(args, chat_defaults(llm.model_config.default_sampling_params))
             session = ChatSession(runner, llm, Conversation(args.system, parameters), screen, lora, args.verbose)

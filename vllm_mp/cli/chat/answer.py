@@ -4,9 +4,9 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.chat.screen import Screen
 from vllm_mp.cli.generate import whole_text
 from vllm_mp.cli.repetition import LoopGuard, without_repetition
+from vllm_mp.cli.screen import Screen
 from vllm_mp.counted import counted
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""What the chat writes: answers, and notes beside them that look different from answers."""
+"""What commands show of answers: the text as it arrives, and notes beside it that look different."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from vllm_mp.cli.chat.word_wrap import WordWrap
+    from vllm_mp.cli.word_wrap import WordWrap
 
 
 class Screen:
@@ -72,6 +72,6 @@ def _fitted(text: str, columns: int, margin: str = "") -> str:
 
 
 def _word_wrap() -> "WordWrap":
-    from vllm_mp.cli.chat.word_wrap import WordWrap  # imports the line editor's library, which a pipe does not need
+    from vllm_mp.cli.word_wrap import WordWrap  # imports the line editor's library, which a pipe does not need
 
     return WordWrap()
