@@ -50,6 +50,21 @@ class ResponseFormat(RequestBody):
     """For the type "structural_tag": the newer notation, in place of `structures` and `triggers`."""
 
 
+class TextFormat(RequestBody, omit_defaults=True, frozen=True):
+    """The form of the text of a response."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"], refused("must be one of text, json_object, json_schema")
+    ]
+    name: str | None = None
+    """For the type "json_schema", which needs it."""
+    schema_: dict[str, Any] | bool | None = msgspec.field(default=None, name="schema")
+    """For the type "json_schema", which needs it."""
+    description: str | None = None
+    strict: bool | None = None
+    """Accepted; every schema is enforced."""
+
+
 def output_form(body: msgspec.Struct) -> tuple[StructuredOutputsParams | None, str]:
     """Return the form of the output that a request demands, None for any, and the field that demands it.
 

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from vllm_mp.server.logprobs import TokenLogprob
+from vllm_mp.server.output_form import TextFormat
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -19,12 +20,43 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """The answer of the model."""
+    """The text of an answer."""
 
     id: str
     status: Status
     content: list[OutputText]
     role: str = "assistant"
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """The text of a thought, whole or so far."""
+
+    text: str = ""
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """The thought before an answer."""
+
+    id: str
+    status: Status
+    content: list[ReasoningText]
+    summary: list[None] = []
+    """Always empty: the thought is given as it is."""
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A call of a tool."""
+
+    id: str
+    call_id: str
+    """The id that the output of the call refers to."""
+    name: str
+    status: Status
+    arguments: str = ""
+    """JSON text."""
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -37,7 +69,7 @@ class InputTokensDetails(msgspec.Struct):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Tokens of a reasoning part, which no response has."""
+    """What the tokens of the output are made of."""
 
     reasoning_tokens: int = 0
 
@@ -52,16 +84,10 @@ class Usage(msgspec.Struct):
     total_tokens: int
 
 
-class TextFormat(msgspec.Struct, frozen=True):
-    """The format of the text: no constraint."""
-
-    type: str = "text"
-
-
 class TextConfig(msgspec.Struct, frozen=True):
     """The settings of the text."""
 
-    format: TextFormat = TextFormat()
+    format: TextFormat = TextFormat(type="text")
 
 
 class ResponseError(msgspec.Struct):
@@ -89,7 +115,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_tool_calls: int | None = None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage] = []
+    output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: None = None
     prompt_cache_key: str | None
@@ -107,20 +133,23 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: Usage | None = None
     user: str | None
 
-    def end(self, message: OutputMessage, finish_reason: str | None, usage: Usage) -> None:
-        """Take in the whole answer, `message`, and why it ended: a `finish_reason` of `CompletionOutput`."""
-        self.status = message.status = _STATUS.get(finish_reason, "failed")
-        self.output = [message]
+    def end(self, finish_reason: str | None, usage: Usage) -> None:
+        """End with the output so far; `finish_reason` is that of the `CompletionOutput`."""
+        self.status = end_status(finish_reason)
         self.usage = usage
         if self.status == "completed":
             self.completed_at = int(time.time())
         elif self.status == "incomplete":
             self.incomplete_details = {"reason": "max_output_tokens"}
         else:
-            message.status = "incomplete"
             self.error = ResponseError(
                 "server_error", f"the generation ended early: {finish_reason}; send the request again"
             )
+
+
+def end_status(finish_reason: str | None) -> Status:
+    """Return the status of a response that ended for this reason."""
+    return _STATUS.get(finish_reason, "failed")
 
 
 _STATUS: dict[str | None, Status] = {"stop": "completed", "length": "incomplete"}
