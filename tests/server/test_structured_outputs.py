@@ -67,7 +67,7 @@ def test_other_forms_of_output(server):
         "ab{1,2}c": {"guided_grammar": 'start: "a" "b" "b"? "c"'},
         r"(?s)\s*\{.*": {"response_format": {"type": "json_object"}, "max_tokens": 5},
         "(?s).*": {"response_format": {"type": "text"}, "max_tokens": 3},
-        r'<f>\{"a": ?\d\}</f>': {
+        r'<f>\{\s*"a":\s*\d\s*\}</f>': {
             "response_format": {
                 "type": "structural_tag",
                 "format": {
