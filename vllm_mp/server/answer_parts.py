@@ -80,20 +80,25 @@ class AnswerFormat:
     @property
     def markers(self) -> frozenset[str]:
         """The texts that must not be skipped as special tokens."""
-        return self._parser().markers
+        return self.new_parser().markers
 
     def whole(self, text: str) -> "AnswerParts":
         """Return the parts of a whole answer."""
-        parts = AnswerParts(self, self._parser())
+        parts = AnswerParts(self, self.new_parser())
         parts.feed(text)
         parts.finish()
         return parts
 
     def begin(self) -> "AnswerParts":
         """Return the parts of an answer of which nothing has arrived yet."""
-        return AnswerParts(self, self._parser())
+        return AnswerParts(self, self.new_parser())
 
-    def _parser(self) -> AnswerParser:
+    def keeps_call(self, index: int) -> bool:
+        """Return whether the call is one of those that the request allows; `index` counts the calls of an answer."""
+        return index == 0 or self.tools is None or not self.tools.is_single
+
+    def new_parser(self) -> AnswerParser:
+        """Return a parser for one answer."""
         return AnswerParser(
             None if self.reasoning is None else self.reasoning(self.prompt),
             None if self.tools is None else self.tools.new_parser(),
@@ -150,12 +155,12 @@ class AnswerParts:
                     content.append(text)
                 case ReasoningPiece(text):
                     reasoning.append(text)
-                case CallStart(index, name) if tools is not None and self._keeps(index):
+                case CallStart(index, name) if tools is not None and self._format.keeps_call(index):
                     call_id = tools.new_call_id()
                     self._calls.append((call_id, name, []))
                     function = CalledFunction(name=name, arguments="")
                     calls[index] = DeltaToolCall(index=index, id=call_id, type="function", function=function)
-                case CallArguments(index, text) if self._keeps(index):
+                case CallArguments(index, text) if self._format.keeps_call(index):
                     new = calls.setdefault(index, DeltaToolCall(index=index, function=CalledFunction(arguments="")))
                     new.function.arguments = f"{new.function.arguments}{text}"
                     self._calls[index][2].append(text)
@@ -168,10 +173,6 @@ class AnswerParts:
         if calls:
             delta.tool_calls = list(calls.values())
         return delta
-
-    def _keeps(self, index: int) -> bool:
-        """Return whether the call is one of those that the request allows."""
-        return index == 0 or self._format.tools is None or not self._format.tools.is_single
 
 
 def is_empty(delta: Delta) -> bool:

@@ -15,7 +15,7 @@ from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.answer_parts import AnswerFormat, AnswerMessage, AnswerParts, Delta, is_empty, read_answer_format
 from vllm_mp.server.body import Ignored, Refused, refused
 from vllm_mp.server.chat_messages import ChatMessage
-from vllm_mp.server.chat_prompt import chat_prompt
+from vllm_mp.server.chat_prompt import chat_prompt, template_variables
 from vllm_mp.server.endpoint import Call, post
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
@@ -131,7 +131,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template=body.chat_template,
-        chat_template_kwargs=_template_variables(body),
+        chat_template_kwargs=template_variables(body.reasoning_effort, body.chat_template_kwargs),
         tools=None if tools is None else tools.definitions,
     )
     answer_format = read_answer_format(call.server, params, template, text, tools, body.include_reasoning is not False)
@@ -197,17 +197,6 @@ def _tools(body: ChatBody, server: ServerState, params: SamplingParams, template
     if tools is not None and tools.form is not None:
         params.structured_outputs = tools.form
     return tools
-
-
-def _template_variables(body: ChatBody) -> dict[str, Any] | None:
-    """Return what the chat template reads beside messages and tools."""
-    effort = body.reasoning_effort
-    if effort is None:
-        return body.chat_template_kwargs
-    variables: dict[str, Any] = {"reasoning_effort": effort}
-    if effort == "none":
-        variables["enable_thinking"] = False
-    return variables | (body.chat_template_kwargs or {})
 
 
 async def _logprobs(output: CompletionOutput, body: ChatBody) -> ChatLogprobs | None:

@@ -42,3 +42,13 @@ async def chat_prompt(
         raise ApiError(400, str(error), param=error.path) from error
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from error
+
+
+def template_variables(reasoning_effort: str | None, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what the chat template reads beside messages and tools: `variables`, and how much the model thinks."""
+    if reasoning_effort is None:
+        return variables
+    effort: dict[str, Any] = {"reasoning_effort": reasoning_effort}
+    if reasoning_effort == "none":
+        effort["enable_thinking"] = False
+    return effort | (variables or {})

@@ -21,6 +21,9 @@ GUIDED_FIELDS: dict[str, tuple[str, Any]] = {
 }
 """By the older names that vLLM gave to the fields of `StructuredOutputsParams`: their newer name, and their type."""
 
+_SCHEMA_PATHS = {"response_format": ".json_schema.schema", "text.format": ".schema"}
+"""By the fields that hold more than a schema: the place of the schema in them."""
+
 
 class JsonSchema(RequestBody):
     """A JSON schema, which the answer must match."""
@@ -50,7 +53,7 @@ class ResponseFormat(RequestBody):
     """For the type "structural_tag": the newer notation, in place of `structures` and `triggers`."""
 
 
-class TextFormat(RequestBody, omit_defaults=True, frozen=True):
+class TextFormat(RequestBody, omit_defaults=True):
     """The form of the text of a response."""
 
     type: Annotated[
@@ -72,6 +75,7 @@ def output_form(body: msgspec.Struct) -> tuple[StructuredOutputsParams | None, s
     """
     found = {
         "response_format": _of_response_format(getattr(body, "response_format", None)),
+        "text.format": _of_text_format(getattr(getattr(body, "text", None), "format", None)),
         "structured_outputs": getattr(body, "structured_outputs", None),
     }
     guided = {
@@ -84,7 +88,7 @@ def output_form(body: msgspec.Struct) -> tuple[StructuredOutputsParams | None, s
         first, second = list(forms)[:2]
         raise ApiError(400, f"{first} and {second} both demand a form of the answer; leave out one", param=second)
     for field, form in forms.items():
-        path = "response_format.json_schema.schema" if field == "response_format" and "json" in form else field
+        path = f"{field}{_SCHEMA_PATHS.get(field, '')}" if "json" in form else field
         try:
             return checked_form(field, form), path
         except (ValueError, TypeError) as error:
@@ -111,3 +115,14 @@ def _of_response_format(given: ResponseFormat | None) -> dict[str, Any] | None:
             400, "response_format needs format, or structures and triggers; add them", param="response_format"
         )
     return {"structural_tag": {"structures": given.structures, "triggers": given.triggers}}
+
+
+def _of_text_format(given: TextFormat | None) -> dict[str, Any] | None:
+    """Return the fields of `StructuredOutputsParams` for the format of a response's text; None for plain text."""
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"json_object": True}
+    if given.schema_ is None:
+        raise ApiError(400, "text.format.schema is missing; add it", param="text.format.schema")
+    return {"json": given.schema_}

@@ -1,16 +1,15 @@
 """The `input` of /v1/responses: items with the turns of a conversation, turned into chat messages."""
 
-from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from vllm_mp.server.chat_messages import ChatMessage
+from vllm_mp.server.chat_messages import ChatMessage, FunctionCall, ToolCall
 from vllm_mp.server.errors import ApiError
 
 _Role = Literal["system", "developer", "user", "assistant"]
 _SYSTEM_ROLES = ("system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 
 
 class ContentPart(msgspec.Struct):
@@ -27,22 +26,30 @@ class InputItem(msgspec.Struct):
     type: str = "message"
     role: str | None = None
     content: str | list[ContentPart] | None = None
+    """Of a message, or of the thought of an item with reasoning."""
+    call_id: str | None = None
+    """Of a call, or of its output."""
+    name: str | None = None
+    arguments: str | None = None
+    """Of a call: a JSON object."""
+    output: str | list[ContentPart] | None = None
+    """Of a call."""
 
 
 def chat_messages(given: str | list[InputItem], instructions: str | None) -> list[ChatMessage]:
     """Return the messages of a request; `instructions` are the first system message.
 
-    System messages that begin the conversation become one message, because many chat templates accept one only.
-    Items with a model's reasoning are left out: the answers of earlier turns stand without it. Raises ApiError, naming
-    the path of the field, for items that are not served.
+    System messages that begin the conversation become one message, because many chat templates accept one only. The
+    thought, the text and the calls of an answer become one message. Raises ApiError, naming the path of the field, for
+    items that are not served.
     """
+    if isinstance(given, str):
+        messages = [ChatMessage(role="user", content=given)]
+    else:
+        messages = _messages(given)
     leading = [instructions] if instructions else []
-    messages: list[ChatMessage] = []
-    for role, text in _turns(given):
-        if role in _SYSTEM_ROLES and not messages:
-            leading.append(text)
-        else:
-            messages.append(ChatMessage(role=role, content=text))
+    while messages and messages[0].role in _SYSTEM_ROLES:
+        leading.append(str(messages.pop(0).content))
     if not messages:
         raise ApiError(400, "input has no message of a user; add an item with the role 'user'", param="input")
     if leading:
@@ -60,22 +67,63 @@ def without_older_turns(messages: list[ChatMessage], start: int) -> list[ChatMes
     return [message for message in messages[:start] if message.role in _SYSTEM_ROLES] + messages[start:]
 
 
-def _turns(given: str | list[InputItem]) -> Iterator[tuple[_Role, str]]:
-    """Yield the role and the text of each message."""
-    if isinstance(given, str):
-        yield "user", given
-        return
-    for index, item in enumerate(given):
+def _messages(items: list[InputItem]) -> list[ChatMessage]:
+    """Return the messages that `items` are."""
+    messages: list[ChatMessage] = []
+    for index, item in enumerate(items):
         path = f"input[{index}]"
-        if item.type == "reasoning":
-            continue
-        if item.type == "item_reference":
-            message = f"{path} refers to a stored item, and this server stores none; send the item itself"
-            raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
-        if item.type != "message":
-            message = f"{path}.type {item.type!r:.100} is not served yet; send items of the type 'message'"
-            raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
-        yield _role(item.role, f"{path}.role"), _text(item.content, f"{path}.content")
+        last = messages[-1] if messages and messages[-1].role == "assistant" else None
+        match item.type:
+            case "message":
+                role, text = _role(item.role, f"{path}.role"), _text(item.content, f"{path}.content")
+                if role == "assistant" and last is not None and last.content is None and not last.tool_calls:
+                    last.content = text
+                else:
+                    messages.append(ChatMessage(role=role, content=text))
+            case "reasoning":
+                if thought := _text(item.content or "", f"{path}.content"):
+                    messages.append(ChatMessage(role="assistant", reasoning_content=thought))
+            case "function_call":
+                if last is None:
+                    last = ChatMessage(role="assistant")
+                    messages.append(last)
+                last.tool_calls = [*(last.tool_calls or []), _call(item, path)]
+            case "function_call_output":
+                text = _text(item.output, f"{path}.output")
+                call_id = _given(item.call_id, f"{path}.call_id")
+                messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=text))
+            case "item_reference":
+                message = f"{path} refers to a stored item, and this server stores none; send the item itself"
+                raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
+            case kind:
+                message = (
+                    f"{path}.type {kind!r:.100} is not served; send items of the type 'message', 'reasoning', "
+                    "'function_call' or 'function_call_output'"
+                )
+                raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
+    # A thought that no answer followed stands for nothing.
+    return [
+        message
+        for message in messages
+        if message.role != "assistant" or message.content is not None or message.tool_calls
+    ]
+
+
+def _call(item: InputItem, path: str) -> ToolCall:
+    """Return the call that an item is."""
+    name = _given(item.name, f"{path}.name")
+    arguments = _given(item.arguments, f"{path}.arguments")
+    try:
+        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ApiError(400, f"{path}.arguments must be a JSON object: {error}", param=f"{path}.arguments") from None
+    return ToolCall(id=_given(item.call_id, f"{path}.call_id"), function=FunctionCall(name=name, arguments=arguments))
+
+
+def _given(value: str | None, path: str) -> str:
+    if value is None:
+        raise ApiError(400, f"{path} is missing; add it", param=path)
+    return value
 
 
 def _role(given: str | None, path: str) -> _Role:

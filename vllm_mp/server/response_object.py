@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from vllm_mp.server.logprobs import TokenLogprob
-from vllm_mp.server.output_form import TextFormat
+from vllm_mp.server.response_body import FunctionChoice, FunctionTool, Reasoning, TextConfig
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -84,12 +84,6 @@ class Usage(msgspec.Struct):
     total_tokens: int
 
 
-class TextConfig(msgspec.Struct, frozen=True):
-    """The settings of the text."""
-
-    format: TextFormat = TextFormat(type="text")
-
-
 class ResponseError(msgspec.Struct):
     """Why a response failed."""
 
@@ -119,22 +113,23 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool
     previous_response_id: None = None
     prompt_cache_key: str | None
-    reasoning: None = None
+    reasoning: Reasoning | None
     safety_identifier: str | None
     service_tier: str = "default"
     store: bool = False
     temperature: float
-    text: TextConfig = TextConfig()
-    tool_choice: str
-    tools: list[None] = []
+    text: TextConfig
+    tool_choice: str | FunctionChoice
+    tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
     truncation: str
     usage: Usage | None = None
     user: str | None
 
-    def end(self, finish_reason: str | None, usage: Usage) -> None:
-        """End with the output so far; `finish_reason` is that of the `CompletionOutput`."""
+    def end(self, output: list[OutputItem], finish_reason: str | None, usage: Usage) -> None:
+        """Take in the whole output, and why it ended: a `finish_reason` of `CompletionOutput`."""
+        self.output = output
         self.status = end_status(finish_reason)
         self.usage = usage
         if self.status == "completed":

@@ -1,175 +1,105 @@
-"""The output of a response while it grows: pieces of the answer become items, and the events that announce them."""
+"""The output of a response while it grows: the text of the answer becomes items, and the events that tell of them."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from vllm_mp.client.answer_pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece, ReasoningPiece
+from vllm_mp.server.answer_parts import AnswerFormat
 from vllm_mp.server.logprobs import TokenLogprob
-from vllm_mp.server.response_events import (
-    END_EVENTS,
-    ArgumentsDelta,
-    ArgumentsDone,
-    Created,
-    Event,
-    Failed,
-    InProgress,
-    ItemAdded,
-    ItemDone,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
-    TextDelta,
-    TextDone,
-)
-from vllm_mp.server.response_object import (
-    FunctionCallItem,
-    OutputItem,
-    OutputMessage,
-    OutputText,
-    ReasoningItem,
-    ReasoningText,
-    ResponseError,
-    ResponseObject,
-    Status,
-    Usage,
-    end_status,
-)
+from vllm_mp.server.response_events import END_EVENTS, Created, Event, Failed, InProgress
+from vllm_mp.server.response_items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning
+from vllm_mp.server.response_object import OutputItem, ResponseError, ResponseObject, Status, Usage, end_status
 
-_Item = TypeVar("_Item", bound=OutputItem)
-
-
-class _Growing(ABC, Generic[_Item]):
-    """An item that is not whole yet. The events of its begin and its end hold separate objects."""
-
-    def __init__(self, item_id: str, output_index: int) -> None:
-        self.id = item_id
-        self.index = output_index
-        self._texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
-
-    @abstractmethod
-    def item(self, status: Status) -> _Item:
-        """Return the item as it is so far."""
-
-    @abstractmethod
-    def begin(self) -> list[Event]:
-        """Return the events before the first text."""
-
-    @abstractmethod
-    def end(self, item: _Item) -> list[Event]:
-        """Return the events after the last text; `item` is whole."""
-
-
-class _GrowingMessage(_Growing[OutputMessage]):
-    def __init__(self, item_id: str, output_index: int) -> None:
-        super().__init__(item_id, output_index)
-        self._logprobs: list[TokenLogprob] = []
-
-    def item(self, status: Status) -> OutputMessage:
-        return OutputMessage(self.id, status, [OutputText(self.text, logprobs=self._logprobs)])
-
-    def begin(self) -> list[Event]:
-        return [
-            ItemAdded(item=OutputMessage(self.id, "in_progress", []), output_index=self.index),
-            PartAdded(item_id=self.id, output_index=self.index, part=OutputText()),
-        ]
-
-    def add(self, text: str, logprobs: list[TokenLogprob]) -> Event:
-        self._texts.append(text)
-        self._logprobs += logprobs
-        return TextDelta(item_id=self.id, output_index=self.index, delta=text, logprobs=logprobs)
-
-    def end(self, item: OutputMessage) -> list[Event]:
-        [part] = item.content
-        return [
-            TextDone(item_id=self.id, output_index=self.index, text=part.text, logprobs=part.logprobs),
-            PartDone(item_id=self.id, output_index=self.index, part=part),
-        ]
-
-
-class _GrowingReasoning(_Growing[ReasoningItem]):
-    def item(self, status: Status) -> ReasoningItem:
-        return ReasoningItem(self.id, status, [ReasoningText(self.text)])
-
-    def begin(self) -> list[Event]:
-        return [
-            ItemAdded(item=ReasoningItem(self.id, "in_progress", []), output_index=self.index),
-            PartAdded(item_id=self.id, output_index=self.index, part=ReasoningText()),
-        ]
-
-    def add(self, text: str) -> Event:
-        self._texts.append(text)
-        return ReasoningDelta(item_id=self.id, output_index=self.index, delta=text)
-
-    def end(self, item: ReasoningItem) -> list[Event]:
-        [part] = item.content
-        return [
-            ReasoningDone(item_id=self.id, output_index=self.index, text=part.text),
-            PartDone(item_id=self.id, output_index=self.index, part=part),
-        ]
-
-
-class _GrowingCall(_Growing[FunctionCallItem]):
-    def __init__(self, item_id: str, output_index: int, call_id: str, name: str) -> None:
-        super().__init__(item_id, output_index)
-        self._call_id = call_id
-        self._name = name
-
-    def item(self, status: Status) -> FunctionCallItem:
-        return FunctionCallItem(self.id, self._call_id, self._name, status, self.text)
-
-    def begin(self) -> list[Event]:
-        return [ItemAdded(item=self.item("in_progress"), output_index=self.index)]
-
-    def add(self, text: str) -> Event:
-        self._texts.append(text)
-        return ArgumentsDelta(item_id=self.id, output_index=self.index, delta=text)
-
-    def end(self, item: FunctionCallItem) -> list[Event]:
-        return [
-            ArgumentsDone(item_id=self.id, output_index=self.index, name=item.name, arguments=item.arguments),
-        ]
+_Item = TypeVar("_Item", bound=GrowingItem)
 
 
 class ResponseOutput:
-    """Makes the items of one response from the pieces of its answer, and returns the events of a stream of them."""
+    """Makes the items of a response from the text of its answer, and returns the events of a stream of them."""
 
-    def __init__(self, response: ResponseObject, request_id: str) -> None:
+    def __init__(self, response: ResponseObject, request_id: str, answer_format: AnswerFormat) -> None:
+        """`answer_format` says how the text is split into items."""
         self._response = response
         self._request_id = request_id
+        self._format = answer_format
+        self._parser = answer_format.new_parser()
         self._items: list[OutputItem] = []
-        self._growing: _GrowingMessage | _GrowingReasoning | _GrowingCall | None = None
+        self._growing: GrowingItem | None = None
+        self._events: list[Event] = []
+        """Events that were not returned yet."""
 
     def begin(self) -> list[Event]:
-        """Return the events before the first piece."""
+        """Return the events before the first text."""
         return [Created(response=self._response), InProgress(response=self._response)]
 
-    def add(self, pieces: Iterable[Piece], logprobs: list[TokenLogprob]) -> list[Event]:
-        """Add `pieces`; `logprobs` belong to the content among them. Return the events that tell of them."""
-        events: list[Event] = []
+    def add(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
+        """Return the events of more text; `logprobs` are those of its tokens, for an answer that is all content."""
+        if logprobs:
+            self._events += self._message().add_with_logprobs(text, logprobs)
+        else:
+            self._add(self._parser.feed(text))
+        return self._take_events()
+
+    def end(self, finish_reason: str | None, usage: Usage) -> list[Event]:
+        """Return the events after the last text; `finish_reason` is that of the `CompletionOutput`."""
+        self._add(self._parser.finish())
+        if not self._items and self._growing is None:
+            self._message()
+        self._close("completed" if end_status(finish_reason) == "completed" else "incomplete")
+        self._response.end(self._items, finish_reason, usage)
+        return [*self._take_events(), END_EVENTS[self._response.status](response=self._response)]
+
+    def fail(self, message: str) -> list[Event]:
+        """Return the last event after an error of the engine, which `message` describes."""
+        self._response.status = "failed"
+        self._response.error = ResponseError("server_error", message)
+        return [Failed(response=self._response)]
+
+    def _add(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             match piece:
                 case ContentPiece(text):
-                    if text or logprobs:
-                        message = self._message(events)
-                        events.append(message.add(text, logprobs))
-                        logprobs = []
-                case ReasoningPiece(text):
-                    if not isinstance(self._growing, _GrowingReasoning):
-                        self._begin(_GrowingReasoning(self._item_id("rs"), len(self._items)), events)
-                    assert isinstance(self._growing, _GrowingReasoning)
-                    events.append(self._growing.add(text))
-                case CallStart(_, name):
-                    pass
-                case CallArguments(_, text):
-                    assert isinstance(self._growing, _GrowingCall)
-                    events.append(self._growing.add(text))
-                case CallEnd(_, complete):
-                    self._close("completed" if complete else "incomplete", events)
+                    self._events += self._message().add(text)
+                case ReasoningPiece(text) if self._format.shows_reasoning:
+                    self._events += self._reasoning().add(text)
+                case CallStart(index, name) if self._format.tools is not None and self._format.keeps_call(index):
+                    self._close("completed")
+                    call_id = self._format.tools.new_call_id()
+                    self._begin(GrowingCall(self._new_id("fc"), len(self._items), call_id, name))
+                case CallArguments(index, text) if self._growing is not None and self._format.keeps_call(index):
+                    self._events += self._growing.add(text)
+                case CallEnd(index, complete) if self._format.keeps_call(index):
+                    self._close("completed" if complete else "incomplete")
+
+    def _message(self) -> GrowingMessage:
+        """Return the message that grows; begin it if another item grows, or none."""
+        if isinstance(self._growing, GrowingMessage):
+            return self._growing
+        self._close("completed")
+        return self._begin(GrowingMessage(self._new_id("msg"), len(self._items)))
+
+    def _reasoning(self) -> GrowingReasoning:
+        """Return the thought that grows; begin it if none grows."""
+        if isinstance(self._growing, GrowingReasoning):
+            return self._growing
+        self._close("completed")
+        return self._begin(GrowingReasoning(self._new_id("rs"), len(self._items)))
+
+    def _begin(self, item: _Item) -> _Item:
+        self._growing = item
+        self._events += item.begin()
+        return item
+
+    def _close(self, status: Status) -> None:
+        """End the item that grows, if there is one."""
+        if self._growing is not None:
+            item, events = self._growing.end(status)
+            self._items.append(item)
+            self._events += events
+            self._growing = None
+
+    def _new_id(self, kind: str) -> str:
+        """Return the id of the next item; `kind` begins it."""
+        return f"{kind}_{self._request_id}" + (f"_{len(self._items)}" if self._items else "")
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
         return events

@@ -97,12 +97,13 @@ def read_tools(
     chat_template: str,
     parser_name: str,
     path: str = "tools[{}].function",
+    form_field: str = "response_format",
 ) -> ToolUse | None:
     """Return how a request's answers use the functions `definitions`; None if they use none.
 
     `choice` is "none", "auto", "required", or the name of a function behind "=". `form` is what the request demands of
     an answer that is no call. `parser_name` is the option `tool_call_parser`. `path` is the place of a function in the
-    request. Raises ApiError, naming the field at fault.
+    request, and `form_field` the field that demands `form`. Raises ApiError, naming the field at fault.
     """
     if not definitions:
         if choice not in ("none", "auto"):
@@ -139,7 +140,7 @@ def read_tools(
         definitions=[_for_template(definition) for definition in definitions],
         tools=allowed,
         parser=parser,
-        form=_answer_form(call_format, form, is_forced, is_single, is_strict),
+        form=_answer_form(call_format, form, form_field, is_forced, is_single, is_strict),
         is_named=bool(named),
         is_single=is_single,
     )
@@ -193,6 +194,7 @@ def _parser_for(chat_template: str, name: str) -> type[ToolParser]:
 def _answer_form(
     call_format: CallFormat | None,
     form: StructuredOutputsParams | None,
+    form_field: str,
     is_forced: bool,
     is_single: bool,
     is_strict: Sequence[bool],
@@ -203,9 +205,9 @@ def _answer_form(
             return None
         raise ApiError(
             400,
-            "response_format together with tools needs calls that a grammar can describe, which this model's are not; "
+            f"{form_field} together with tools needs calls that a grammar can describe, which this model's are not; "
             "leave out one of them, or set tool_choice",
-            param="response_format",
+            param=form_field,
         )
     if is_forced:
         return _structural_tag(_calls(call_format, is_single))
