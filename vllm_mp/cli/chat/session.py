@@ -78,3 +78,5 @@ class ChatSession:
             self.screen.note(f"({answer.notice})")
         if self.is_verbose:
             self.screen.note(answer.summary())
+        if self.screen.is_terminal:
+            self.screen.write("\n")  # an empty line between the turns
