@@ -1,46 +1,57 @@
-"""The parsers of one answer in a row, and whole answers."""
+"""The text of an answer goes through a reasoning parser and a tool parser; their pieces are joined."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm_mp.client.answer_pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece, ReasoningPiece
 from vllm_mp.client.reasoning import ReasoningParser
 from vllm_mp.client.tool_parsers import ToolParser
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParsedCall:
     """A tool call of a parsed answer."""
 
     name: str
-    arguments: str = ""
+    arguments: str
     """JSON text."""
-    complete: bool = False
+    complete: bool = True
     """False if the answer ended inside the arguments, or if they are malformed."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParsedAnswer:
-    """What the pieces of an answer amount to."""
+    """The parts of an answer."""
 
     reasoning: str = ""
     content: str = ""
-    calls: list[ParsedCall] = field(default_factory=list)
+    calls: tuple[ParsedCall, ...] = ()
 
-    def add(self, pieces: Iterable[Piece]) -> None:
-        """Add further pieces."""
-        for piece in pieces:
-            match piece:
-                case ContentPiece(text):
-                    self.content += text
-                case ReasoningPiece(text):
-                    self.reasoning += text
-                case CallStart(_, name):
-                    self.calls.append(ParsedCall(name))
-                case CallArguments(index, text):
-                    self.calls[index].arguments += text
-                case CallEnd(index, complete):
-                    self.calls[index].complete = complete
+
+def join_pieces(pieces: Iterable[Piece]) -> ParsedAnswer:
+    """Return the answer that consists of `pieces`."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    complete: set[int] = set()
+    for piece in pieces:
+        match piece:
+            case ContentPiece(text):
+                content.append(text)
+            case ReasoningPiece(text):
+                reasoning.append(text)
+            case CallStart(_, name):
+                names.append(name)
+                arguments.append([])
+            case CallArguments(index, text):
+                arguments[index].append(text)
+            case CallEnd(index, True):
+                complete.add(index)
+    calls = (
+        ParsedCall(name, "".join(arguments[index]), complete=index in complete) for index, name in enumerate(names)
+    )
+    return ParsedAnswer("".join(reasoning), "".join(content), tuple(calls))
 
 
 class AnswerParser:
@@ -52,6 +63,8 @@ class AnswerParser:
     def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self.markers = frozenset(marker for parser in (reasoning, tools) if parser for marker in parser.markers)
+        """Texts that the parsers must see. The detokenizer must not skip those that are special tokens of the model."""
 
     def feed(self, text: str) -> list[Piece]:
         """Add text of the answer. Return the pieces that it continues or completes."""
@@ -66,10 +79,7 @@ class AnswerParser:
 
     def parse(self, text: str) -> ParsedAnswer:
         """Return the parts of a whole answer. The parser can be used for no other answer."""
-        answer = ParsedAnswer()
-        answer.add(self.feed(text))
-        answer.add(self.finish())
-        return answer
+        return join_pieces(self.feed(text) + self.finish())
 
     def _split_content(self, pieces: list[Piece]) -> list[Piece]:
         """Return `pieces` with what the tool parser makes of their content."""

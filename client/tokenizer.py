@@ -1,19 +1,8 @@
-"""Loading a model's tokenizer from its folder, without torch.
-
-`python -m vllm_mp.client.tokenizer SOURCE TARGET` is a program too: it writes a folder's tokenizer as a tokenizer.json.
-Only `AutoTokenizer`, which loads torch, knows what tokenizer a folder without that file holds, so this conversion runs
-in a process of its own.
-"""
+"""Loading a model's tokenizer from its folder, without torch."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -24,21 +13,14 @@ import msgspec
 from vllm_mp.config import ModelConfig
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store import cache_root, resolve_model
-from vllm_mp.model_store.folder import TOKENIZER_FILES, has_tokenizer
+from vllm_mp.model_store.fast_tokenizer import FAST_FILE, fast_tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _import_lock = threading.Lock()
 """transformers loads its parts when they are first imported, which fails in two threads at a time."""
-_FAST_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
-_SOURCE_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
-"""Suffixes of the files that a conversion may read; files of weights have other suffixes."""
-_CONVERSION_TIMEOUT_S = 600
-"""Longest time for a conversion."""
-_NO_FAST_TOKENIZER = 3
-"""Exit code of the conversion: the tokenizer exists in Python only, and nothing was written."""
 
 
 def load_awaitable_tokenizer(config: ModelConfig) -> Any:
@@ -142,18 +124,6 @@ def _load(folder: Path, mode: str, trust_remote_code: bool, cache_dir: Path) -> 
     return load_fast_tokenizer(fast_folder)
 
 
-def fast_tokenizer_folder(folder: Path, cache_dir: Path) -> Path | None:
-    """Return the folder that holds the tokenizer of `folder` as a tokenizer.json: itself or its conversion.
-
-    Return None if the tokenizer has no fast form. Raises ValueError if there is no tokenizer or it cannot be converted.
-    """
-    if (folder / _FAST_FILE).is_file():
-        return folder
-    if not has_tokenizer(folder):
-        raise ValueError(f"it has no tokenizer files (none of {', '.join(TOKENIZER_FILES)})")
-    return _convert(folder, cache_dir)
-
-
 class _FastFile(msgspec.Struct):
     """The part of a tokenizer.json that is read here."""
 
@@ -172,7 +142,7 @@ def load_fast_tokenizer(folder: Path) -> Any:
     ):
         # Without this option the library reads all of tokenizer.json into Python objects: tens of megabytes and, for a
         # large vocabulary, seconds.
-        file = msgspec.json.decode((folder / _FAST_FILE).read_bytes(), type=_FastFile)
+        file = msgspec.json.decode((folder / FAST_FILE).read_bytes(), type=_FastFile)
         options["added_tokens_decoder"] = {token.pop("id"): token for token in file.added_tokens}
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **options)
 
@@ -185,67 +155,3 @@ def _load_auto(folder: Path, *, use_fast: bool, trust_remote_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(
         folder, use_fast=use_fast, trust_remote_code=trust_remote_code, local_files_only=True
     )
-
-
-def _convert(folder: Path, cache_dir: Path) -> Path | None:
-    """Return the folder of the converted tokenizer, from the cache or made now; None if it has no fast form.
-
-    Raises ValueError, with the converter's last line, if the conversion fails.
-    """
-    target = cache_dir / "tokenizers" / _identity(folder)
-    if (target / _FAST_FILE).is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=target.parent))
-    try:
-        child = subprocess.run(
-            [sys.executable, "-m", "vllm_mp.client.tokenizer", str(folder), str(unfinished)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            timeout=_CONVERSION_TIMEOUT_S,
-            check=False,
-        )
-        if child.returncode == _NO_FAST_TOKENIZER:
-            return None
-        if child.returncode != 0 or not (unfinished / _FAST_FILE).is_file():
-            lines = child.stderr.strip().splitlines() or ["no message"]
-            raise ValueError(f"converting it to {_FAST_FILE} failed with exit code {child.returncode}: {lines[-1]}")
-        try:
-            unfinished.rename(target)
-        except OSError:
-            # If another process was faster, its result is the same.
-            if not (target / _FAST_FILE).is_file():
-                raise
-        return target
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _identity(folder: Path) -> str:
-    """Return a hash of the files that a conversion may read, and of the version of the library that converts."""
-    digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _SOURCE_SUFFIXES and path.is_file():
-            content = path.read_bytes()
-            digest.update(f"\0{path.name}\0{len(content)}\0".encode())
-            digest.update(content)
-    return digest.hexdigest()[:32]
-
-
-def _convert_to_fast(source: str, target: str) -> int:
-    """Write the tokenizer in `source` as a tokenizer.json in `target`; return the process's exit code."""
-    from transformers import AutoTokenizer
-
-    # With trust_remote_code None the library would ask on the terminal.
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    if not tokenizer.is_fast:
-        return _NO_FAST_TOKENIZER
-    tokenizer.save_pretrained(target)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_convert_to_fast(*sys.argv[1:]))

@@ -13,6 +13,7 @@ from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 from vllm_mp.options import MAX_INTEGER, Options, option
 from vllm_mp.processor_registration import as_specs, registered
+from vllm_mp.structured_outputs import BACKEND_NAMES
 from vllm_mp.usage_context import UsageContext
 
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -218,6 +219,12 @@ class EngineArgs(Options):
     )
     enable_prompt_embeds: bool = option(
         False, "Accept prompts that are given as embeddings (`prompt_embeds`), each of up to 56 MiB."
+    )
+    guided_decoding_backend: str = option(
+        "auto",
+        "Library that compiles the constraints of structured output; auto: llguidance, and xgrammar, if it is "
+        "installed, for what llguidance refuses",
+        choices=tuple(BACKEND_NAMES),
     )
     logits_processors: tuple[str, ...] | None = option(
         (),

@@ -7,7 +7,6 @@ the values that tests draw all come from `PARAMETERS`. A new field also needs a 
 """
 
 import enum
-import reprlib
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -15,7 +14,6 @@ import msgspec
 
 from vllm_mp.parameters import (
     Integer,
-    NotServed,
     Number,
     Parameter,
     PlainData,
@@ -25,6 +23,8 @@ from vllm_mp.parameters import (
     TokenBiases,
     TokenIds,
 )
+from vllm_mp.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
+from vllm_mp.structured_outputs import StructuredOutputsParams, checked_form
 
 MAX_BAD_WORDS = 1024
 MAX_EXTRA_ARGS_BYTES = 2**14
@@ -62,6 +62,14 @@ class OutputKind(Parameter):
             raise ValueError(f"{name} must be a RequestOutputKind, got {value!r}") from error
 
 
+@dataclass(frozen=True)
+class OutputForm(Parameter):
+    """`StructuredOutputsParams`, or a dict of its fields, or None."""
+
+    def checked(self, name: str, value: Any) -> StructuredOutputsParams | None:
+        return checked_form(name, value)
+
+
 EXTRA_ARGS = PlainData(MAX_EXTRA_ARGS_BYTES)
 """The declaration of `SamplingParams.extra_args`."""
 
@@ -90,7 +98,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the context. `best_of` is only
     accepted if it is equal to `n`, where it changes nothing. `logits_processors` names processors that the engine has
     registered for the requests that name them; `extra_args` holds the arguments of registered processors, plain data of
-    at most 16 KiB.
+    at most 16 KiB. `structured_outputs` is the form that each completion must have (`StructuredOutputsParams`, or a
+    dict of its fields); tokens that it forbids are barred before all other changes. `guided_decoding` is its older
+    name: what is given there is in both fields.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError
     when it is of the wrong type.
@@ -207,8 +217,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Annotated[list[int], _at_most(_MAX_VOCAB_IDS)] | None,
         TokenIds(_MAX_VOCAB_IDS, optional=True),
     ] = None
-    guided_decoding: Annotated[Any, NotServed()] = None
-    structured_outputs: Annotated[Any, NotServed()] = None
+    guided_decoding: Annotated[Any, OutputForm()] = None
+    structured_outputs: Annotated[Any, OutputForm()] = None
     extra_args: Annotated[dict[str, Any] | None, EXTRA_ARGS] = None
     typical_p: Annotated[
         float,
@@ -235,6 +245,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             if plain is not value:
                 setattr(self, name, plain)
         self._check_together()
+        if self.guided_decoding is not None:
+            self.structured_outputs = self.guided_decoding
         if self.seed == -1:
             self.seed = None  # callers of the older API write -1 for "no seed"
 
@@ -254,6 +266,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             )
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize=True; use stop_token_ids with detokenize=False")
+        if self.guided_decoding is not None and self.structured_outputs not in (None, self.guided_decoding):
+            raise ValueError("guided_decoding and structured_outputs must not differ: give structured_outputs alone")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
 
@@ -263,16 +277,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Raises what the constructor raises, if fields were changed since.
         """
         return msgspec.structs.replace(self)
-
-
-def check_served(params: SamplingParams) -> None:
-    """Raise NotImplementedError naming the first field that is set but not served by this version."""
-    for name, default in _NOT_SERVED.items():
-        value = getattr(params, name)
-        if value != default:
-            raise NotImplementedError(
-                f"SamplingParams.{name}={reprlib.repr(value)} is not served yet; leave it at its default ({default!r})"
-            )
 
 
 def _declared(field: msgspec.structs.FieldInfo) -> Parameter:
@@ -289,31 +293,11 @@ _UNSET = object()
 _CHECKS = tuple(
     (name, default if checked(name, default) is default else _UNSET, checked)
     for name, default, checked in (
-        (field.name, field.default, PARAMETERS[field.name].checked)
-        for field in msgspec.structs.fields(SamplingParams)
-        if not isinstance(PARAMETERS[field.name], NotServed)
+        (field.name, field.default, PARAMETERS[field.name].checked) for field in msgspec.structs.fields(SamplingParams)
     )
 )
 """The name of each field, the value that needs no check, if there is one, and the check. Most fields of most requests
 have their default."""
-_NOT_SERVED = {
-    field.name: field.default
-    for field in msgspec.structs.fields(SamplingParams)
-    if isinstance(PARAMETERS[field.name], NotServed)
-}
-
-
-class StructuredOutputsParams:
-    """What vLLM's requests say about the form of their output; not served, so nothing can be said."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError(
-            "output is not held to a grammar: use allowed_token_ids or a logits processor, or check the text"
-        )
-
-
-GuidedDecodingParams = StructuredOutputsParams
-"""The same class under its older name."""
 
 
 class BeamSearchParams:

@@ -29,14 +29,15 @@ class ReasoningParser(IncrementalParser):
     def __init__(self, prompt: str = "") -> None:
         """`prompt` is the text of the prompt, or its end: the chat template may begin the thought there, or end it."""
         prompt = prompt.rstrip()
-        self.in_thought = not prompt.endswith(self.end) and (self.always_thinks or prompt.endswith(self.start))
+        self.may_think = not prompt.endswith(self.end)
+        """The answer may hold a thought."""
+        self.in_thought = self.may_think and (self.always_thinks or prompt.endswith(self.start))
         """The answer begins inside a thought."""
-        self._may_think = not prompt.endswith(self.end)
         super().__init__()
 
     def parse(self) -> Reading[None]:
         answer = self.answer
-        if not self._may_think:
+        if not self.may_think:
             return
         yield from answer.run(_NEWLINES if self.in_thought else _WHITESPACE)
         if not (yield from answer.literal(self.start)) and not self.in_thought:

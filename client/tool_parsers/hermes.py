@@ -1,12 +1,11 @@
-"""The format of Hermes, and of Qwen2.5 and Qwen3: a JSON object between tags."""
+"""The format of Hermes, Qwen2.5, Qwen3 and SmolLM2: JSON between tags."""
 
-import json
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_call
+from vllm_mp.client.tool_parsers.json_call import constrained_json_calls, read_json_calls
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
-from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
+from vllm_mp.client.tool_parsers.tool_parser import CallFormat, Tool, ToolParser
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _OTHER_FORMATS = ("<function=", "<arg_key>")
@@ -17,7 +16,8 @@ _OTHER_FORMATS = ("<function=", "<arg_key>")
 class HermesToolParser(ToolParser):
     """Reads `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`, any number of them anywhere in the answer.
 
-    A missing end tag or closing brace after the arguments is tolerated.
+    The tags may also hold a JSON list of calls, as SmolLM2 writes them. A missing end tag or closing brace after the
+    arguments is tolerated.
     """
 
     name = "hermes"
@@ -29,15 +29,7 @@ class HermesToolParser(ToolParser):
 
     @classmethod
     def call_format(cls, tools: Sequence[Tool], chat_template: str) -> CallFormat:
-        calls = tuple(
-            ConstrainedCall(
-                tool.name,
-                f'{_BEGIN}\n{{"name": {json.dumps(tool.name)}, "arguments": ',
-                tool.parameters,
-                f"}}\n{_END}",
-            )
-            for tool in tools
-        )
+        calls = constrained_json_calls(tools, "arguments", begin=f"{_BEGIN}\n", end=f"\n{_END}")
         return CallFormat(calls, trigger=_BEGIN, separator="\n")
 
     def parse(self) -> Reading[None]:
@@ -45,8 +37,7 @@ class HermesToolParser(ToolParser):
         while (yield from answer.find(_BEGIN)):
             yield from answer.literal(_BEGIN)
             yield from answer.whitespace()
-            is_call = yield from read_json_call(answer, self.tools)
-            if is_call:
+            if (yield from read_json_calls(answer, self.tools)):
                 yield from answer.whitespace()
                 if (yield from answer.literal(_END, may_be_cut_off=True)):
                     answer.drop()

@@ -1,15 +1,46 @@
 """Calls that are written as a JSON object with a name and arguments."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from vllm_mp.client.answer_reader import AnswerReader, Reading
 from vllm_mp.client.json_scanner import is_json
+from vllm_mp.client.tool_parsers.tool_parser import ConstrainedCall, Tool
 
 _NAME = '"name"'
 _ARGUMENTS = ('"arguments"', '"parameters"')
 _FURTHER = ('"id"', '"type"')
 """Keys that models write besides, with strings."""
+
+
+def constrained_json_calls(
+    tools: Sequence[Tool], arguments: str, *, begin: str = "", end: str = ""
+) -> tuple[ConstrainedCall, ...]:
+    """Return calls of `tools` between the texts `begin` and `end`; `arguments` is the key of the arguments."""
+    return tuple(
+        ConstrainedCall(
+            tool.name, f'{begin}{{"name": {json.dumps(tool.name)}, "{arguments}": ', tool.parameters, "}" + end
+        )
+        for tool in tools
+    )
+
+
+def read_json_calls(answer: AnswerReader, names: Collection[str]) -> Reading[bool]:
+    """Read a call, or a JSON list of calls, as `read_json_call` does; return whether there is a call."""
+    is_list = yield from answer.literal("[")
+    yield from answer.whitespace()
+    found = False
+    while (yield from read_json_call(answer, names)):
+        found = True
+        if not is_list:
+            break
+        yield from answer.whitespace()
+        if (yield from answer.literal(",")):
+            yield from answer.whitespace()
+        elif (yield from answer.literal("]")):
+            answer.drop()
+            break
+    return found
 
 
 def read_json_call(answer: AnswerReader, names: Collection[str]) -> Reading[bool]:

@@ -1,12 +1,11 @@
 """The formats of constrained answers, for models whose own format is not made of JSON."""
 
-import json
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_call, stream_arguments
+from vllm_mp.client.tool_parsers.json_call import constrained_json_calls, read_json_calls, stream_arguments
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
-from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
+from vllm_mp.client.tool_parsers.tool_parser import CallFormat, Tool, ToolParser
 
 
 @register_tool_parser
@@ -17,25 +16,11 @@ class JsonToolParser(ToolParser):
 
     @classmethod
     def call_format(cls, tools: Sequence[Tool], chat_template: str) -> CallFormat:
-        calls = tuple(
-            ConstrainedCall(tool.name, f'{{"name": {json.dumps(tool.name)}, "parameters": ', tool.parameters, "}")
-            for tool in tools
-        )
-        return CallFormat(calls, begin="[", separator=", ", end="]")
+        return CallFormat(constrained_json_calls(tools, "parameters"), begin="[", separator=", ", end="]")
 
     def parse(self) -> Reading[None]:
-        answer = self.answer
-        yield from answer.whitespace()
-        yield from answer.literal("[")
-        yield from answer.whitespace()
-        while (yield from read_json_call(answer, self.tools)):
-            yield from answer.whitespace()
-            if (yield from answer.literal(",")):
-                yield from answer.whitespace()
-            else:
-                if (yield from answer.literal("]")):
-                    answer.drop()
-                return
+        yield from self.answer.whitespace()
+        yield from read_json_calls(self.answer, self.tools)
 
 
 class NamedToolParser(ToolParser):

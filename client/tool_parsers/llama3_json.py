@@ -1,12 +1,11 @@
 """The format of Llama 3.1 to 3.3, and of Llama 4 with its own template: bare JSON objects."""
 
-import json
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_call
+from vllm_mp.client.tool_parsers.json_call import constrained_json_calls, read_json_call
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
-from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
+from vllm_mp.client.tool_parsers.tool_parser import CallFormat, Tool, ToolParser
 
 _TAG = "<|python_tag|>"
 
@@ -27,11 +26,7 @@ class Llama3JsonToolParser(ToolParser):
 
     @classmethod
     def call_format(cls, tools: Sequence[Tool], chat_template: str) -> CallFormat:
-        calls = tuple(
-            ConstrainedCall(tool.name, f'{{"name": {json.dumps(tool.name)}, "parameters": ', tool.parameters, "}")
-            for tool in tools
-        )
-        return CallFormat(calls, trigger='{"name": ', separator="; ")
+        return CallFormat(constrained_json_calls(tools, "parameters"), trigger='{"name": ', separator="; ")
 
     def parse(self) -> Reading[None]:
         answer = self.answer

@@ -1,11 +1,10 @@
 """The formats of Mistral's models: `[TOOL_CALLS]` before a JSON list, or before a name and JSON arguments."""
 
-import json
 import re
 from collections.abc import Sequence
 
 from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.tool_parsers.json_call import read_json_call, stream_arguments
+from vllm_mp.client.tool_parsers.json_call import constrained_json_calls, read_json_calls, stream_arguments
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
 from vllm_mp.client.tool_parsers.tool_parser import CallFormat, ConstrainedCall, Tool, ToolParser
 
@@ -35,32 +34,19 @@ class MistralToolParser(ToolParser):
                 ConstrainedCall(tool.name, f"{_BEGIN}{tool.name}{_ARGUMENTS}", tool.parameters, "") for tool in tools
             )
             return CallFormat(tuple(named), trigger=_BEGIN)
-        items = (
-            ConstrainedCall(tool.name, f'{{"name": {json.dumps(tool.name)}, "arguments": ', tool.parameters, "}")
-            for tool in tools
-        )
-        return CallFormat(tuple(items), trigger=_BEGIN, begin=f"{_BEGIN}[", separator=", ", end="]")
+        items = constrained_json_calls(tools, "arguments")
+        return CallFormat(items, trigger=_BEGIN, begin=f"{_BEGIN}[", separator=", ", end="]")
 
     def parse(self) -> Reading[None]:
         answer = self.answer
         while (yield from answer.find(_BEGIN)):
             yield from answer.literal(_BEGIN)
             yield from answer.whitespace()
-            yield from self._list() if (yield from answer.peek()) in "[{" else self._named_call()
+            if (yield from answer.peek()) in ("[", "{"):
+                yield from read_json_calls(answer, self.tools)
+            else:
+                yield from self._named_call()
             answer.release()
-
-    def _list(self) -> Reading[None]:
-        """Read calls as the items of a JSON list, or one call without a list."""
-        answer = self.answer
-        yield from answer.literal("[")
-        yield from answer.whitespace()
-        while (yield from read_json_call(answer, self.tools)):
-            yield from answer.whitespace()
-            if (yield from answer.literal(",")):
-                yield from answer.whitespace()
-            elif (yield from answer.literal("]")):
-                answer.drop()
-                return
 
     def _named_call(self) -> Reading[None]:
         answer = self.answer

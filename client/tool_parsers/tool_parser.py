@@ -57,6 +57,7 @@ class ToolParser(IncrementalParser):
     def call_format(cls, tools: Sequence[Tool], chat_template: str) -> CallFormat | None:
         """Return the calls of `tools`, at least one, as a grammar.
 
-        None means that the format is not made of JSON: a constrained answer then has the format of `JsonToolParser`.
+        None means that the format is not made of JSON. An answer that must be a call then has the format of
+        `JsonToolParser` and is parsed by it; where the model may also write text, its calls cannot be constrained.
         """
         return None

@@ -3,8 +3,8 @@
 import itertools
 import random
 
-from vllm_mp.client.answer_parser import AnswerParser, ParsedAnswer
-from vllm_mp.client.tool_parsers import TOOL_PARSERS, ContentPiece, NamedToolParser, Tool
+from vllm_mp.client.answer_parser import AnswerParser, join_pieces
+from vllm_mp.client.tool_parsers import TOOL_PARSERS, NamedToolParser, Tool
 
 TOOLS = (
     Tool(
@@ -49,19 +49,12 @@ def pieces_of(parser, parts):
 
 
 def parsed(parser, parts):
-    answer = ParsedAnswer()
-    answer.add(pieces_of(parser, parts))
-    return answer
+    return join_pieces(pieces_of(parser, parts))
 
 
 def in_order(pieces):
-    """Return the pieces, with contents that follow each other, and arguments that do, as one."""
-    answer, order = ParsedAnswer(), []
-    for piece in pieces:
-        answer.add([piece])
-        if not (isinstance(piece, ContentPiece) and order[-1:] == ["content"]):
-            order.append("content" if isinstance(piece, ContentPiece) else type(piece).__name__)
-    return answer, [kind for kind, _ in itertools.groupby(order)]
+    """Return the answer, and the kinds of its pieces, each kind once where pieces of one kind follow each other."""
+    return join_pieces(pieces), [kind for kind, _ in itertools.groupby(map(type, pieces))]
 
 
 def split(name, text, reasoning=None):

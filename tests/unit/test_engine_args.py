@@ -707,7 +707,7 @@ def test_configuration_takes_the_usage_context_and_has_the_sections_that_vllm_ha
     args = AsyncEngineArgs(model=model(), load_format="dummy")
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     assert config == args.create_engine_config()
-    assert (config.decoding_config.backend, config.decoding_config.reasoning_backend) == ("none", "")
+    assert (config.decoding_config.backend, config.decoding_config.reasoning_backend) == ("auto", "")
     sections = {
         "model_config": ModelConfig,
         "cache_config": CacheConfig,

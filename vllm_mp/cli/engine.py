@@ -109,7 +109,7 @@ async def _keep(core: "SharedCore") -> int:
 def _prepare_tokenizer(model: ModelConfig) -> None:
     """Convert the tokenizer if it has no tokenizer.json, because clients that have none get the core's as that file."""
     if not model.skip_tokenizer_init:
-        from vllm_mp.client.tokenizer import fast_tokenizer_folder
+        from vllm_mp.model_store.fast_tokenizer import fast_tokenizer_folder
 
         with contextlib.suppress(ValueError):  # a client needs a tokenizer of its own then
             model.tokenizer = str(fast_tokenizer_folder(Path(model.tokenizer), cache_root()) or model.tokenizer)

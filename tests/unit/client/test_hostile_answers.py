@@ -6,10 +6,9 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.answer_texts import in_order, parts_of, pieces_of, tool_parser
+from support.answer_texts import in_order, parsed, parts_of, pieces_of, tool_parser
 
-from vllm_mp.client.answer_parser import ParsedAnswer
-from vllm_mp.client.tool_parsers import TOOL_PARSERS
+from vllm_mp.client.tool_parsers import TOOL_PARSERS, CallEnd, CallStart
 
 NAMES = [*TOOL_PARSERS.names(), "named"]
 CALLS = {
@@ -43,7 +42,7 @@ def test_any_text_gives_the_same_pieces_wherever_it_is_cut(name, text, cuts):
     answer, order = in_order(pieces_of(tool_parser(name), [text]))
     assert in_order(pieces_of(tool_parser(name), parts_of(text, cuts))) == (answer, order)
     assert in_order(pieces_of(tool_parser(name), list(text))) == (answer, order)
-    assert order.count("CallStart") == order.count("CallEnd") == len(answer.calls)
+    assert order.count(CallStart) == order.count(CallEnd) == len(answer.calls)
     assert is_subsequence(answer.content, text)
     if not answer.calls:
         assert answer.content == text
@@ -55,8 +54,7 @@ def test_any_text_gives_the_same_pieces_wherever_it_is_cut(name, text, cuts):
 def test_calls_among_other_text_leave_all_of_it(name, segments, cuts):
     """None stands for a call."""
     text = "\n".join(CALLS[name] if segment is None else f"a{segment}." for segment in segments)
-    answer = ParsedAnswer()
-    answer.add(pieces_of(tool_parser(name), parts_of(text, cuts)))
+    answer = parsed(tool_parser(name), parts_of(text, cuts))
     assert [(call.name, call.complete) for call in answer.calls] == [("get", True)] * segments.count(None)
     expected = "\n".join("\0" if segment is None else f"a{segment}." for segment in segments)
     # Whitespace between calls, before the first and after the last belongs to the calls.
@@ -101,8 +99,8 @@ def calls_made(name, text, whole):
 
 
 @pytest.mark.parametrize(("name", "unit"), [(name, unit) for name in REPEATED for unit in REPEATED[name]])
-def test_little_text_is_read_again_when_more_arrives(name, unit):
+def test_text_that_was_read_is_not_copied_when_more_arrives(name, unit):
     parser = tool_parser(name)
     for character in unit * 50:
         parser.feed(character)
-        assert len(parser.answer.unread) < 40
+        assert len(parser.answer._text) < 40

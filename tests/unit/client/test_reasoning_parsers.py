@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.answer_texts import divisions, parsed, parts_of, split
+from support.answer_texts import divisions, parsed, parts_of, split, tool_parser
 
 from vllm_mp.client.answer_parser import AnswerParser, ParsedAnswer
 from vllm_mp.client.reasoning import REASONING_PARSERS, ReasoningPiece
@@ -75,6 +75,27 @@ def test_call_within_a_thought_is_reasoning():
     answer = split("hermes", f"<think>\nI could write {call}\n</think>\n\n{call}", REASONING_PARSERS.get("qwen3")())
     assert answer.reasoning == f"I could write {call}"
     assert (answer.content, [call.name for call in answer.calls]) == ("", ["now"])
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "may_think", "in_thought"),
+    [
+        ("qwen3", QWEN3, True, False),
+        ("qwen3", QWEN3_OFF, False, False),
+        ("qwen3", R1, True, True),
+        ("mistral", "", True, False),
+    ]
+    + [("deepseek_r1", prompt, True, True) for prompt in ("", R1)],
+)
+def test_prompt_tells_whether_the_answer_begins_inside_a_thought(name, prompt, may_think, in_thought):
+    parser = REASONING_PARSERS.get(name)(prompt)
+    assert (parser.may_think, parser.in_thought) == (may_think, in_thought)
+
+
+def test_markers_of_all_parsers_must_be_seen():
+    assert AnswerParser().markers == set()
+    parser = AnswerParser(REASONING_PARSERS.get("mistral")(), tool_parser("hermes"))
+    assert parser.markers == {"[THINK]", "[/THINK]", "<tool_call>", "</tool_call>"}
 
 
 def test_answer_without_parsers_is_content():

@@ -23,6 +23,11 @@ CALLS = {
         ('<tool_call>{"name":"now"}</tool_call> Done.', " Done.", [NOW]),
         ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
         (r'<tool_call>{"name": "get", "arguments": "{\"a\": 1}"}</tool_call>', "", [("get", '{"a": 1}')]),
+        (
+            '<tool_call>[\n{"name": "now", "arguments": {}},\n{"name": "now", "arguments": {}}\n]</tool_call>',
+            "",
+            [NOW, NOW],
+        ),
         # The end tag, or the last brace, is missing.
         ('<tool_call>{"name": "now", "arguments": {}}\n<tool_call>{"name": "now", "arguments": {}', "", [NOW, NOW]),
         ('<tool_call>{"name": "now", "arguments": {}\n</tool_call>!', "!", [NOW]),
@@ -142,6 +147,7 @@ TEXTS = {
         '[TOOL_CALLS] [{"name": "unknown"}]',
         "[TOOL_CALLS]unknown[ARGS]{}",
         "[TOOL_CALLS]now[ARGS]1",
+        "[TOOL_CALLS][now[ARGS]{}",
     ],
     "qwen3_coder": [
         "<tool_call>\n<function=unknown>\n</function>\n</tool_call>",
@@ -187,6 +193,7 @@ INCOMPLETE = {
         (r'[get(a="\xq")]', r'\xq")]', '{"a": "'),
         ("[get(a=1--2)]", "1--2)]", '{"a": '),
         ("[get(a={1: 2})]", "1: 2})]", '{"a": {'),
+        ("[get(a=" + "[" * 65, "[", '{"a": ' + "[" * 64),
         ("[get(a=[1, Tr", "", '{"a": [1, '),
     ],
     "json": [('[{"name": "get", "parameters": {"a": 1,}}]', "}}]", '{"a": 1,')],

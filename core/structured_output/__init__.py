@@ -1,0 +1,1 @@
+"""Structured output: constraints compiled to grammars, and the masks of tokens that grammars allow."""

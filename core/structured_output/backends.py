@@ -1,0 +1,107 @@
+"""The choice of the library that compiles a constraint, and the compiler for a model."""
+
+import importlib.util
+import logging
+
+from vllm_mp.config import ModelConfig
+from vllm_mp.core.structured_output.compiler import GrammarCompiler
+from vllm_mp.core.structured_output.grammar import Backend, Grammar, GrammarError, PreparedConstraint
+from vllm_mp.core.structured_output.llguidance_backend import LLGuidanceBackend
+from vllm_mp.core.structured_output.schema_place import with_place
+from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.core.structured_output.trial_process import TrialProcess
+from vllm_mp.core.structured_output.xgrammar_backend import XGrammarBackend
+from vllm_mp.structured_outputs import Backend as BackendName
+from vllm_mp.structured_outputs import Constraint
+
+logger = logging.getLogger(__name__)
+
+
+class Backends:
+    """Compiles constraints with the library that they name, or with the first that does not refuse them."""
+
+    def __init__(self, source: TokenizerSource, default: BackendName = "auto") -> None:
+        """`default` is the library for constraints that name none; "auto": llguidance, then xgrammar if installed."""
+        self.vocab_size = source.vocab_size
+        self._default = default
+        self._tokenizer = GrammarTokenizer(source)
+        self._backends: dict[str, Backend] = {"llguidance": LLGuidanceBackend(self._tokenizer)}
+        if importlib.util.find_spec("xgrammar") is not None:
+            self._backends["xgrammar"] = XGrammarBackend(self._tokenizer)
+
+    def load(self) -> None:
+        """Load the tokenizer, which the first compilation does otherwise. Raises GrammarError if that fails."""
+        self._tokenizer.llguidance()
+
+    def names(self, constraint: Constraint) -> list[str]:
+        """Return the libraries that may compile a constraint, in the order in which they are tried.
+
+        Raises GrammarError if the library that is named is not installed.
+        """
+        name = self._default if constraint.backend == "auto" else constraint.backend
+        if name == "auto":
+            return list(self._backends)
+        if name not in self._backends:
+            raise GrammarError(f"the backend {name!r} is not installed: pip install 'vllm_mp[{name}]'")
+        return [name]
+
+    def prepare(self, constraint: Constraint, names: list[str]) -> tuple[PreparedConstraint, Grammar]:
+        """Compile a constraint with the first of the libraries `names` that does not refuse it.
+
+        Raises GrammarError, with the error of each library and the place in a JSON schema if it is known.
+        """
+        errors = []
+        for name in names:
+            try:
+                prepared = self._backends[name].prepare(constraint)
+                return prepared, self.compile(prepared)
+            except GrammarError as error:
+                errors.append(with_place(str(error), constraint))
+        if len(errors) == 1:
+            raise GrammarError(errors[0])
+        raise GrammarError("; ".join(f"{name}: {error}" for name, error in zip(names, errors, strict=True)))
+
+    def compile(self, prepared: PreparedConstraint) -> Grammar:
+        """Return the grammar of what `prepare` returned. Raises GrammarError if it cannot be compiled."""
+        return self._backends[prepared.backend].compile(prepared)
+
+
+class ModelGrammars:
+    """Compiles constraints for a model, suspicious ones in a process of their own first."""
+
+    def __init__(self, config: ModelConfig, default: BackendName = "auto") -> None:
+        source = TokenizerSource.of(config)
+        self._backends = Backends(source, default)
+        self._trials = TrialProcess(source, default)
+        self.compiler = GrammarCompiler(self._compile_plain, self._compile_suspicious)
+
+    def load(self) -> None:
+        """Load the tokenizer, which the first compilation does otherwise.
+
+        Loading takes 0.3 s for a vocabulary of 49,000 tokens, and holds the interpreter lock. A model whose tokenizer
+        cannot be used is left to the constraints, each of which is refused.
+        """
+        try:
+            self._backends.load()
+        except GrammarError as error:
+            logger.info("%s", error)
+
+    def _compile_plain(self, constraint: Constraint) -> Grammar | None:
+        """Return the grammar of a plain constraint; None if another library must be asked, in the other process."""
+        names = self._backends.names(constraint)
+        try:
+            return self._backends.prepare(constraint, names[:1])[1]
+        except GrammarError:
+            if len(names) > 1:
+                return None
+            raise
+
+    def _compile_suspicious(self, constraint: Constraint) -> Grammar:
+        self._backends.names(constraint)
+        return self._backends.compile(self._trials.run(constraint))
+
+    def close(self) -> None:
+        """End the threads and the process."""
+        self._trials.kill()
+        self.compiler.close()
+        self._trials.close()
