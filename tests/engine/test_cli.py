@@ -200,10 +200,6 @@ def test_program_names_its_commands_and_its_version():
         (["generate", "x", "--model", "/nowhere"], "/nowhere"),
         (["generate", "--prompts", "/nowhere"], "--prompts /nowhere: No such file or directory; name a file"),
         (["generate", "x", "--lora", "a=/nowhere"], "--lora: /nowhere has no adapter_config.json; give the folder"),
-        (
-            ["generate", "x", "--model", "all-minilm-l6-v2"],
-            "is an encoder, which generates no text; name another model",
-        ),
         (["engine"], "--listen"),
         (["engine", "--listen", "foo"], "must be ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, got 'foo'"),
         (["engine", "--listen", "tcp://localhost:99999"], "tcp://localhost:99999"),
