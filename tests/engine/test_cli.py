@@ -473,7 +473,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options
         terminal.until(r"\w+ \w+")
         terminal.type(PlainTerminal.CTRL_C)
         rest = terminal.until_prompt()
-        assert rest.endswith(" [stopped]\n> ")
+        assert rest.endswith(" [stopped]\n\n> ")
         assert len(rest.split()) < 200, "the answer was stopped before its end"
 
         terminal.type(PlainTerminal.CTRL_C)
@@ -482,7 +482,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options
         terminal.ask("/clear")
         terminal.until_prompt()
         terminal.ask(CAPITAL)
-        assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n> "
+        assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n\n> "
         terminal.type("/exit\n")
         assert terminal.end()[0] == 0
         assert not child.is_running()
@@ -493,7 +493,7 @@ def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
     with PlainTerminal("chat", "--connect", address, *GREEDY) as terminal:
         terminal.until_prompt()
         terminal.ask(CAPITAL)
-        assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n> "
+        assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n\n> "
         terminal.type(PlainTerminal.CTRL_D)
         code, screen = terminal.end()
         assert code == 0

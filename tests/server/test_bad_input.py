@@ -91,7 +91,8 @@ def test_wrong_body_is_refused_with_the_field_at_fault(in_process, content, stat
             "the older form of tools and tool_choice",
         ),
         (
-            '{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}]}',
+            '{"messages": [{"role": "user", "content": "x"}], '
+            '"tools": [{"type": "function", "function": {"name": "f"}}]}',
             "tools",
             "chat template knows no tools",
         ),
