@@ -6,20 +6,51 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from vllm_mp.client.reasoning import Qwen3ReasoningParser
+from vllm_mp.client.tool_parsers import HermesToolParser, Tool
+from vllm_mp.server.answer_parts import AnswerFormat
 from vllm_mp.server.logprobs import TokenLogprob, TopLogprob
-from vllm_mp.server.response_events import ResponseEvents
+from vllm_mp.server.output_form import TextFormat
+from vllm_mp.server.response_body import TextConfig
+from vllm_mp.server.response_events import EventEncoder
 from vllm_mp.server.response_object import (
     InputTokensDetails,
     OutputTokensDetails,
     ResponseObject,
     Usage,
 )
+from vllm_mp.server.response_output import ResponseOutput
+from vllm_mp.server.tools import ToolUse
 
 USAGE = Usage(5, InputTokensDetails(0), 2, OutputTokensDetails(), 7)
 
 
-@pytest.fixture
-def events():
+TOOLS = ToolUse(
+    definitions=[], tools=[Tool("f"), Tool("g")], parser=HermesToolParser, form=None, is_named=False, is_single=False
+)
+
+
+class Stream:
+    """The events of a response, encoded as they come."""
+
+    def __init__(self, response, answer_format):
+        self._output = ResponseOutput(response, "1", answer_format)
+        self._encoder = EventEncoder()
+
+    def begin(self):
+        return self._encoder.encode(self._output.begin())
+
+    def delta(self, text, logprobs=()):
+        return self._encoder.encode(self._output.add(text, list(logprobs)))
+
+    def end(self, finish_reason, usage):
+        return self._encoder.encode(self._output.end(finish_reason, usage))
+
+    def fail(self, message):
+        return self._encoder.encode(self._output.fail(message))
+
+
+def stream_of(answer_format):
     response = ResponseObject(
         id="resp_1",
         created_at=1,
@@ -31,13 +62,21 @@ def events():
         prompt_cache_key=None,
         safety_identifier=None,
         temperature=1.0,
+        reasoning=None,
+        text=TextConfig(format=TextFormat(type="text")),
         tool_choice="auto",
+        tools=[],
         top_logprobs=0,
         top_p=1.0,
         truncation="disabled",
         user=None,
     )
-    return ResponseEvents(response, "msg_1")
+    return Stream(response, answer_format)
+
+
+@pytest.fixture
+def events():
+    return stream_of(AnswerFormat())
 
 
 def parsed(stream):
@@ -78,6 +117,46 @@ def test_events_of_an_answer_come_in_openais_order(events):
     assert (last.status, last.output_text, last.usage.total_tokens) == ("completed", "Hi all", 7)
     assert last.completed_at is not None
     assert {event.item_id for event in answer if hasattr(event, "item_id")} == {last.output[0].id}
+
+
+def test_thought_text_and_calls_are_items_in_the_order_of_the_answer():
+    answer = (
+        "<think>\nHm, hm.\n</think>\n\nI look.\n"
+        '<tool_call>\n{"name": "f", "arguments": {"city": "Bern"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    )
+    whole = stream_of(AnswerFormat(TOOLS, Qwen3ReasoningParser))
+    in_pieces = stream_of(AnswerFormat(TOOLS, Qwen3ReasoningParser))
+    lasts = []
+    for events, pieces in ((whole, [answer]), (in_pieces, list(answer))):
+        sent = parsed(events.begin() + b"".join(events.delta(piece) for piece in pieces) + events.end("stop", USAGE))
+        thought, message, first, second = output = sent[-1].response.output
+        assert [item.type for item in output] == ["reasoning", "message", "function_call", "function_call"]
+        assert (thought.content[0].text, message.content[0].text.strip()) == ("Hm, hm.", "I look.")
+        assert [(call.name, json.loads(call.arguments)) for call in (first, second)] == [
+            ("f", {"city": "Bern"}),
+            ("g", {}),
+        ]
+        assert first.call_id != second.call_id
+        assert len({item.id for item in output}) == 4
+        deltas = ["", "", "", ""]
+        for event in sent:
+            if event.type.endswith(".delta"):
+                assert event.item_id == output[event.output_index].id
+                deltas[event.output_index] += event.delta
+        assert deltas == [thought.content[0].text, message.content[0].text, first.arguments, second.arguments]
+        done = [event.item for event in sent if event.type == "response.output_item.done"]
+        assert done == output
+        lasts.append([item.model_dump(exclude={"call_id"}) for item in output])
+    assert lasts[0] == lasts[1]
+
+
+def test_call_that_the_limit_cuts_off_is_incomplete():
+    events = stream_of(AnswerFormat(TOOLS))
+    text = '<tool_call>\n{"name": "f", "arguments": {"city": "Be'
+    last = parsed(events.begin() + events.delta(text) + events.end("length", USAGE))[-1].response
+    [call] = last.output
+    assert (last.status, call.status, call.arguments) == ("incomplete", "incomplete", '{"city": "Be')
 
 
 def test_answer_that_reaches_its_limit_ends_incomplete(events):

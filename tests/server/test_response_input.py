@@ -69,6 +69,31 @@ def test_output_of_a_response_may_be_sent_back_as_it_came():
     ]
 
 
+def test_thought_text_and_calls_of_an_answer_are_one_message():
+    items = [
+        user("How is the weather?"),
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "I must look."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "f", "arguments": '{"city": "Bern"}'},
+        {"type": "function_call", "id": "fc_2", "call_id": "b", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "rain"}]},
+        {"type": "function_call", "id": "fc_3", "call_id": "c", "name": "g", "arguments": "{}"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "No more."}]},
+    ]
+    _, answer, *outputs, again = chat_messages(msgspec.convert(items, list[InputItem]), None)
+    assert (answer.reasoning_content, answer.content) == ("I must look.", "I look.")
+    assert [(call.id, call.function.name, call.function.arguments) for call in answer.tool_calls] == [
+        ("a", "f", '{"city": "Bern"}'),
+        ("b", "f", "{}"),
+    ]
+    assert [(output.role, output.tool_call_id, output.content) for output in outputs] == [
+        ("tool", "a", "sunny"),
+        ("tool", "b", "rain"),
+    ]
+    assert (again.content, again.reasoning_content, [call.id for call in again.tool_calls]) == (None, None, ["c"])
+
+
 @pytest.mark.parametrize(
     ("items", "param"),
     [
@@ -80,7 +105,12 @@ def test_output_of_a_response_may_be_sent_back_as_it_came():
         ([user([{"type": "input_text", "text": "a"}, {"type": "input_image"}])], "input[0].content[1].type"),
         ([user([{"type": "input_text"}])], "input[0].content[0].text"),
         ([user([{"type": "refusal", "text": "a"}])], "input[0].content[0].refusal"),
-        ([user("a"), {"type": "function_call_output", "call_id": "c", "output": "d"}], "input[1].type"),
+        ([user("a"), {"type": "computer_call", "call_id": "c"}], "input[1].type"),
+        ([user("a"), {"type": "function_call_output", "call_id": "c"}], "input[1].output"),
+        ([user("a"), {"type": "function_call_output", "output": "d"}], "input[1].call_id"),
+        ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "input[0].name"),
+        ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}], "input[0].arguments"),
+        ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}], "input[0].arguments"),
         ([{"type": "item_reference", "id": "msg_1"}], "input[0].type"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 from openai.types.responses import Response
@@ -119,17 +120,16 @@ def test_truncation_refuses_a_turn_that_is_too_long_alone(post, replay_engine):
         ("conversation", "conv_1"),
         ("prompt", {"id": "pmpt_1"}),
         ("background", True),
-        ("tools", [{"type": "web_search"}]),
-        ("tool_choice", "required"),
-        ("text.format.type", {"format": {"type": "json_schema", "name": "a", "schema": {}}}),
-        ("reasoning.effort", {"effort": "high"}),
+        ("tools[0].type", [{"type": "web_search", "name": "a"}]),
+        ("tool_choice.type", {"type": "web_search", "name": "a"}),
+        ("text.format.type", {"format": {"type": "grammar"}}),
         ("moderation", {"model": "a"}),
         ("n", 2),
         ("max_tokens", 2),
     ],
 )
 def test_field_that_is_not_served_is_refused_by_name(post, field, value):
-    answer = post(**{"input": CONVERSATION, field.partition(".")[0]: value})
+    answer = post(**{"input": CONVERSATION, re.split(r"[.\[]", field)[0]: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (field, "unsupported_field")
@@ -150,10 +150,15 @@ def test_field_that_is_not_served_is_refused_by_name(post, field, value):
         ("truncation", "middle"),
         ("instructions", ["a"]),
         ("outputs", 1),
+        ("tools[0].name", [{"type": "function"}]),
+        ("tools[0].parameters", [{"type": "function", "name": "a", "parameters": {"type": "array"}}]),
+        ("tool_choice", "required"),
+        ("text.format.schema", {"format": {"type": "json_schema", "name": "a"}}),
+        ("reasoning.effort", {"effort": "huge"}),
     ],
 )
 def test_wrong_field_is_refused_by_its_path(post, field, value):
-    answer = post(**{"input": CONVERSATION, field.partition("[")[0]: value})
+    answer = post(**{"input": CONVERSATION, re.split(r"[.\[]", field)[0]: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
 

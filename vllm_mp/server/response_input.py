@@ -43,10 +43,7 @@ def chat_messages(given: str | list[InputItem], instructions: str | None) -> lis
     thought, the text and the calls of an answer become one message. Raises ApiError, naming the path of the field, for
     items that are not served.
     """
-    if isinstance(given, str):
-        messages = [ChatMessage(role="user", content=given)]
-    else:
-        messages = _messages(given)
+    messages = [ChatMessage(role="user", content=given)] if isinstance(given, str) else _messages(given)
     leading = [instructions] if instructions else []
     while messages and messages[0].role in _SYSTEM_ROLES:
         leading.append(str(messages.pop(0).content))
@@ -101,12 +98,8 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
                     "'function_call' or 'function_call_output'"
                 )
                 raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
-    # A thought that no answer followed stands for nothing.
-    return [
-        message
-        for message in messages
-        if message.role != "assistant" or message.content is not None or message.tool_calls
-    ]
+    # A thought without an answer is no turn.
+    return [each for each in messages if each.role != "assistant" or each.content is not None or each.tool_calls]
 
 
 def _call(item: InputItem, path: str) -> ToolCall:

@@ -168,13 +168,12 @@ async def _prompt(call: Call, body: ResponseBody, tools: ToolUse | None) -> str:
 
 async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage], tools: ToolUse | None) -> str:
     """Return `messages` as the chat template writes them."""
+    effort = None if body.reasoning is None else body.reasoning.effort
     try:
         return await chat_prompt(
             call,
             messages,
-            chat_template_kwargs=template_variables(
-                body.reasoning and body.reasoning.effort, body.chat_template_kwargs
-            ),
+            chat_template_kwargs=template_variables(effort, body.chat_template_kwargs),
             tools=None if tools is None else tools.definitions,
         )
     except ApiError as error:
