@@ -15,7 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = "kernels/cpu/csrc"
-FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+FLAGS = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 BUILDS = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     BUILDS["avx2"] = ["-march=x86-64-v3"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import threading
 from collections.abc import Callable
 from typing import Any, Self
@@ -139,6 +140,7 @@ class EngineStart(EngineLifecycle):
         disable_log_requests: bool = True,
         max_log_len: int | None = None,
         otlp_traces_endpoint: str | None = None,
+        seed: int | None = None,
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
@@ -154,6 +156,8 @@ class EngineStart(EngineLifecycle):
         `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
         Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
         `otlp_traces_endpoint` are the engine's options of these names; the core's options do not apply to this client.
+        Requests without a seed draw theirs from `seed`; None: from a seed that this client alone draws from the core's,
+        so that equal requests of several clients have different answers.
 
         Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
         that cannot be used.
@@ -163,6 +167,10 @@ class EngineStart(EngineLifecycle):
         core = source.finish(lambda: None)
         core.config.observability_config.disable_log_requests = disable_log_requests
         core.config.observability_config.max_log_len = max_log_len
+        model = core.config.model_config
+        if seed is None and model.seed is not None:
+            seed = random.Random(f"{model.seed} {core.client}").getrandbits(63)
+        model.seed = seed
         try:
             loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
             prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None

@@ -114,6 +114,7 @@ class InputProcessor:
             seed_is_drawn=seed_is_drawn,
             prompt_embeds=packed_embeds,
             extra_args=EXTRA_ARGS.packed("extra_args", params.extra_args) if params.extra_args else b"",
+            constraint=None if params.structured_outputs is None else params.structured_outputs.constraint(),
         )
         completions = [self._completion(index, params.seed, request) for index in range(params.n)]
         interval = self._config.scheduler_config.stream_interval
@@ -181,6 +182,7 @@ class InputProcessor:
     def _completion(self, index: int, seed: int, request: GenerationRequest) -> Completion:
         params = copy.copy(request.params)  # which is not validated a second time
         params.n, params.best_of, params.extra_args = 1, None, None
+        params.structured_outputs = params.guided_decoding = None
         params.seed = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         if index:
             params.prompt_logprobs = None  # the first completion brings them for all

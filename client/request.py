@@ -13,6 +13,7 @@ from vllm_mp.lora_request import LoRARequest
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.structured_outputs import Constraint
 
 
 class CallerRequest(NamedTuple):
@@ -60,6 +61,8 @@ class GenerationRequest(NamedTuple):
     """The prompt, if it is given as embeddings; then `packed_prompt` is empty and `prompt_token_ids` are zeros."""
     extra_args: bytes = b""
     """`params.extra_args` as the wire carries them."""
+    constraint: Constraint | None = None
+    """What the output must match; None: anything goes."""
     lora: LoRARequest | None = None
     """The adapter for the request; None for the base model."""
 
@@ -92,11 +95,19 @@ def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:
 
     A drawn seed is left out.
     """
-    params, embeds = request.params, None
-    if isinstance(request, GenerationRequest):
-        embeds = request.prompt_embeds
+    params, embeds, constraint = copy.copy(request.params), None, None
+    if isinstance(request, GenerationRequest) and isinstance(params, SamplingParams):
+        embeds, constraint = request.prompt_embeds, request.constraint
+        params.structured_outputs = params.guided_decoding = None
         if request.seed_is_drawn:
-            params = copy.copy(request.params)
             params.seed = None
-    content = type(params).__name__, request.packed_prompt, params, request.cache_salt, embeds, request.lora
+    content = (
+        type(params).__name__,
+        request.packed_prompt,
+        params,
+        request.cache_salt,
+        embeds,
+        constraint,
+        request.lora,
+    )
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()

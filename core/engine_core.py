@@ -25,6 +25,7 @@ from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core.structured_output.backends import grammar_compiler
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
@@ -90,6 +91,7 @@ class EngineCore:
         self._sleep = Sleep(self._scheduler, runner, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
+        self._grammars = grammar_compiler(model, config.decoding_config.backend)
         self._checks_invariants = scheduler_config.check_invariants
         self._num_ahead = int(bool(scheduler_config.async_scheduling))
         """Number of steps that stay pending while there is a next step to launch."""
@@ -102,6 +104,7 @@ class EngineCore:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(stop.fd, zmq.POLLIN)
         self._stop = stop
+        self._poller.register(self._grammars.fd, zmq.POLLIN)
         if self._adapters is not None:
             self._poller.register(self._adapters.fd, zmq.POLLIN)
         tokenizer_files = TokenizerFiles(model.tokenizer)
@@ -120,6 +123,7 @@ class EngineCore:
             "collective_rpc": OperatorCall(self._between_steps(Worker(config, device, runner).call)),
         }
         handler.adapters = self._adapters
+        handler.grammars = self._grammars
         handler.serve(self._scheduler, calls | _adapter_calls(self._adapters), page)
 
     def run(self) -> None:
@@ -131,6 +135,7 @@ class EngineCore:
                 self._handler.receive(admit=not self._stop.is_set)
                 self._settle_sleep()
                 self._settle_adapters()
+                self._settle_grammars()
                 self._run_step()
                 self._pause.settle()
                 if self._checks_invariants:
@@ -155,13 +160,13 @@ class EngineCore:
 
     @property
     def _has_unfinished_work(self) -> bool:
-        """Whether requests run, or will run when their adapters are loaded."""
-        return self._scheduler.has_work or self._scheduler.waits_for_adapters
+        """Whether requests run, or will run when their adapters are loaded and their constraints compiled."""
+        return self._scheduler.has_work or self._scheduler.has_parked
 
     def _wait_for_work(self) -> None:
         """Return at once if there is work; else when there is news, at the latest after `_BEAT_MS`.
 
-        News are a message, the stop, or an adapter that was loaded.
+        News are a message, the stop, an adapter that was loaded, or a constraint that was compiled.
         """
         self._scheduler.assign_adapters()
         if not (self._scheduler.has_work or self._scheduler.pending_steps):
@@ -182,6 +187,11 @@ class EngineCore:
             for adapter, why in self._adapters.take_loaded():
                 self._handler.send_ends(self._scheduler.fail_adapter(adapter, why))
 
+    def _settle_grammars(self) -> None:
+        """Let requests run whose constraints were compiled, and end requests whose constraints were refused."""
+        for constraint, grammar in self._grammars.take_compiled():
+            self._handler.send_ends(self._scheduler.note_compiled(constraint, grammar))
+
     def _run_step(self) -> None:
         """Launch the next step, if one may be scheduled, and process the pending steps that are due."""
         step = self._scheduler.schedule()
@@ -190,6 +200,9 @@ class EngineCore:
             self._page.begin_step(self._num_launched, self._requests_with(step))
             output = self._runner.launch(step, self._batch, self._sampler)
             self._scheduler.launched(step, output, self._num_launched)
+            if step.samples_after_update:
+                self._process_all_but(1)  # while the device computes the step
+            output.sample()
         self._process_all_but(self._num_ahead if step is not None else 0)
 
     def _process_all_but(self, count: int) -> None:

@@ -20,6 +20,7 @@ from vllm_mp.kernels import reference
 from vllm_mp.kernels.adapter_stack import AdapterStack, Factors
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.cpu import attention as cpu_attention
+from vllm_mp.kernels.cpu import token_masks as cpu_token_masks
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
@@ -44,6 +45,7 @@ __all__ = [
     "PackedLinear",
     "add_adapters",
     "add_rms_norm",
+    "apply_token_masks",
     "argmax",
     "encoder_attention",
     "fp8_linear",
@@ -190,6 +192,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
 }
+
+
+def apply_token_masks(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    """Set the logits of the tokens that a row's mask forbids to -inf, in place.
+
+    `logits` float32, float16 or bfloat16 [n, vocab_size], contiguous; `masks` int32 [m, num_words], contiguous, with
+    num_words >= ceil(vocab_size / 32): bit t % 32 of word t // 32 is set if token t is allowed. `rows` int64 [m],
+    distinct and in range: mask i applies to row `rows[i]` of the logits. All other logits keep their bits.
+    """
+    if cpu_token_masks.can_mask(logits) and (kernels := library()):
+        cpu_token_masks.apply_token_masks(kernels, logits, masks, rows)
+    else:
+        _operations(logits).apply_token_masks(logits, masks, rows)
 
 
 def argmax(scores: Tensor) -> Tensor:

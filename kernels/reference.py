@@ -26,6 +26,8 @@ FLOAT8_GROUP = 128
 """The number of inputs of a projection that share a scale, if a row has more than one scale."""
 LEAST_HIGHEST = 1e-10
 """The least value that counts as the highest magnitude of a group, so that a group of zeros has a scale."""
+MASK_WORD = 32
+"""The number of tokens of a word of a token mask."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -176,6 +178,14 @@ def add_adapters(
     outs, bs = torch.split(out, list(part_sizes), 1), torch.split(b, list(part_sizes), 2)
     for part, (of_out, of_b) in enumerate(zip(outs, bs, strict=True)):
         of_out += ranked[:, :, part].flatten(1) @ of_b.flatten(0, 1)
+
+
+def apply_token_masks(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    """See `ops.apply_token_masks`."""
+    vocab_size = logits.shape[1]
+    words = masks[:, : -(-vocab_size // MASK_WORD)].unsqueeze(-1)
+    bits = words >> torch.arange(MASK_WORD, dtype=torch.int32, device=masks.device) & 1
+    logits[rows] = logits[rows].masked_fill(bits.flatten(1)[:, :vocab_size] == 0, -torch.inf)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

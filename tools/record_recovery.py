@@ -10,40 +10,19 @@ measured. A viewer that does not animate SVG shows the whole story.
 
 import argparse
 import asyncio
-import datetime
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from shared.recording import COLUMNS, HOLD_S, LINE_PX, MARGIN_PX, ROOT, WIDTH_PX, appearing, beginning, provenance
+
 from vllm_mp import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from vllm_mp.cli.generate import chat_prompt
-
-ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = 80
-CHARACTER_PX, LINE_PX, MARGIN_PX = 8.43, 22, 24
-WIDTH_PX = 2 * MARGIN_PX + int(COLUMNS * CHARACTER_PX)
-HOLD_S = 5.0
-"""Seconds that the whole story stays visible before the replay starts again."""
-
-STYLE = """
-text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #1f2328; white-space: pre }
-.small { font-size: 12px; fill: #59636e }
-.card { fill: #f6f8fa; stroke: #d1d9e0 }
-.first { fill: #1f2328 } .second { fill: #0969da }
-.bar1 { stroke: #1f2328 } .bar2 { stroke: #0969da } .head { stroke: #59636e }
-.kill { fill: #cf222e; font-weight: bold } .pause { fill: #cf222e; fill-opacity: 0.12 }
-@media (prefers-color-scheme: dark) {
-  text { fill: #f0f6fc } .small { fill: #9198a1 } .card { fill: #151b23; stroke: #3d444d }
-  .first { fill: #f0f6fc } .second { fill: #4493f8 }
-  .bar1 { stroke: #f0f6fc } .bar2 { stroke: #4493f8 } .head { stroke: #9198a1 }
-  .kill { fill: #f85149 } .pause { fill: #f85149; fill-opacity: 0.25 }
-}"""
 
 
 class Piece(NamedTuple):
@@ -102,7 +81,7 @@ def main() -> int:
     if recording.text != undisturbed:
         print(f"the texts differ:\n{undisturbed}\n---\n{recording.text}", file=sys.stderr)
         return 1
-    args.output.write_text(draw(recording, args.prompt, _provenance()))
+    args.output.write_text(draw(recording, args.prompt, provenance("float32")))
     print(f"{args.output}: the stream paused for {recording.pause_s:.2f} s; the text is the same as undisturbed")
     return 0
 
@@ -127,20 +106,7 @@ async def _record(llm: AsyncLLM, prompt: list[int], params: SamplingParams, kill
     return undisturbed, Recording(pieces, killed_s, killed_pid, next_pid)
 
 
-def _provenance() -> str:
-    """Return model, processor, date and commit of this run."""
-    env = _output([sys.executable, "-m", "vllm_mp.cli", "env"]).splitlines()
-    processor = next(line.removeprefix("cpu").strip() for line in env if line.startswith("cpu "))
-    commit = _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown"
-    date = datetime.datetime.now(datetime.UTC).date()
-    return f"SmolLM2-135M-Instruct, float32, {processor}, {date}, commit {commit}"
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def draw(recording: Recording, prompt: str, provenance: str) -> str:
+def draw(recording: Recording, prompt: str, source: str) -> str:
     """Return the recording as an animated SVG: the text as it arrived, above a time line with a mark for each token."""
     end_s = recording.pieces[-1].time_s
     total_s = end_s + HOLD_S
@@ -158,23 +124,18 @@ def draw(recording: Recording, prompt: str, provenance: str) -> str:
         return "".join(f"M{x(seconds):.1f} {bar_y}v14" for seconds in times)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH_PX}" height="{height}" '
-        f'viewBox="0 0 {WIDTH_PX} {height}" role="img">',
-        f"<title>A stream goes on after kill -9 of its core, {recording.pause_s:.1f} s later</title>",
-        f"<desc>{escape(provenance)}; drawn by tools/record_recovery.py</desc>",
-        f"<style>{STYLE}</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH_PX - 1}" height="{height - 1}" rx="8"/>',
+        *beginning(
+            height,
+            f"A stream goes on after kill -9 of its core, {recording.pause_s:.1f} s later",
+            f"{source}; drawn by tools/record_recovery.py",
+        ),
         f'<text class="small" x="{MARGIN_PX}" y="{MARGIN_PX + 8}">&gt; {escape(prompt)}</text>',
     ]
     for i, line in enumerate(lines):
-        spans = []
-        for piece in line:
-            kind = "second" if piece.time_s >= recording.resumed_s else "first"
-            share = min(0.999, piece.time_s / total_s)
-            spans.append(
-                f'<tspan class="{kind}">{escape(piece.text)}<animate attributeName="fill-opacity" values="0;1" '
-                f'keyTimes="0;{share:.4f}" calcMode="discrete" dur="{total_s:.2f}s" repeatCount="indefinite"/></tspan>'
-            )
+        spans = [
+            appearing(piece.text, "second" if piece.time_s >= recording.resumed_s else "first", piece.time_s, total_s)
+            for piece in line
+        ]
         parts.append(f'<text x="{MARGIN_PX}" y="{story_y + i * LINE_PX}">{"".join(spans)}</text>')
     killed, going_on = x(recording.killed_s), x(recording.resumed_s)
     labels = [
@@ -182,7 +143,7 @@ def draw(recording: Recording, prompt: str, provenance: str) -> str:
         (killed, bar_y - 14, "middle", "kill", f"kill -9 {recording.killed_pid}"),
         ((killed + going_on) / 2, bar_y + 12, "middle", "small", f"{recording.pause_s:.1f} s"),
         (WIDTH_PX - MARGIN_PX, bar_y + 34, "end", "small", f"core {recording.next_pid} continues the same answer"),
-        (MARGIN_PX, bar_y + 60, "start", "small", provenance),
+        (MARGIN_PX, bar_y + 60, "start", "small", source),
     ]
     parts += [
         f'<rect class="pause" x="{killed:.1f}" y="{bar_y - 6}" width="{going_on - killed:.1f}" height="26"/>',

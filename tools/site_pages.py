@@ -61,7 +61,8 @@ def _filled(kind: str, names: str | None, listed: set[str]) -> str:
     if kind == "options":
         return _options()
     if kind == "commands":
-        return "\n".join(_command(name, module) for name, module in _command_modules().items())
+        benchmarks = (_command(f"bench {name}", f"bench_{name}", text) for name, text in cli.BENCHMARKS.items())
+        return "\n".join((*(_command(name, name, text) for name, text in cli.COMMANDS.items()), *benchmarks))
     chosen = names.replace(",", " ").split() if names else sorted({*vllm_mp.__all__} - listed)
     if unknown := {*chosen} - {*vllm_mp.__all__}:
         logger.warning("docs/api/python.md lists %s, which vllm_mp does not export", ", ".join(sorted(unknown)))
@@ -82,13 +83,8 @@ def _options() -> str:
     return "\n".join(rows)
 
 
-def _command_modules() -> dict[str, str]:
-    """Return the module of each command, by its words."""
-    return cli.COMMANDS | {f"bench {name}": module for name, module in cli.BENCHMARKS.items()}
-
-
-def _command(name: str, module_name: str) -> str:
-    """Return a section with the help of a command, without the options of the engine."""
+def _command(name: str, module_name: str, summary: str) -> str:
+    """Return a section with `summary` and the help of a command, without the options of the engine."""
     module = importlib.import_module(f"{cli.__name__}.{module_name}")
     formatter = functools.partial(argparse.HelpFormatter, width=100)
     parser = argparse.ArgumentParser(f"vllm-mp {name}", f"vllm-mp {name} {module.USAGE}", formatter_class=formatter)
@@ -96,4 +92,4 @@ def _command(name: str, module_name: str) -> str:
     text, heading, _ = parser.format_help().partition(f"\n{_FIRST_HEADING}:\n")
     if heading:
         text += f"\n{AsyncEngineArgs.CLI_GROUP}: each engine option is a flag too\n"
-    return f"## vllm-mp {name}\n\n{module.HELP}\n\n```text\n{text}```\n"
+    return f"## vllm-mp {name}\n\n{summary}\n\n```text\n{text}```\n"

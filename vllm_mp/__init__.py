@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vllm_mp.errors import (
         AsyncEngineDeadError,
         BatchDeadError,
+        ConstraintError,
         DuplicateRequestIdError,
         EngineDeadError,
         EngineError,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     )
     from vllm_mp.pooling_params import PoolingParams
     from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+    from vllm_mp.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
     from vllm_mp.usage_context import UsageContext
 
 __version__ = "0.1.0"
@@ -80,6 +82,7 @@ _MODULE_OF = {
     "ClassificationOutput": "outputs",
     "ClassificationRequestOutput": "outputs",
     "CompletionOutput": "outputs",
+    "ConstraintError": "errors",
     "DecodingConfig": "config",
     "DeviceConfig": "config",
     "DuplicateRequestIdError": "errors",
@@ -92,6 +95,7 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
+    "GuidedDecodingParams": "structured_outputs",
     "InputPreprocessor": "client.input_preprocessor",
     "IterationStats": "client.stats",
     "LLM": "client.llm",
@@ -123,6 +127,7 @@ _MODULE_OF = {
     "StatLoggerBase": "client.stat_loggers",
     "StreamGroup": "client.stream_group",
     "StreamingRequest": "client.request_manager",
+    "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "client.prompt",
     "TokensPrompt": "client.prompt",
     "UsageContext": "usage_context",
@@ -143,6 +148,7 @@ __all__ = [
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "ConstraintError",
     "DecodingConfig",
     "DeviceConfig",
     "DuplicateRequestIdError",
@@ -155,6 +161,7 @@ __all__ = [
     "EngineError",
     "EngineGenerateError",
     "EngineStartError",
+    "GuidedDecodingParams",
     "InputPreprocessor",
     "IterationStats",
     "LivenessConfig",
@@ -185,6 +192,7 @@ __all__ = [
     "StatLoggerBase",
     "StreamGroup",
     "StreamingRequest",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "UsageContext",

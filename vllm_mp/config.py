@@ -14,6 +14,7 @@ from vllm_mp.lora_request import LoRARequest
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.structured_outputs import Backend
 
 
 class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
@@ -37,7 +38,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     quantization: str | None = None
     """"int8"; "fp8", stored in the checkpoint or made at load; or None for weights of `dtype`."""
     seed: int | None
-    """The seed of the draws of seeds for requests that have none; None: these seeds are random."""
+    """The seed of the draws of seeds for requests that have none; None: each run draws others."""
     max_model_len: int
     """Maximum number of tokens of a request, prompt and completion together."""
     enforce_eager: bool
@@ -175,9 +176,10 @@ class LoRAConfig(msgspec.Struct, kw_only=True):
 
 
 class DecodingConfig(msgspec.Struct, kw_only=True):
-    """Structured output; this version serves none."""
+    """Structured output and reasoning."""
 
-    backend: str = "none"
+    backend: Backend = "auto"
+    """The library that compiles constraints; "auto": the default library, and another for what it refuses."""
     reasoning_backend: str = ""
     """Empty: no reasoning parser."""
 

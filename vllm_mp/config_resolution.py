@@ -33,6 +33,7 @@ from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_store import recommended_generation_config, resolve_model
 from vllm_mp.options import MAX_INTEGER
 from vllm_mp.processor_registration import import_folders
+from vllm_mp.structured_outputs import BACKEND_NAMES
 
 if TYPE_CHECKING:
     from vllm_mp.engine_args import EngineArgs
@@ -102,7 +103,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         parallel_config=ParallelConfig(),
         device_config=_section(DeviceConfig, args),
         attention_config=AttentionConfig(backend=args.attention_backend),
-        decoding_config=DecodingConfig(),
+        decoding_config=DecodingConfig(backend=BACKEND_NAMES[args.guided_decoding_backend]),
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
         lora_config=_lora_config(args, architecture),

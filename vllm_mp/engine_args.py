@@ -13,6 +13,7 @@ from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 from vllm_mp.options import MAX_INTEGER, Options, option
 from vllm_mp.processor_registration import as_specs, registered
+from vllm_mp.structured_outputs import BACKEND_NAMES
 from vllm_mp.usage_context import UsageContext
 
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -36,221 +37,224 @@ class EngineArgs(Options):
 
     model: str = option(
         DEFAULT_MODEL,
-        "Model to serve: a hub id, a local folder, a .gguf file, or an alias of a model from a Python package: "
-        f"{', '.join(PACKAGED_MODELS)}",
+        "Serve this model: a hub id, a local folder, a .gguf file, or the alias of a model from a Python package "
+        f"({', '.join(PACKAGED_MODELS)}).",
         subject="model",
     )
     tokenizer: str | None = option(
-        None, "Hub id or folder of the tokenizer; by default the tokenizer in the model's folder is used"
+        None, "Use the tokenizer of this hub id or folder. Default: the tokenizer in the model's folder."
     )
     tokenizer_mode: str = option(
         "auto",
-        "Implementation of the tokenizer; auto: the fast tokenizer if the model has one, slow: the Python tokenizer",
+        "Use this kind of tokenizer; auto: the fast tokenizer if there is one; slow: the Python tokenizer.",
         choices=("auto", "slow"),
     )
-    skip_tokenizer_init: bool = option(False, "Load no tokenizer, so that prompts and completions are token ids")
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer, so that prompts and completions are token ids.")
     revision: str | None = option(
         None,
-        "Branch, tag or commit of the model on the hub; by default the main branch is used",
+        "Fetch this branch, tag or commit of the model from the hub. Default: the main branch.",
     )
     hf_token: str | None = option(
         None,
-        "Access token for the hub; by default HF_TOKEN or the token of `hf auth login` is used",
-        subject="model",
+        "Send this access token to the hub. Default: HF_TOKEN, or the token of `hf auth login`.",
     )
-    trust_remote_code: bool = option(False, "Allow Python code that comes with a tokenizer to run")
+    trust_remote_code: bool = option(False, "Allow Python code that comes with a tokenizer to run.")
     download_dir: str | None = option(
         None,
-        "Folder for downloads and converted models; by default the hub's cache for downloads and the cache that "
-        "`vllm-mp env` prints for converted models",
-        subject="model",
+        "Keep downloads and converted models in this folder. Default: the hub's cache for downloads, and the cache "
+        "that `vllm-mp env` prints for converted models.",
     )
     load_format: str = option(
         "auto",
-        "Format of the weights; auto: safetensors, or GGUF for a .gguf file and for a folder that has no config.json; "
-        "gguf: a .gguf file even beside safetensors; dummy: random weights",
+        "Read weights of this format; auto: safetensors, or GGUF for a .gguf file and for a folder that has no "
+        "config.json; gguf: a .gguf file even beside safetensors; dummy: random weights.",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     dtype: str = option(
         "auto",
-        "Type of weights and activations; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint",
+        "Compute in this type; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint.",
         choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
         subject="model",
     )
     seed: int | None = option(
-        None,
-        "Seed from which requests without a seed of their own draw theirs, so that a repeated run gives the same "
-        "answers, and seed of the random weights of load_format=dummy; by default each run gives other answers, and "
-        "the weights have seed 0",
+        0,
+        "Draw from this seed the seeds of requests that have none, so that the same command gives the same answers, "
+        "and the random weights of load_format=dummy.",
         low=0,
         high=MAX_INTEGER,
         subject="model",
     )
     max_model_len: int | None = option(
         None,
-        "Maximum number of tokens of a request, prompt and completion together; by default the context of the model",
+        "Allow a request at most N tokens, prompt and completion together. Default: the context of the model.",
         low=2,
         subject="memory and load",
     )
-    served_model_name: str | None = option(
-        None, "Name of the model that is shown to users; by default the value of `model`"
-    )
+    served_model_name: str | None = option(None, "Show users this name of the model. Default: the value of `model`.")
     device: str = option(
-        "auto", "Device for the model; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"), subject="device"
+        "auto",
+        "Run the model on this device; auto: cuda if there is a GPU.",
+        choices=("auto", "cpu", "cuda"),
+        subject="device",
     )
-    enforce_eager: bool = option(False, "Never capture CUDA graphs")
+    enforce_eager: bool = option(False, "Never capture CUDA graphs.")
     attention_backend: str = option(
         "auto",
-        "Implementation of attention; auto: on GPUs FlashAttention if it is installed and serves the model, else "
-        "Triton; on CPUs C++",
+        "Use this implementation of attention; auto: on GPUs FlashAttention if it is installed and serves the model, "
+        "else Triton; on CPUs C++.",
         choices=("auto", "triton", "flash_attn", "torch", *_ATTENTION_BACKENDS),
     )
     num_threads: int = option(
         0,
-        "Threads of the core's CPU kernels; 0: one thread for each available processor core",
+        "Run the core's CPU kernels with N threads; 0: one thread for each available processor core.",
         low=0,
         high=1024,
         subject="device",
     )
     gpu_memory_utilization: float = option(
         0.9,
-        "Share of the device's memory that the core may use, 0 to 1",
+        "Let the core use this share of the device's memory, 0 to 1.",
         low=0.01,
         high=1.0,
         subject="memory and load",
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Size of the KV cache in bytes; by default the memory that gpu_memory_utilization leaves, or on a CPU a "
-        "quarter of the free memory up to 4 GiB",
+        "Give the KV cache N bytes. Default: what gpu_memory_utilization leaves on a GPU, or a quarter of the free "
+        "memory up to 4 GiB on a CPU.",
         low=1,
         subject="memory and load",
     )
     swap_space: float = option(
         0.0,
-        "GiB of host memory for evicted KV blocks",
+        "Keep evicted KV blocks in this many GiB of host memory.",
         unserved="evicted requests are computed again; to evict less, raise kv_cache_memory_bytes",
     )
-    block_size: int = option(16, "Tokens per block of the KV cache", low=1, high=1024)
+    block_size: int = option(16, "Divide the KV cache into blocks of N tokens.", low=1, high=1024)
     kv_cache_dtype: str = option(
         "auto",
-        "Type of the KV cache; auto: as dtype; fp8: 8-bit floats, on GPUs of compute capability 8.9 or higher",
+        "Keep the KV cache in this type; auto: dtype; fp8: 8-bit floats, on GPUs of compute capability 8.9 or higher.",
         choices=("auto", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool | None = option(
-        None, "Compute the common beginning of prompts only once; on by default, except for encoders"
+        None, "Compute the common beginning of prompts only once. Default: on, except for encoders."
     )
     max_num_seqs: int | None = option(
         None,
-        "Maximum number of requests in one step; by default 256",
+        "Run at most N requests in one step. Default: 256.",
         low=1,
         high=65_536,
         subject="memory and load",
     )
     max_num_batched_tokens: int | None = option(
-        None, "Maximum number of tokens in one step; by default 2048, or 512 on a CPU", low=1, high=2**20
+        None, "Compute at most N tokens in one step. Default: 2048, or 512 on a CPU.", low=1, high=2**20
     )
-    max_num_partial_prefills: int = option(
-        1, "Maximum number of prompts in one step that are computed only in part", low=1
-    )
+    max_num_partial_prefills: int = option(1, "Compute at most N prompts in part in one step.", low=1)
     enable_chunked_prefill: bool | None = option(
-        None, "Let a long prompt take several steps; on by default, except for encoders"
+        None, "Let a long prompt take several steps. Default: on, except for encoders."
     )
     scheduling_policy: str = option(
         "fcfs",
-        "Order of waiting requests; fcfs: first come, first served; priority: lower `priority` first",
+        "Order waiting requests; fcfs: first come, first served; priority: lower `priority` first.",
         choices=("fcfs", "priority"),
     )
     async_scheduling: bool | None = option(
-        None, "Schedule the next step while the current step is computed; by default on for CUDA only"
+        None, "Schedule the next step while the current step is computed. Default: on for CUDA only."
     )
     stream_interval: int = option(
-        1, "Tokens between two outputs of a stream; the first and the last output come at once", low=1
+        1, "Collect N tokens between two outputs of a stream; the first and the last output come at once.", low=1
     )
     check_invariants: bool = option(
-        False, "For debugging: check the state of scheduler and KV cache after each step, which is slow"
+        False, "Check the state of scheduler and KV cache after each step, for debugging; this is slow."
     )
-    tensor_parallel_size: int = option(1, "Number of devices that share each layer", low=1, unserved=_ONE_DEVICE)
+    tensor_parallel_size: int = option(1, "Share each layer among N devices.", low=1, unserved=_ONE_DEVICE)
     pipeline_parallel_size: int = option(
-        1, "Number of groups of layers, each on its own device", low=1, unserved=_ONE_DEVICE
+        1, "Divide the layers into N groups, each on its own device.", low=1, unserved=_ONE_DEVICE
     )
     data_parallel_size: int = option(
         1,
-        "Number of replicas of the model",
+        "Run N replicas of the model.",
         low=1,
         unserved="an engine has one core; start an engine for each replica, each on its own device",
     )
     distributed_executor_backend: str | None = option(
-        None, "Implementation that runs several devices", choices=("mp", "ray"), unserved=_ONE_DEVICE
+        None,
+        "Run several devices with this implementation. Default: none.",
+        choices=("mp", "ray"),
+        unserved=_ONE_DEVICE,
     )
-    worker_use_ray: bool = option(False, "Run workers with Ray", unserved=_NO_RAY)
-    engine_use_ray: bool = option(False, "Run the engine with Ray", unserved=_NO_RAY)
-    enable_lora: bool = option(False, "Serve LoRA adapters")
-    max_loras: int = option(1, "Maximum number of LoRA adapters in one step", low=1, high=1024)
+    worker_use_ray: bool = option(False, "Run workers with Ray.", unserved=_NO_RAY)
+    engine_use_ray: bool = option(False, "Run the engine with Ray.", unserved=_NO_RAY)
+    enable_lora: bool = option(False, "Serve LoRA adapters.")
+    max_loras: int = option(1, "Run at most N LoRA adapters in one step.", low=1, high=1024)
     max_cpu_loras: int | None = option(
-        None, "Maximum number of LoRA adapters in host memory; by default max_loras", low=1, high=65_536
+        None, "Keep at most N LoRA adapters in host memory. Default: max_loras.", low=1, high=65_536
     )
-    max_lora_rank: int = option(16, "Maximum rank of a LoRA adapter", low=1, high=512)
+    max_lora_rank: int = option(16, "Accept LoRA adapters of at most this rank.", low=1, high=512)
     lora_modules: tuple[str, ...] = option(
         (),
-        "LoRA adapters that are loaded at the start, each as NAME=FOLDER or as a JSON object with name and path; they "
-        "get the ids 1, 2, ..., and a server serves each as the model NAME; by default none",
+        "Load these LoRA adapters at the start, each as NAME=FOLDER or as a JSON object with name and path; they get "
+        "the ids 1, 2, ..., and a server serves each as the model NAME. Default: none.",
         takes_list=True,
     )
     quantization: str | None = option(
         None,
         "Make weights of 8 bits when the model is loaded, with a scale for each output; int8: integers, on CPUs; fp8: "
-        "floats, on GPUs of compute capability 8.9 or higher; by default weights stay as they are in the checkpoint, "
-        "FP8 included",
+        "floats, on GPUs of compute capability 8.9 or higher. Default: the weights of the checkpoint.",
         choices=("int8", "fp8"),
         subject="model",
     )
     generation_config: str = option(
         "auto",
-        "Folder of generation_config.json, which sets default sampling parameters; auto: the model's folder, and what "
-        "its makers recommend if the model is an alias; vllm: neither",
+        "Read default sampling parameters from generation_config.json in this folder; auto: the model's folder, and "
+        "what its makers recommend if the model is an alias; vllm: neither.",
     )
     override_generation_config: dict[str, Any] | None = option(
-        None, "JSON object whose values replace those in generation_config.json; by default nothing is replaced"
+        None, "Replace values of generation_config.json by those of this JSON object. Default: none."
     )
     max_logprobs: int = option(
         20,
-        "Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary",
+        "Let a request ask for at most N log-probabilities per position; -1: the whole vocabulary.",
         low=-1,
     )
     enable_prompt_embeds: bool = option(
-        False, "Accept prompts that are given as embeddings (`prompt_embeds`), each of up to 56 MiB"
+        False, "Accept prompts that are given as embeddings (`prompt_embeds`), each of up to 56 MiB."
+    )
+    guided_decoding_backend: str = option(
+        "auto",
+        "Library that compiles the constraints of structured output; auto: llguidance, and xgrammar, if it is "
+        "installed, for what llguidance refuses",
+        choices=tuple(BACKEND_NAMES),
     )
     logits_processors: tuple[str, ...] | None = option(
         (),
-        "Logits processor that the core loads, as MODULE:CLASS or the name of an entry point; it applies to every "
-        "request, or with NAME= before it to requests that name it; may be repeated, by default there are none",
+        "Load this logits processor, MODULE:CLASS or the name of an entry point; it applies to every request, or with "
+        "NAME= before it to requests that name it. The option may be repeated. Default: none.",
     )
     chat_template: str | None = option(
         None,
-        "Chat template: its text, or a file that holds it; by default the model's own template is used",
-        subject="model",
+        "Use this chat template: its text, or a file that holds it. Default: the model's own template.",
     )
-    disable_log_stats: bool = option(False, "Write no statistics to the log")
+    disable_log_stats: bool = option(False, "Write no statistics to the log.")
     engine_iteration_timeout_s: float | None = option(
         None,
-        "Seconds without progress after which a core with work counts as hung and is replaced; by default the value of "
-        f"the environment variable {TIMEOUT_VARIABLE}, or {DEFAULT_TIMEOUT_S:g}",
+        "Replace a core that has work and makes no progress for this many seconds. Default: the value of the "
+        f"environment variable {TIMEOUT_VARIABLE}, or {DEFAULT_TIMEOUT_S:g}.",
         low=MIN_TIMEOUT_S,
     )
     start_timeout_s: float = option(
-        600.0, "Seconds without progress after which a core that starts or loads is ended", low=1.0
+        600.0, "End a core that starts or loads and makes no progress for this many seconds.", low=1.0
     )
-    recovery: bool = option(True, "When the core dies, start another core and continue every stream")
-    max_core_restarts: int = option(16, "Maximum number of restarts of the core within core_restart_window_s", low=0)
+    recovery: bool = option(True, "Start another core when the core dies, and continue every stream.")
+    max_core_restarts: int = option(16, "Restart the core at most N times within core_restart_window_s.", low=0)
     core_restart_window_s: float = option(
-        300.0, "Length in seconds of the period in which max_core_restarts counts restarts", low=1.0
+        300.0, "Count restarts for max_core_restarts over this many seconds.", low=1.0
     )
     warm_standby: bool = option(
-        False, "Keep a standby process that has imported everything, so that it replaces a dead core sooner"
+        False, "Keep a standby process that has imported everything, so that it replaces a dead core sooner."
     )
     fault_injection: str = option(
-        "", "For tests: faults that the core injects into itself, such as exit@step=3; by default no fault"
+        "", "Inject these faults into the core, for tests, such as exit@step=3. Default: none."
     )
 
     def __post_init__(self) -> None:
@@ -284,25 +288,26 @@ class AsyncEngineArgs(EngineArgs):
         "disable_log_requests",
         "max_log_len",
         "otlp_traces_endpoint",
+        "seed",
     )
     """The options that a client of a running core has too, as arguments of `AsyncLLM.connect`."""
 
     disable_log_requests: bool = option(
         True,
-        "Write no lines to the log about requests; else each has a line when it is added and one when it ends, with id "
-        "and number of tokens",
+        "Write no lines to the log about requests; else each has a line when it is added and a line when it ends, with "
+        "id and number of tokens.",
     )
     enable_log_requests: bool | None = option(
-        None, "The opposite of disable_log_requests, which it sets; by default disable_log_requests stays as it is"
+        None, "Write lines to the log about requests; this sets disable_log_requests. Default: as that option says."
     )
     max_log_len: int | None = option(
         None,
-        "Number of characters of each prompt that a line of disable_log_requests=False shows, with the request's "
-        "parameters; by default none, because those who read a log need not be the authors of prompts",
+        "Show N characters of each prompt, and the request's parameters, in the lines of disable_log_requests=False. "
+        "Default: none, because readers of a log need not be the authors of prompts.",
         low=0,
     )
     otlp_traces_endpoint: str | None = option(
-        None, "URL of the OpenTelemetry collector to which traces of requests are sent; by default there are no traces"
+        None, "Send traces of requests to the OpenTelemetry collector at this URL. Default: no traces."
     )
 
     def __post_init__(self) -> None:
@@ -311,5 +316,6 @@ class AsyncEngineArgs(EngineArgs):
             self.disable_log_requests = not self.enable_log_requests
 
     def client_options(self) -> dict[str, Any]:
-        """Return the options of `CLIENT_OPTIONS` by name."""
-        return {name: getattr(self, name) for name in self.CLIENT_OPTIONS}
+        """Return the options of `CLIENT_OPTIONS` by name; the default seed becomes None, the core's seed."""
+        options = {name: getattr(self, name) for name in self.CLIENT_OPTIONS}
+        return options | {"seed": None if self.seed == type(self).seed else self.seed}

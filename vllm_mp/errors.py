@@ -49,6 +49,13 @@ class EngineGenerateError(EngineError):
     """
 
 
+class ConstraintError(EngineGenerateError, ValueError):
+    """The constraint of a request cannot be compiled, or not be followed within the limits of the core.
+
+    Raised by the stream of that request. The message says where and why: correct `structured_outputs`.
+    """
+
+
 class NotOperatorError(EngineError, PermissionError):
     """The call, or request, changes a shared core for all its clients, and this client is no operator of it.
 

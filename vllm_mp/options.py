@@ -32,11 +32,11 @@ def option(
 ) -> Any:
     """Declare an option, from which its flag, help and validation follow.
 
-    `help` describes the default in words if it is None or empty; any other default is added to the flag's help. `low`
-    and `high` are the least and the greatest value. `unserved` says why only the default is accepted; empty: other
-    values are too. `takes_list`: the flag of a tuple takes several values at once; else it is given once for each
-    value. `subject` is the heading under which the help of a command shows a common option; empty: only `--help-all`
-    shows it.
+    `help` is a full sentence. If the default is None or empty, `help` ends with "Default: " and the default in words;
+    any other default is added to the flag's help. `low` and `high` are the least and the greatest value. `unserved`
+    says why only the default is accepted; empty: other values are too. `takes_list`: the flag of a tuple takes several
+    values at once; else it is given once for each value. `subject` is the heading under which the help of a command
+    shows a common option; empty: only `--help-all` shows it.
     """
     return dataclasses.field(
         default=default,
@@ -132,11 +132,11 @@ def _help(field: "dataclasses.Field[Any]") -> str:
     """Return the help of the option's flag, with its default."""
     parts = [field.metadata["help"]]
     if field.metadata["unserved"]:
-        parts.append("(not served)")
+        parts.append("This is not served.")
     if isinstance(field.default, bool):
-        parts.append(f"(default: {'on' if field.default else 'off'})")
+        parts.append(f"Default: {'on' if field.default else 'off'}.")
     elif field.default not in (None, "", ()):
-        parts.append(f"(default: {field.default})")
+        parts.append(f"Default: {field.default}.")
     return " ".join(parts)
 
 

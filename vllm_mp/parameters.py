@@ -215,11 +215,6 @@ class PlainData(Parameter):
         return value
 
 
-@dataclass(frozen=True)
-class NotServed(Parameter):
-    """A field of vLLM's that `check_served` refuses unless it has its default."""
-
-
 def _as_list(name: str, value: Any) -> list[Any] | None:
     """Return the members of `value` as a list; None for None. Raises TypeError for a value that is no list."""
     if value is not None and not isinstance(value, list | tuple | set | frozenset):

@@ -10,7 +10,7 @@ from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.model_config.architecture import Architecture
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.processor_registration import registered
-from vllm_mp.sampling_params import SamplingParams, check_served
+from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUEST_ID_BYTES
 
 _MAX_BAD_TOKENS = 2**16
@@ -32,11 +32,9 @@ def validate_generation(
     """Return the number of tokens, prompt included, at which the completion ends with the reason "length".
 
     `prompt` [n], `output` [m] (the completion so far) and `bad_words` (`params.bad_words`) are token ids. Raises
-    ValueError for a request that can never run, and NotImplementedError for a field that is not served; both name the
-    field.
+    ValueError, naming the field, for a request that can never run.
     """
     model = config.model_config
-    check_served(params)
     _check_request_id(request_id)
     if model.architecture.is_encoder:
         raise ValueError(f"{model.model} is an encoder and generates no text; call encode() for its embeddings")

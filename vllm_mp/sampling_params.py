@@ -7,7 +7,6 @@ the values that tests draw all come from `PARAMETERS`. A new field also needs a 
 """
 
 import enum
-import reprlib
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -15,7 +14,6 @@ import msgspec
 
 from vllm_mp.parameters import (
     Integer,
-    NotServed,
     Number,
     Parameter,
     PlainData,
@@ -25,6 +23,8 @@ from vllm_mp.parameters import (
     TokenBiases,
     TokenIds,
 )
+from vllm_mp.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
+from vllm_mp.structured_outputs import StructuredOutputsParams, checked_form
 
 MAX_BAD_WORDS = 1024
 MAX_EXTRA_ARGS_BYTES = 2**14
@@ -62,6 +62,14 @@ class OutputKind(Parameter):
             raise ValueError(f"{name} must be a RequestOutputKind, got {value!r}") from error
 
 
+@dataclass(frozen=True)
+class OutputForm(Parameter):
+    """`StructuredOutputsParams`, or a dict of its fields, or None."""
+
+    def checked(self, name: str, value: Any) -> StructuredOutputsParams | None:
+        return checked_form(name, value)
+
+
 EXTRA_ARGS = PlainData(MAX_EXTRA_ARGS_BYTES)
 """The declaration of `SamplingParams.extra_args`."""
 
@@ -90,7 +98,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the context. `best_of` is only
     accepted if it is equal to `n`, where it changes nothing. `logits_processors` names processors that the engine has
     registered for the requests that name them; `extra_args` holds the arguments of registered processors, plain data of
-    at most 16 KiB.
+    at most 16 KiB. `structured_outputs` is the form that each completion must have (`StructuredOutputsParams`, or a
+    dict of its fields); tokens that it forbids are barred before all other changes. `guided_decoding` is its older
+    name: what is given there is in both fields.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError
     when it is of the wrong type.
@@ -99,17 +109,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     n: Annotated[int, Integer(1, _MAX_COMPLETIONS)] = 1
     best_of: Annotated[int | None, Integer(1, _MAX_COMPLETIONS, optional=True)] = None
     presence_penalty: Annotated[
-        float, Number(-2.0, 2.0, help="above 0: tokens of the completion become less likely")
+        float, Number(-2.0, 2.0, help="Make tokens of the completion less likely, if X is above 0.")
     ] = 0.0
     frequency_penalty: Annotated[
-        float, Number(-2.0, 2.0, help="above 0: tokens that are frequent in the completion become less likely")
+        float, Number(-2.0, 2.0, help="Make frequent tokens of the completion less likely, if X is above 0.")
     ] = 0.0
     repetition_penalty: Annotated[
         float,
         Number(
             1 / _PENALTY_LIMIT,
             _PENALTY_LIMIT,
-            help="above 1: tokens of prompt and completion become less likely",
+            help="Make tokens of prompt and completion less likely, if X is above 1.",
             generation_config="repetition_penalty",
         ),
     ] = 1.0
@@ -118,7 +128,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Number(
             0.0,
             1e6,
-            help="randomness of the draws; 0: always the most likely token",
+            help="Draw with this randomness; 0: always the most likely token.",
             generation_config="temperature",
             column="float32",
         ),
@@ -129,7 +139,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             0.0,
             1.0,
             open_low=True,
-            help="draw from the smallest set of tokens with this probability",
+            help="Draw from the smallest set of tokens with this probability.",
             generation_config="top_p",
             column="float32",
         ),
@@ -139,7 +149,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Integer(
             -1,
             _MAX_INT,
-            help="draw from this many most likely tokens; 0: all",
+            help="Draw from the N most likely tokens; 0: from all.",
             generation_config="top_k",
             column="int64",
         ),
@@ -149,7 +159,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Number(
             0.0,
             1.0,
-            help="draw from tokens with at least this share of the highest probability",
+            help="Draw from tokens with at least this share of the highest probability.",
             generation_config="min_p",
             column="float32",
         ),
@@ -160,14 +170,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             -SEED_LIMIT,
             SEED_LIMIT - 1,
             optional=True,
-            help="seed of the draws of each prompt",
+            help="Draw for each prompt with this seed.",
             flag="sampling-seed",
             column="int64",
         ),
     ] = None
     stop: Annotated[
         str | Annotated[list[str], _at_most(_MAX_STOP_STRINGS)] | None,
-        Strings(_MAX_STOP_STRINGS, allow_single=True, help="end the completion before TEXT; may be repeated"),
+        Strings(
+            _MAX_STOP_STRINGS, allow_single=True, help="End the completion before TEXT; the option may be repeated."
+        ),
     ] = None
     stop_token_ids: Annotated[
         Annotated[list[int], _at_most(_MAX_STOP_IDS)] | None,
@@ -177,18 +189,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None,
         Strings(MAX_BAD_WORDS),
     ] = None
-    ignore_eos: Annotated[bool, Switch(help="go on past the end-of-sequence token")] = False
+    ignore_eos: Annotated[bool, Switch(help="Go on past the end-of-sequence token.")] = False
     max_tokens: Annotated[
         int | None,
         Integer(
             1,
             _MAX_INT,
             optional=True,
-            help="maximum number of tokens of a completion",
+            help="End a completion after N tokens.",
             generation_config="max_new_tokens",
         ),
     ] = 16
-    min_tokens: Annotated[int, Integer(0, _MAX_INT, help="minimum number of tokens of a completion")] = 0
+    min_tokens: Annotated[int, Integer(0, _MAX_INT, help="Let a completion end after N tokens at the earliest.")] = 0
     logprobs: Annotated[int | None, Integer(-1, _MAX_INT, optional=True)] = None
     prompt_logprobs: Annotated[int | None, Integer(-1, _MAX_INT, optional=True)] = None
     detokenize: Annotated[bool, Switch()] = True
@@ -205,8 +217,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Annotated[list[int], _at_most(_MAX_VOCAB_IDS)] | None,
         TokenIds(_MAX_VOCAB_IDS, optional=True),
     ] = None
-    guided_decoding: Annotated[Any, NotServed()] = None
-    structured_outputs: Annotated[Any, NotServed()] = None
+    guided_decoding: Annotated[Any, OutputForm()] = None
+    structured_outputs: Annotated[Any, OutputForm()] = None
     extra_args: Annotated[dict[str, Any] | None, EXTRA_ARGS] = None
     typical_p: Annotated[
         float,
@@ -214,7 +226,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             0.0,
             1.0,
             open_low=True,
-            help="draw from the tokens of most typical likelihood, as many as reach this probability",
+            help="Draw from the tokens of most typical likelihood, as many as reach this probability.",
             generation_config="typical_p",
             column="float32",
         ),
@@ -233,6 +245,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             if plain is not value:
                 setattr(self, name, plain)
         self._check_together()
+        if self.guided_decoding is not None:
+            self.structured_outputs = self.guided_decoding
         if self.seed == -1:
             self.seed = None  # callers of the older API write -1 for "no seed"
 
@@ -252,6 +266,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             )
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize=True; use stop_token_ids with detokenize=False")
+        if self.guided_decoding is not None and self.structured_outputs not in (None, self.guided_decoding):
+            raise ValueError("guided_decoding and structured_outputs must not differ: give structured_outputs alone")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
 
@@ -261,16 +277,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         Raises what the constructor raises, if fields were changed since.
         """
         return msgspec.structs.replace(self)
-
-
-def check_served(params: SamplingParams) -> None:
-    """Raise NotImplementedError naming the first field that is set but not served by this version."""
-    for name, default in _NOT_SERVED.items():
-        value = getattr(params, name)
-        if value != default:
-            raise NotImplementedError(
-                f"SamplingParams.{name}={reprlib.repr(value)} is not served yet; leave it at its default ({default!r})"
-            )
 
 
 def _declared(field: msgspec.structs.FieldInfo) -> Parameter:
@@ -287,31 +293,11 @@ _UNSET = object()
 _CHECKS = tuple(
     (name, default if checked(name, default) is default else _UNSET, checked)
     for name, default, checked in (
-        (field.name, field.default, PARAMETERS[field.name].checked)
-        for field in msgspec.structs.fields(SamplingParams)
-        if not isinstance(PARAMETERS[field.name], NotServed)
+        (field.name, field.default, PARAMETERS[field.name].checked) for field in msgspec.structs.fields(SamplingParams)
     )
 )
 """The name of each field, the value that needs no check, if there is one, and the check. Most fields of most requests
 have their default."""
-_NOT_SERVED = {
-    field.name: field.default
-    for field in msgspec.structs.fields(SamplingParams)
-    if isinstance(PARAMETERS[field.name], NotServed)
-}
-
-
-class StructuredOutputsParams:
-    """What vLLM's requests say about the form of their output; not served, so nothing can be said."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError(
-            "output is not held to a grammar: use allowed_token_ids or a logits processor, or check the text"
-        )
-
-
-GuidedDecodingParams = StructuredOutputsParams
-"""The same class under its older name."""
 
 
 class BeamSearchParams:

@@ -14,7 +14,8 @@ _MAX_CHOICES = 2**14
 ConstraintKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 Backend = Literal["auto", "llguidance", "xgrammar"]
 BACKENDS: tuple[Backend, ...] = ("auto", "llguidance", "xgrammar")
-_BACKEND_NAMES: dict[str, Backend] = {**{name: name for name in BACKENDS}, "guidance": "llguidance"}
+BACKEND_NAMES: dict[str, Backend] = {**{name: name for name in BACKENDS}, "guidance": "llguidance"}
+"""The backends by the names that callers give them."""
 
 
 class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
@@ -126,9 +127,9 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
     def _backend(self) -> Backend:
         name = self.backend or "auto"
-        if name not in _BACKEND_NAMES:
-            raise ValueError(f"backend must be one of {', '.join(_BACKEND_NAMES)}, got {name!r}")
-        return _BACKEND_NAMES[name]
+        if name not in BACKEND_NAMES:
+            raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {name!r}")
+        return BACKEND_NAMES[name]
 
 
 def checked_form(name: str, value: Any) -> StructuredOutputsParams | None:
@@ -185,9 +186,7 @@ def _schema_text(name: str, schema: Any, may_be_bool: bool = True) -> str:
     elif hasattr(schema, "model_dump"):
         schema = schema.model_dump(by_alias=True, exclude_none=True)
     if not isinstance(schema, dict) and not (may_be_bool and isinstance(schema, bool)):
-        raise TypeError(
-            f"{name} must be a dict, JSON text of an object or a pydantic class, got {reprlib.repr(schema)}"
-        )
+        raise TypeError(f"{name} must be a dict, a JSON text or a pydantic class, got {reprlib.repr(schema)}")
     _check_nesting(name, schema)
     try:
         return msgspec.json.encode(schema).decode()

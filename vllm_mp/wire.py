@@ -30,6 +30,7 @@ from vllm_mp.lora_request import LoRARequest
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import MAX_BAD_WORDS, MAX_EXTRA_ARGS_BYTES, SamplingParams
+from vllm_mp.structured_outputs import Constraint
 
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -104,6 +105,7 @@ class AddRequest(_Message, tag=2):
     has inherited a pause with mode "wait" holds the request back. Waiting requests of one client and one priority run
     in the order of `arrival_time`, in seconds of the client's `time.time()`. `prompt_embeds` takes the place of
     `prompt`, which is then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
+    `constraint` is what `params.structured_outputs`, which are None in the message, demand of the output.
     `lora` is the adapter for the request, or None for the base model, and `adapter_digest` the digest of the weights
     that computed `output`; it is empty if the client does not know it.
     """
@@ -127,6 +129,7 @@ class AddRequest(_Message, tag=2):
     arrival_time: float = 0.0
     prompt_embeds: PromptEmbeds | None = None
     extra_args: Annotated[bytes, msgspec.Meta(max_length=MAX_EXTRA_ARGS_BYTES)] = b""
+    constraint: Constraint | None = None
     lora: LoRARequest | None = None
     adapter_digest: _Name = ""
 
@@ -263,7 +266,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
     `num_output_tokens` counts the tokens of the whole completion. `reason` is "stop", "length", "abort" or "error".
     `stop_reason` is a token id; the client finds stop strings itself. `needs_operator`: the error is that only
-    operators may make such a request.
+    operators may make such a request. `invalid_constraint`: the error is that the request's constraint cannot be
+    compiled or followed.
     """
 
     slot: int
@@ -272,6 +276,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     stop_reason: int | str | None = None
     error: str | None = None
     needs_operator: bool = False
+    invalid_constraint: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

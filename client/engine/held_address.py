@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import stat
 import time
@@ -16,6 +17,7 @@ from vllm_mp.file_owner import check_writers, trusted_owners
 _BACKLOG = 1024
 """Number of connections that wait for the next core."""
 _MAX_LOCK_TRIES = 100
+_MAX_PORT = 65_535
 _ORPHAN_TIMEOUT_S = 10.0
 """Time that a core whose parent was killed gets to end and to free its address."""
 _ORPHAN_POLL_S = 0.1
@@ -34,6 +36,7 @@ class HeldAddress:
         Raises ValueError, naming the address and the remedy, if it is malformed, in use or not permitted, or if other
         users can write its folder.
         """
+        check_address(address, key_file)
         self.address = address
         self.path: Path | None = None
         """The path of a Unix socket; None for TCP."""
@@ -42,15 +45,11 @@ class HeldAddress:
         self._socket: socket.socket | None = None
         self._inode: os.stat_result | None = None
         """The socket file as this process has made it."""
-        if address.startswith(("ipc://@", "ipc://*")):
-            raise ValueError(f"address {address!r} must name a path: ipc:///PATH/TO/SOCKET")
         if address.startswith("ipc://"):
             self.path = Path(address.removeprefix("ipc://"))
             self.restore()
-        elif address.startswith("tcp://"):
-            self._listen_on_tcp()
         else:
-            raise ValueError(f"the address must be ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, got {address!r}")
+            self._listen_on_tcp()
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -75,11 +74,6 @@ class HeldAddress:
             if self._inode is not None and os.path.samestat(self._inode, self.path.stat()):
                 return False
         self.close()
-        if len(os.fsencode(self.path)) > zmq.IPC_PATH_MAX_LEN:
-            raise ValueError(
-                f"the path of {self.address} is longer than {zmq.IPC_PATH_MAX_LEN} bytes, the limit of Unix sockets; "
-                "choose a shorter path"
-            )
         try:
             check_writers(self.path.parent, trusted_owners())
             if self.path.exists() and not stat.S_ISSOCK(self.path.stat().st_mode):
@@ -119,25 +113,19 @@ class HeldAddress:
         self._inode = path.stat()
 
     def _listen_on_tcp(self) -> None:
-        if self._key_file is None:
-            raise ValueError(
-                f"{self.address} is a TCP address, which needs keys: give --key-file FILE, made with "
-                "`vllm-mp keys server FILE`"
-            )
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        remedy = "choose another address, or stop the process that uses this one"
         try:
-            number = int(port)
             self._socket = listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("" if host == "*" else host, number))
+            listener.bind(("" if host == "*" else host, int(port)))
             listener.listen(_BACKLOG)
             listener.setblocking(False)
-        except (OSError, OverflowError, ValueError) as error:
+        except OSError as error:
             self.close()
-            if not isinstance(error, OSError):
-                remedy = "give tcp://HOST:PORT with a port from 0 to 65535"
-            raise ValueError(f"cannot listen on {self.address}: {error}; {remedy}") from error
+            raise ValueError(
+                f"cannot listen on {self.address}: {error}; choose another address, or stop the process that uses this "
+                "one"
+            ) from error
         self.address = f"tcp://{host}:{listener.getsockname()[1]}"
 
     def _lock_path(self, file: Path) -> int:
@@ -169,6 +157,30 @@ class HeldAddress:
                     return lock
             os.close(lock)
         raise ValueError(f"cannot lock {file}: it keeps changing; choose another folder")
+
+
+def check_address(address: str, key_file: str | None) -> None:
+    """Raise ValueError, with the remedy, if no core can have this address, or if it needs a key file."""
+    kind, _, place = address.partition("://")
+    if kind == "ipc" and place:
+        if place.startswith(("@", "*")):
+            raise ValueError(f"address {address!r} must name a path: ipc:///PATH/TO/SOCKET")
+        if len(os.fsencode(place)) > zmq.IPC_PATH_MAX_LEN:
+            raise ValueError(
+                f"the path of {address} is longer than {zmq.IPC_PATH_MAX_LEN} bytes, the limit of Unix sockets; choose "
+                "a shorter path"
+            )
+    elif kind == "tcp":
+        host, _, port = place.rpartition(":")
+        if not host or not re.fullmatch(r"\d{1,5}", port, re.ASCII) or int(port) > _MAX_PORT:
+            raise ValueError(f"{address!r} is no TCP address; give tcp://HOST:PORT with a port from 0 to {_MAX_PORT}")
+        if key_file is None:
+            raise ValueError(
+                f"{address} is a TCP address, which needs keys: give --key-file FILE, made with `vllm-mp keys server "
+                "FILE`"
+            )
+    else:
+        raise ValueError(f"the address must be ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, got {address!r}")
 
 
 def _is_running(pid: str) -> bool:

@@ -10,7 +10,13 @@ from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_path import Entry
 from vllm_mp.client.outputs.stream import Awaited, GenerationStream, PoolingStream, RequestStream
 from vllm_mp.client.outputs.wake_ups import WakeUps
-from vllm_mp.errors import DuplicateRequestIdError, EngineError, EngineGenerateError, NotOperatorError
+from vllm_mp.errors import (
+    ConstraintError,
+    DuplicateRequestIdError,
+    EngineError,
+    EngineGenerateError,
+    NotOperatorError,
+)
 
 
 class OutputProcessor:
@@ -245,8 +251,7 @@ class OutputProcessor:
         if stream.is_over or awaited.finish is not None:
             return []
         if finish.reason == "error":
-            error = NotOperatorError if finish.needs_operator else EngineGenerateError
-            return self.fail_with(stream, error(f"request {stream.request_id} failed: {finish.error}"))
+            return self.fail_with(stream, _error_of(finish)(f"request {stream.request_id} failed: {finish.error}"))
         if finish.num_output_tokens != awaited.num_tokens:
             return self._fail_for_lost_tokens(stream, awaited)
         stream.end(awaited, finish)
@@ -276,3 +281,10 @@ class OutputProcessor:
         if self._by_id.get(stream.request_id) is stream:
             del self._by_id[stream.request_id]
             self._on_end(stream)
+
+
+def _error_of(finish: wire.Finished) -> type[EngineError]:
+    """Return the type of the error that ended a request."""
+    if finish.needs_operator:
+        return NotOperatorError
+    return ConstraintError if finish.invalid_constraint else EngineGenerateError

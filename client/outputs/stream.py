@@ -332,6 +332,7 @@ class GenerationStream(RequestStream):
             arrival_time=request.arrival_time,
             prompt_embeds=request.prompt_embeds,
             extra_args=request.extra_args,
+            constraint=request.constraint,
             lora=request.lora,
             adapter_digest=completion.adapter_digest if completion.token_ids else "",
         )

@@ -9,6 +9,7 @@ from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.prompt_embeds import check_prompt_embeds
 from vllm_mp.request_validation import checked_arrival_time, pooling_task, validate_generation, validate_pooling
@@ -80,6 +81,8 @@ def _generation(
         prompt = np.zeros(embeds.num_tokens, np.int32)
     if message.params.extra_args:
         raise ValueError("extra_args must be a field of the message, not of its parameters")
+    if message.params.structured_outputs is not None or message.params.guided_decoding is not None:
+        raise ValueError("structured_outputs must be the constraint of the message, not one of its parameters")
     message.params.extra_args = EXTRA_ARGS.unpacked("extra_args", message.extra_args) or None
     max_total_tokens = validate_generation(
         message.request_id, prompt, output, message.params, message.bad_words, config
@@ -88,6 +91,10 @@ def _generation(
     prompt_logprobs = None if len(output) else message.params.prompt_logprobs
     num_unknown = 0 if embeds is None else len(prompt)
     logits_processors = LogitsProcessors.from_params(message.params, message.bad_words, num_unknown)
+    constrained = None
+    if message.constraint is not None:
+        may_force = message.params.logprobs is None and not _bars_tokens(message)
+        constrained = ConstrainedOutput(message.constraint, may_force)
     # The processors hold these as arrays; the dict takes ten times as much memory.
     message.params.logit_bias = message.params.allowed_token_ids = message.params.bad_words = None
     return Request(
@@ -100,6 +107,7 @@ def _generation(
         max_total_tokens=max_total_tokens,
         prompt_embeds=embeds,
         logits_processors=logits_processors,
+        constrained=constrained,
         num_logprobs=_num_logprobs(message.params.logprobs, config),
         num_prompt_logprobs=_num_logprobs(prompt_logprobs, config),
         hashes=_root_hashes(client, message, config, adapter),
@@ -111,6 +119,12 @@ def _generation(
         arrival_time=checked_arrival_time(message.arrival_time),
         num_bytes=num_bytes + REQUEST_BYTES,
     )
+
+
+def _bars_tokens(message: wire.AddRequest) -> bool:
+    """Return whether a request bars tokens, also if only a logits processor of the operator knows which."""
+    params = message.params
+    return bool(message.bad_words or params.allowed_token_ids or params.logits_processors)
 
 
 def _root_hashes(client: int, message: wire.AddRequest, config: VllmConfig, adapter: int) -> list[bytes]:

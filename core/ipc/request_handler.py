@@ -23,6 +23,9 @@ from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterEr
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
+from vllm_mp.core.structured_output.compiler import GrammarCompiler
+from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
+from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.status_page import StatusPage
@@ -99,6 +102,8 @@ class RequestHandler:
         self._page: StatusPage | None = None
         self.adapters: AdapterCache | None = None
         """The LoRA adapters that requests may use; None: requests with an adapter are refused."""
+        self.grammars: GrammarCompiler | None = None
+        """Compiles the constraints of requests; None: requests with a constraint are refused."""
         self._calls: dict[str, Operation] = {}
         self._is_paused = False
         self._is_held_up = False
@@ -250,7 +255,7 @@ class RequestHandler:
             why = repr(error)
             self._dropped.warn(f"it could not be handled: {why}", error)
         if isinstance(message, _AddMessage):
-            self._turn_away(client, message, why, isinstance(error, NotOperatorOfAdapterError))
+            self._turn_away(client, message, why, error)
         elif isinstance(message, wire.Call):
             self._reply(client, message.call_id, error=why)
 
@@ -304,10 +309,17 @@ class RequestHandler:
             return "this core has no operators: start it with --operator-key-file, or connect without an operator key"
         return "the operator key is not that of this core: copy the core's operator key file again"
 
-    def _turn_away(self, client: int, message: _AddMessage, error: str, needs_operator: bool) -> None:
+    def _turn_away(self, client: int, message: _AddMessage, why: str, cause: Exception) -> None:
         """Answer a request that was never added to the scheduler."""
         num_output_tokens = len(message.output) // 4 if isinstance(message, wire.AddRequest) else 0
-        end = wire.Finished(message.slot, num_output_tokens, "error", None, _shortened(error), needs_operator)
+        end = wire.Finished(
+            message.slot,
+            num_output_tokens,
+            "error",
+            error=_shortened(why),
+            needs_operator=isinstance(cause, NotOperatorOfAdapterError),
+            invalid_constraint=isinstance(cause, GrammarError),
+        )
         self._send_ends(client, [end])
 
     def _add_request(self, client: int, message: _AddMessage, num_bytes: int) -> None:
@@ -322,6 +334,8 @@ class RequestHandler:
             request = new_request(client, message, self._config, order, num_bytes, adapter)
             if self.processors is not None and request.pooling is None:
                 self.processors.enter(request)
+            if request.constrained is not None:
+                self._begin_to_constrain(request.constrained)
             request.isolate_until_num_tokens = self._isolate_until(client, message)
             scheduler.add(request)
         except BaseException:
@@ -337,6 +351,16 @@ class RequestHandler:
             raise ValueError("lora_request: LoRA is not enabled; start the engine with enable_lora=True")
         digest = message.adapter_digest if isinstance(message, wire.AddRequest) else ""
         return self.adapters.find(message.lora, client in self._operators, digest)
+
+    def _begin_to_constrain(self, constrained: ConstrainedOutput) -> None:
+        """Give the output of a new request its grammar, or have its constraint compiled.
+
+        Raises ValueError if the constraint was refused, or if too many others are being compiled.
+        """
+        if self.grammars is None:
+            raise ValueError("structured_outputs are for models that generate text")
+        if (grammar := self.grammars.request(constrained.constraint)) is not None:
+            constrained.begin(grammar)
 
     def _isolate_until(self, client: int, message: _AddMessage) -> int:
         """Return the number of output tokens up to which a new request must run isolated; 0: not at all.

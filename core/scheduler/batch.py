@@ -14,6 +14,7 @@ from vllm_mp.sampling_params import PARAMETERS, SamplingParams
 
 Rows = npt.NDArray[np.int64]
 NO_ROWS: Rows = np.zeros(0, np.int64)
+Counts = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Vector = npt.NDArray[np.float32]
 NEVER_REGISTERS = np.iinfo(np.int64).max
@@ -52,9 +53,11 @@ class Batch:
         self.has_stop_ids = np.zeros(max_num_seqs, np.bool_)
         self.has_logits_processors = np.zeros(max_num_seqs, np.bool_)
         self.reads_output = np.zeros(max_num_seqs, np.bool_)
-        """Rows with a logits processor that reads the output tokens so far."""
+        """Rows whose logits are changed by what the output tokens so far are."""
         self.is_processed = np.zeros(max_num_seqs, np.bool_)
         """Rows with a registered logits processor."""
+        self.is_constrained = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose output must match a grammar."""
         self.has_prompt_embeds = np.zeros(max_num_seqs, np.bool_)
         """Rows whose prompt is given as embeddings; its token ids are zeros."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
@@ -99,8 +102,11 @@ class Batch:
         self.max_total_tokens[row] = request.max_total_tokens
         self.has_logits_processors[row] = request.logits_processors is not None
         self.is_processed[row] = request.processed is not None
-        self.reads_output[row] = request.processed is not None or (
-            request.logits_processors is not None and request.logits_processors.reads_output
+        self.is_constrained[row] = request.constrained is not None
+        self.reads_output[row] = (
+            request.processed is not None
+            or request.constrained is not None
+            or (request.logits_processors is not None and request.logits_processors.reads_output)
         )
         self.has_prompt_embeds[row] = request.prompt_embeds is not None
         self.num_logprobs[row] = request.num_logprobs
@@ -132,6 +138,11 @@ class Batch:
         blocks = self.block_table[row, : self.num_blocks[row]].copy()
         self.block_table[row, : len(blocks)] = 0
         self.num_blocks[row] = 0
+        # A step that is not sampled yet may have the row; nothing of the request changes its logits any more.
+        self.has_logits_processors[row] = self.is_processed[row] = self.is_constrained[row] = False
+        self.reads_output[row] = False
+        self.min_total_tokens[row] = 0
+        self.num_logprobs[row] = -1
         self.is_isolated[row] = False
         self.adapter_slot[row] = NO_SLOT
         self.order = self.order[self.order != row]

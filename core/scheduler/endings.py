@@ -5,11 +5,12 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import LiveOutput
 
 _NO_TOKEN_ERROR = (
-    "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias and min_tokens together allow no "
-    "token; lift one of these, or give the model another prompt"
+    "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias, structured_outputs and min_tokens "
+    "together allow no token; lift one of these, or give the model another prompt"
 )
 _NO_VECTOR_ERROR = "the vector is not finite, as the model overflows on this prompt; give the model another prompt"
 
@@ -21,6 +22,8 @@ class Ending(NamedTuple):
     reason: str
     stop_reason: int | None = None
     error: str | None = None
+    needs_operator: bool = False
+    invalid_constraint: bool = False
 
 
 def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
@@ -44,9 +47,8 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
         row = int(rows[i])
         num_output_tokens = int(live.ends[i] - batch.num_prompt_tokens[row])  # without the new token
         if tokens[i] < 0:
-            processed = batch.request(row).processed
-            error = processed.error if processed is not None else None
-            endings[row] = Ending(num_output_tokens, "error", error=error or _NO_TOKEN_ERROR)
+            request = batch.request(row)
+            endings[row] = _ending_without_token(request, num_output_tokens)
         elif at_eos[i] or i in stopped_by:
             endings[row] = Ending(num_output_tokens + 1, "stop", stopped_by.get(i))
         else:
@@ -55,3 +57,13 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
         is_finite = bool(np.isfinite(vector).all())
         endings[row] = Ending(0, "stop") if is_finite else Ending(0, "error", error=_NO_VECTOR_ERROR)
     return endings
+
+
+def _ending_without_token(request: Request, num_output_tokens: int) -> Ending:
+    """Return how a request ends for which no token could be sampled."""
+    processed, constrained = request.processed, request.constrained
+    if processed is not None and processed.error:
+        return Ending(num_output_tokens, "error", error=processed.error)
+    if constrained is not None and constrained.error:
+        return Ending(num_output_tokens, "error", error=constrained.error, invalid_constraint=True)
+    return Ending(num_output_tokens, "error", error=_NO_TOKEN_ERROR)

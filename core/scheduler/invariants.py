@@ -40,6 +40,7 @@ def _check_requests(scheduler: Scheduler) -> None:
     waiting = [request.key for request in queued + suspects]
     held = list(queue._held)
     parked = [key for key, request in scheduler._requests.items() if request.adapter and key in request.adapter.parked]
+    parked += queue._uncompiled
     places = [*running, *waiting, *held, *parked]
     _require("a live request has one place: a row, the waiting queue, parked, or held back", _repeated(places))
     _require("parked requests are counted", [] if len(parked) == queue.num_parked else [queue.num_parked])

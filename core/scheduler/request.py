@@ -12,6 +12,7 @@ from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.cached_adapter import CachedAdapter
+    from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
     from vllm_mp.core.worker.logits_processors import LogitsProcessors
     from vllm_mp.core.worker.registered_processors import ProcessedRequest
 
@@ -60,6 +61,8 @@ class Request:
     prompt_embeds: PromptEmbeds | None = None
     """The prompt, if it is given as embeddings."""
     logits_processors: "LogitsProcessors | None" = None
+    constrained: "ConstrainedOutput | None" = None
+    """Where the output stands in the grammar that it must match; None if it must match none."""
     processed: "ProcessedRequest | None" = None
     """What registered logits processors know of the request; None if none is for it."""
     num_logprobs: int = -1

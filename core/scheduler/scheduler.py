@@ -10,7 +10,7 @@ preempted at the cost of the client that has most blocks.
 A step may be scheduled while another step is pending. The tokens that the pending step samples count as known tokens,
 but only the device knows their values: nothing that depends on the values is decided before `update` has processed
 them. If such a token ends its request, the next step already computes one extra token for it, which is discarded. When
-an extra token is unacceptable, `schedule` returns None until the pending step is processed.
+the values decide how the next step samples, that step is launched, but samples only once the pending step is processed.
 
 Any request in the step during which a core died may have caused the death. A client that searches for the culprit
 among these suspects divides them into groups. A group runs isolated: its suspects share steps with one another and with
@@ -28,6 +28,7 @@ from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Mask, Rows
 from vllm_mp.core.scheduler.endings import Ending, find_endings
+from vllm_mp.core.scheduler.forced_tokens import ForcedTokens
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.memory_quota import MemoryQuota
 from vllm_mp.core.scheduler.preemption import next_to_preempt
@@ -42,6 +43,9 @@ from vllm_mp.core.scheduler.step import (
     StepUpdate,
 )
 from vllm_mp.core.scheduler.waiting_queue import WaitingQueue
+from vllm_mp.core.structured_output.compiler import grammar_key
+from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
+from vllm_mp.structured_outputs import Constraint
 from vllm_mp.wire import Finished
 
 
@@ -57,6 +61,7 @@ class Scheduler:
         self.waiting = WaitingQueue(adapters)
         self.adapters = adapters
         self.pending_steps = PendingSteps(len(batch.requests))
+        self._forced = ForcedTokens(batch, self.pending_steps)
         self.memory = MemoryQuota()
         self.num_preemptions = 0
         self._requests: dict[RequestKey, Request] = {}
@@ -94,8 +99,8 @@ class Scheduler:
         return not (self._is_frozen or self._is_asleep) and self.num_active > self.waiting.num_parked
 
     @property
-    def waits_for_adapters(self) -> bool:
-        """Whether requests that no pause or sleep holds back wait for their adapters."""
+    def has_parked(self) -> bool:
+        """Whether requests that no pause or sleep holds back wait for their adapters or grammars."""
         return not (self._is_frozen or self._is_asleep) and self.waiting.num_parked > 0
 
     @property
@@ -154,6 +159,24 @@ class Scheduler:
             for request in list(adapter.requests.values())
         ]
 
+    def note_compiled(self, constraint: Constraint, grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
+        """Let the requests run that wait for the grammar of `constraint`, or end them if it could not be compiled.
+
+        `constraint` is a `grammar_key`. Return (client, end) of each request that ends.
+        """
+        ends = []
+        for request in list(self._requests.values()):
+            constrained = request.constrained
+            if constrained is None or constrained.is_compiled or grammar_key(constrained.constraint) != constraint:
+                continue
+            if isinstance(grammar, GrammarError):
+                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=True)
+                ends.append((request.client, self._end(request, ending)))
+            else:
+                constrained.begin(grammar)
+                self.waiting.note_compiled(request)
+        return ends
+
     def pause(self, freeze: bool) -> None:
         """Hold back requests that arrive before `resume`; with `freeze`, also stop all requests that are live."""
         self.waiting.hold()
@@ -204,7 +227,7 @@ class Scheduler:
 
     def assign_adapters(self) -> None:
         """Let requests run whose adapters can get slots now."""
-        if self.adapters is not None and self.waits_for_adapters:
+        if self.adapters is not None and self.has_parked:
             self.adapters.assign()
 
     def _schedule_others(self) -> ScheduledStep | None:
@@ -212,9 +235,8 @@ class Scheduler:
         batch = self.batch
         is_awaited = is_complete = None
         if self.pending_steps:
+            self._forced.extend_awaited_rows()
             is_awaited = self.pending_steps.awaited_rows()
-            if (is_awaited & batch.reads_output).any():
-                return None  # The logits processors of these rows need the value of the awaited token.
             # The token that these rows await is their last.
             is_complete = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
         if not self._give_blocks_to_growing_rows(is_complete if self._group is None else batch.is_isolated):
@@ -244,7 +266,7 @@ class Scheduler:
         ends = batch.num_computed_tokens[step.rows] + step.counts
         batch.num_computed_tokens[step.rows] = ends
         batch.num_tokens[step.rows[step.samples]] = ends[step.samples] + 1
-        self.pending_steps.append(PendingStep(number, step, output, ends, {}))
+        self.pending_steps.append(PendingStep(number, step, output, ends, {}, {}))
 
     def update(self, output: ModelOutput) -> StepUpdate:
         """Process the output of the oldest pending step, which leaves the queue.
@@ -261,6 +283,7 @@ class Scheduler:
             is_sampled = tokens >= 0  # A negative token is no token.
             rows, ends, tokens = rows[is_sampled], ends[is_sampled], tokens[is_sampled]
         batch.token_ids[rows, ends] = tokens
+        rows, ends, tokens = self._forced.follow(rows, ends, tokens, set(endings), pending.forced)
         self._release_suspects()
         # Read before the requests below leave their rows.
         slots, clients, positions = batch.slot[rows], batch.client[rows], ends - batch.num_prompt_tokens[rows]
@@ -415,14 +438,14 @@ class Scheduler:
         nothing, if a request would have to be preempted while a step is pending: processing that step may free blocks,
         and its tokens must not be lost.
         """
-        while True:
-            growing = self.cache.growing_rows(excluded)
+        while len(growing := self.cache.growing_rows(excluded)):
             if len(growing) <= self.cache.pool.num_free:
-                self.cache.grow(growing)
-                return True
-            if self.pending_steps:
+                self.cache.grow(growing)  # by one block each, so a row with several new tokens may need another turn
+            elif self.pending_steps:
                 return False
-            self._preempt_next(spared)
+            else:
+                self._preempt_next(spared)
+        return True
 
     def _preempt_next(self, spared: Mask | None = None) -> None:
         """Preempt a running request; if possible none in `spared` [max_num_seqs]."""

@@ -31,6 +31,8 @@ class ScheduledStep(NamedTuple):
     """[num_rows] True: the row of a pooling request reaches its last token, so its vector is made."""
     awaits: Rows = NO_ROWS
     """[n] indexes into `rows` of the decodes whose input token the pending step samples."""
+    samples_after_update: bool = False
+    """True: how a row is sampled depends on a token that the pending step samples, which must be processed before."""
 
     @classmethod
     def of(
@@ -39,7 +41,8 @@ class ScheduledStep(NamedTuple):
         """Return the step that computes the next `counts` [num_rows] tokens of `rows` [num_rows] of `batch`."""
         reaches_end = batch.num_computed_tokens[rows] + counts == batch.num_tokens[rows]
         is_pooled = batch.is_pooled[rows]
-        return cls(rows, counts, num_decodes, reaches_end & ~is_pooled, reaches_end & is_pooled, awaits)
+        after_update = bool(batch.reads_output[rows[awaits]].any())
+        return cls(rows, counts, num_decodes, reaches_end & ~is_pooled, reaches_end & is_pooled, awaits, after_update)
 
 
 class Prefills:
@@ -110,6 +113,10 @@ class StepUpdate(NamedTuple):
 class OutputHandle(Protocol):
     """Stands for the output of a launched step, which the device may still be computing."""
 
+    def sample(self) -> None:
+        """Sample the step's tokens on the device; called once, before `wait`."""
+        ...
+
     def wait(self) -> ModelOutput:
         """Return the output; block until the device has computed it."""
         ...
@@ -141,6 +148,8 @@ class PendingStep(NamedTuple):
     """[num_rows] number of computed tokens of each row after this step."""
     gone: dict[int, RequestKey]
     """By row, the request that left the row after the launch."""
+    forced: dict[int, list[int]]
+    """By row, the tokens that follow the sampled token and are known, as it is, because a grammar forces them."""
 
     @property
     def live(self) -> Mask:
@@ -201,4 +210,5 @@ class PendingSteps:
         mask = np.zeros(self._max_num_seqs, np.bool_)
         for pending in self._steps:
             mask[pending.step.rows[pending.step.samples & pending.live]] = True
+            mask[list(pending.forced)] = False
         return mask

@@ -12,7 +12,8 @@ class WaitingQueue:
     """The requests that wait for their turn, and those that arrived during a pause and are held back.
 
     Held requests are not in the queue: `first` finds none of them before `release`. Nor does it find suspects, which
-    wait in `isolated`, and requests whose adapter has no slot, which are parked in `adapters`.
+    wait in `isolated`, and parked requests: requests whose adapter has no slot, in `adapters`, and requests whose
+    constraint is being compiled.
     """
 
     def __init__(self, adapters: AdapterTurns | None = None) -> None:
@@ -21,6 +22,8 @@ class WaitingQueue:
         self.turns = FairTurns() if adapters is None else adapters.turns
         self.isolated = IsolatedGroups()
         self._held: dict[RequestKey, Request] = {}
+        self._uncompiled: dict[RequestKey, Request] = {}
+        """Requests whose constraint is being compiled."""
         self.is_holding = False
         """True: requests that arrive are held back."""
 
@@ -34,8 +37,8 @@ class WaitingQueue:
 
     @property
     def num_parked(self) -> int:
-        """Number of requests whose adapter has no slot."""
-        return 0 if self.adapters is None else self.adapters.num_parked
+        """Number of requests whose adapter has no slot, or whose constraint is being compiled."""
+        return len(self._uncompiled) + (0 if self.adapters is None else self.adapters.num_parked)
 
     def add(self, request: Request, may_hold: bool = True) -> None:
         """Queue a request, or hold it back if it arrives during a pause and `may_hold` is true."""
@@ -44,7 +47,9 @@ class WaitingQueue:
         if may_hold and self.is_holding:
             self._held[request.key] = request
             return
-        if request.isolate_until_num_tokens:
+        if request.constrained is not None and not request.constrained.is_compiled:
+            self._uncompiled[request.key] = request
+        elif request.isolate_until_num_tokens:
             self.isolated.add(request)
         elif request.adapter is None or self._adapters.place(request.adapter, request):
             self.turns.add(request)
@@ -69,13 +74,18 @@ class WaitingQueue:
             request.queue_seconds = time.monotonic() - request.queued_at
 
     def remove(self, request: Request) -> None:
-        """Remove a request that is queued or held back."""
-        if self._held.pop(request.key, None) is not None:
+        """Remove a request that is queued, parked or held back."""
+        if self._held.pop(request.key, None) is not None or self._uncompiled.pop(request.key, None) is not None:
             return
         if request.isolate_until_num_tokens:
             self.isolated.remove(request)
         elif request.adapter is None or not self._adapters.remove(request.adapter, request):
             self.turns.remove(request)
+
+    def note_compiled(self, request: Request) -> None:
+        """Queue a request whose constraint was being compiled, unless it is held back."""
+        if self._uncompiled.pop(request.key, None) is not None:
+            self.add(request, may_hold=False)
 
     def forget_client(self, client: int) -> None:
         """Forget the turns of a client that has left and has no request."""

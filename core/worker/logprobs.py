@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_mp.core.scheduler.batch import Batch, Rows
+from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.host_copies import ToHost, on_host, to_device
 from vllm_mp.wire import TokenLogprobs
@@ -69,13 +69,18 @@ class StepLogprobs:
     They are the model's own, so they must be made before the sampler changes the logits.
     """
 
-    def __init__(self, logits: Tensor, batch: Batch, rows: Rows) -> None:
-        """`logits` [n, vocab] of the batch's `rows` [n]."""
+    def __init__(self, logits: Tensor, batch: Batch, rows: Rows, num_tokens: Counts | None = None) -> None:
+        """`logits` [n, vocab] of the batch's `rows` [n].
+
+        `num_tokens` [n] counts the tokens of each row before the token that is sampled; by default, all known tokens.
+        """
+        if num_tokens is None:
+            num_tokens = batch.num_tokens[rows]
         wanting = np.flatnonzero(batch.num_logprobs[rows] >= 0)
         rows = rows[wanting]
         self._counts = batch.num_logprobs[rows]
         # Read now, because the rows may belong to other requests when the messages are made.
-        positions = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+        positions = num_tokens[wanting] - batch.num_prompt_tokens[rows]
         self._owners = list(
             zip(batch.client[rows].tolist(), batch.slot[rows].tolist(), positions.tolist(), strict=True)
         )

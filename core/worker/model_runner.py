@@ -1,5 +1,6 @@
 """Runs the model over the rows that the scheduler chose, and owns its weights and its KV cache."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.models.attention import bind_attention
-from vllm_mp.core.scheduler.batch import Batch, Vector
+from vllm_mp.core.scheduler.batch import Batch, Counts, Vector
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ModelOutput, ScheduledStep
 from vllm_mp.core.weights.loader import load_model
@@ -37,21 +38,40 @@ logger = logging.getLogger(__name__)
 _NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 
-class PendingOutput(NamedTuple):
+class PendingOutput:
     """The results of a step that the device may still be computing."""
 
-    tokens: Tensor
-    """Int64 [num_sampled], under way to the host."""
-    logprobs: Callable[[], list[Owned]]
-    prompt_logprobs: Callable[[], list[Owned]]
-    vectors: Callable[[], list[Vector]]
-    copies: HostCopies
-    """The copies that must be complete before the fields above are read."""
+    def __init__(
+        self,
+        sample: Callable[[], tuple[Tensor, Callable[[], list[Owned]]]],
+        prompt_logprobs: Callable[[], list[Owned]],
+        vectors: Callable[[], list[Vector]],
+        copies: HostCopies,
+    ) -> None:
+        """`sample` returns the tokens [num_sampled], under way to the host, and a function for their log-probabilities.
+
+        All results can be read once `copies` are complete.
+        """
+        self._sample = sample
+        self._sampled: tuple[Tensor, Callable[[], list[Owned]]] | None = None
+        self._prompt_logprobs = prompt_logprobs
+        self._vectors = vectors
+        self._copies = copies
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Sample the step's tokens on the device. The batch is not read after this returns."""
+        self._sampled = self._sample()
+        self._copies.end()
 
     def wait(self) -> ModelOutput:
-        """Wait until the device has computed the step, and return its output."""
-        self.copies.wait()
-        return ModelOutput(self.tokens.numpy(), self.logprobs(), self.prompt_logprobs(), self.vectors())
+        """Wait until the device has computed the step, and return its output; sample it first if it is not sampled."""
+        if self._sampled is None:
+            self.sample()
+        assert self._sampled is not None
+        tokens, logprobs = self._sampled
+        self._copies.wait()
+        return ModelOutput(tokens.numpy(), logprobs(), self._prompt_logprobs(), self._vectors())
 
 
 class _NoModel(NamedTuple):
@@ -125,10 +145,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> PendingOutput:
-        """Start the computation of `step` on the device and return its output, which is pending.
+        """Start the computation of `step` on the device and return its output, which is pending and not sampled yet.
 
-        `batch` is not read after this returns. The host waits for the device only if it must look for values that are
-        not finite. If the step awaits tokens (`step.awaits`), the step that samples them must be the latest launched.
+        The host waits for the device only if it must look for values that are not finite. If the step awaits tokens
+        (`step.awaits`), the step that samples them must be the latest launched, and it must be sampled.
         """
         copies = HostCopies(self._device)
         input_ids, positions, metadata = step_inputs(
@@ -151,9 +171,9 @@ class ModelRunner:
         )
         vocab_size = self._config.model_config.architecture.vocab_size
         prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size, copies.take)
-        tokens, logprobs = self._sample(hidden, step, batch, sampler, copies)
-        copies.end()
-        return PendingOutput(tokens, logprobs, prompts, vectors, copies)
+        num_tokens = (batch.num_computed_tokens[step.rows] + step.counts)[step.samples]
+        sample = functools.partial(self._sample, hidden, step, num_tokens, batch, sampler, copies)
+        return PendingOutput(sample, prompts, vectors, copies)
 
     @property
     def has_cache(self) -> bool:
@@ -269,23 +289,32 @@ class ModelRunner:
         return int(self._latest[row])
 
     def _sample(
-        self, hidden: Tensor, step: ScheduledStep, batch: Batch, sampler: Sampler, copies: HostCopies
+        self,
+        hidden: Tensor,
+        step: ScheduledStep,
+        num_tokens: Counts,
+        batch: Batch,
+        sampler: Sampler,
+        copies: HostCopies,
     ) -> tuple[Tensor, Callable[[], list[Owned]]]:
-        """Return the tokens [num_sampled], under way to the host, and a function for their log-probabilities."""
+        """Return the tokens [num_sampled], under way to the host, and a function for their log-probabilities.
+
+        `num_tokens` [num_sampled] counts the tokens of each row before the token that is sampled.
+        """
         if not step.samples.any():
             return _NO_TOKENS, list
         rows = step.rows[step.samples]
         if len(rows) < len(hidden):
             last = (np.cumsum(step.counts) - 1)[step.samples]
             hidden = hidden[self._to_device(last)]
-        if sampler.is_argmax(rows) and not wants_logprobs(batch, rows):
+        if sampler.is_argmax(rows, num_tokens) and not wants_logprobs(batch, rows):
             self._beat()
             tokens = self._model.argmax(hidden)
             messages: Callable[[], list[Owned]] = list
         else:
             logits = self._compute_logits(hidden)
-            logprobs = StepLogprobs(logits, batch, rows)
-            tokens = sampler.sample(logits, rows)
+            logprobs = StepLogprobs(logits, batch, rows, num_tokens)
+            tokens = sampler.sample(logits, rows, num_tokens)
             messages = logprobs.messages(tokens, copies.take)
         if self._latest is not None:
             # A row that got no token continues with token 0 until its end is processed; that output is discarded.

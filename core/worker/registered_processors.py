@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.scheduler.batch import Batch, Rows
+from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.host_copies import to_device
 from vllm_mp.kernels.ops import DrawParams
@@ -49,12 +49,12 @@ class ProcessedRequest:
         self.error: str | None = None
         """Why a processor has failed the request."""
 
-    def catch_up(self, request: Request, batch: Batch) -> None:
-        """Read the tokens that the request has got since the last call."""
+    def catch_up(self, request: Request, batch: Batch, num_tokens: int) -> None:
+        """Read the tokens that the request has got since the last call; `num_tokens` are known, prompt included."""
         row, start = request.row, request.num_prompt_tokens
         if self.prompt is None and request.prompt_embeds is None:
             self.prompt = batch.token_ids[row, :start].tolist()
-        self.output += batch.token_ids[row, start + len(self.output) : batch.num_tokens[row]].tolist()
+        self.output += batch.token_ids[row, start + len(self.output) : num_tokens].tolist()
 
 
 class RegisteredProcessors:
@@ -91,7 +91,7 @@ class RegisteredProcessors:
             names = frozenset(processor.registration.name for processor in own)
             request.processed = ProcessedRequest(request.sampling, names)
 
-    def apply(self, logits: Tensor, batch: Batch, rows: Rows) -> None:
+    def apply(self, logits: Tensor, batch: Batch, rows: Rows, num_tokens: Counts) -> None:
         """Change `logits` float32 [n, vocab] of the batch's `rows` [n] in place, as processors of all draws do.
 
         Rows of requests that a processor fails become NaN.
@@ -100,7 +100,7 @@ class RegisteredProcessors:
         for i in np.flatnonzero(batch.is_processed[rows]).tolist():
             request = batch.request(int(rows[i]))
             assert request.processed is not None
-            request.processed.catch_up(request, batch)
+            request.processed.catch_up(request, batch, int(num_tokens[i]))
             places[request.processed] = i
         self._run(logits, places, is_argmax_invariant=False)
 

@@ -9,7 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm_mp.core.scheduler.batch import Batch, Rows
+from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
+from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
+from vllm_mp.core.structured_output.grammar import Matcher
+from vllm_mp.core.structured_output.masks import fill_masks
 from vllm_mp.core.worker.host_copies import to_device
 from vllm_mp.core.worker.logits_processors import Ids, as_ids
 from vllm_mp.core.worker.registered_processors import RegisteredProcessors
@@ -36,42 +39,48 @@ class Sampler:
         self._device = device
         self._registered = registered
 
-    def sample(self, logits: Tensor, rows: Rows) -> Tensor:
+    def sample(self, logits: Tensor, rows: Rows, num_tokens: Counts | None = None) -> Tensor:
         """Return token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; may overwrite `logits`.
 
+        `num_tokens` [n] counts the tokens of each row before the token that is sampled; by default, all known tokens.
         A row gets `NO_TOKEN` if its logits are not finite numbers, or if all its tokens are barred.
         """
         batch = self._batch
-        if self._changes_logits(rows):
+        if num_tokens is None:
+            num_tokens = batch.num_tokens[rows]
+        if self._changes_logits(rows, num_tokens):
             logits = logits.float().contiguous()
-            apply_logits_processors(logits, batch, rows, self._registered)
+            apply_token_masks(logits, batch, rows, num_tokens)
+            apply_logits_processors(logits, batch, rows, num_tokens, self._registered)
         if not self._draws(rows):
             return ops.argmax(logits)
-        params = self._draw_params(rows)
+        params = self._draw_params(rows, num_tokens)
         if self._registered is not None:
             params = self._registered.apply_to_random(logits, batch, rows, params)
         return ops.sample(logits, params)
 
-    def is_argmax(self, rows: Rows) -> bool:
+    def is_argmax(self, rows: Rows, num_tokens: Counts | None = None) -> bool:
         """Return whether `sample` would give each of `rows` [n] the token that `ops.argmax` finds in its logits."""
-        return not self._changes_logits(rows) and not self._draws(rows)
+        counts = self._batch.num_tokens[rows] if num_tokens is None else num_tokens
+        return not self._changes_logits(rows, counts) and not self._draws(rows)
 
-    def _changes_logits(self, rows: Rows) -> bool:
+    def _changes_logits(self, rows: Rows, num_tokens: Counts) -> bool:
         batch = self._batch
         if self._registered is not None and batch.is_processed[rows].any():
             return True
-        return bool((batch.has_logits_processors[rows] | (batch.num_tokens[rows] < batch.min_total_tokens[rows])).any())
+        is_changed = batch.has_logits_processors[rows] | batch.is_constrained[rows]
+        return bool((is_changed | (num_tokens < batch.min_total_tokens[rows])).any())
 
     def _draws(self, rows: Rows) -> bool:
         return bool((self._batch.sampling["temperature"][rows] > 0).any())
 
-    def _draw_params(self, rows: Rows) -> DrawParams:
+    def _draw_params(self, rows: Rows, num_tokens: Counts) -> DrawParams:
         """Return the parameters of `rows` [n] on the device, without waiting for the device."""
         batch = self._batch
         values = batch.sampling[rows]
         seeds = values["seed"].astype(np.uint64)
         columns = {name: np.ascontiguousarray(values[name]) for name in _DRAW_COLUMNS}
-        columns["uniform"] = uniform_draws(seeds, batch.num_tokens[rows] - batch.num_prompt_tokens[rows])
+        columns["uniform"] = uniform_draws(seeds, num_tokens - batch.num_prompt_tokens[rows])
         is_random = columns["temperature"] > 0
         filters = [
             sampling_filter
@@ -83,23 +92,58 @@ class Sampler:
         )
 
 
+def apply_token_masks(logits: Tensor, batch: Batch, rows: Rows, num_tokens: Counts) -> None:
+    """Bar the tokens that grammars forbid in `logits` float32 [n, vocab], contiguous, of the batch's `rows` [n].
+
+    `num_tokens` [n] counts the known tokens of each row.
+    """
+    outputs: list[ConstrainedOutput] = []
+    matchers: dict[int, Matcher] = {}  # by index into `outputs`
+    places = np.flatnonzero(batch.is_constrained[rows])
+    for place in places.tolist():
+        row = int(rows[place])
+        constrained, start = batch.request(row).constrained, int(batch.num_prompt_tokens[row])
+        assert constrained is not None
+        matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[place]].tolist())
+        if matcher is not None:
+            matchers[len(outputs)] = matcher
+        outputs.append(constrained)
+    masks = np.empty((len(matchers), -(-logits.shape[-1] // 32)), np.int32)
+    errors = fill_masks([*matchers.values()], masks)
+    for i, index in enumerate(matchers):
+        if i in errors:
+            outputs[index].error = str(errors[i])
+    if failed := [i for i, output in enumerate(outputs) if output.error is not None]:
+        logits[to_device(places[failed], logits.device)] = -torch.inf
+    if matchers:
+        device = logits.device
+        ops.apply_token_masks(logits, to_device(masks, device), to_device(places[[*matchers]], device))
+
+
 def apply_logits_processors(
-    logits: Tensor, batch: Batch, rows: Rows, registered: RegisteredProcessors | None = None
+    logits: Tensor,
+    batch: Batch,
+    rows: Rows,
+    num_tokens: Counts | None = None,
+    registered: RegisteredProcessors | None = None,
 ) -> None:
     """Change `logits` float32 [n, vocab], contiguous, of the batch's `rows` [n] in place.
 
-    The order is as in `SamplingParams`: allowed tokens, barred tokens, biases, `registered` processors, penalties.
+    `num_tokens` [n] counts the known tokens of each row; by default, all of them. The order is as in `SamplingParams`:
+    allowed tokens, barred tokens, biases, `registered` processors, penalties.
     """
+    if num_tokens is None:
+        num_tokens = batch.num_tokens[rows]
     flat, vocab_size = logits.view(-1), logits.shape[-1]
     allowed, barred, biased, penalized = _Entries(), _Entries(), _Entries(), _Entries()
     restricted: list[int] = []  # indexes into `rows` of the requests with `allowed_token_ids`
-    for i in np.flatnonzero(batch.num_tokens[rows] < batch.min_total_tokens[rows]).tolist():
+    for i in np.flatnonzero(num_tokens < batch.min_total_tokens[rows]).tolist():
         barred.add(i, _stop_tokens(batch, int(rows[i])))
     for i in np.flatnonzero(batch.has_logits_processors[rows]).tolist():
         row = int(rows[i])
         processors = batch.request(row).logits_processors
         assert processors is not None
-        tokens, num_prompt_tokens = batch.token_ids[row, : batch.num_tokens[row]], int(batch.num_prompt_tokens[row])
+        tokens, num_prompt_tokens = batch.token_ids[row, : num_tokens[i]], int(batch.num_prompt_tokens[row])
         if processors.allowed is not None:
             restricted.append(i)
             allowed.add(i, processors.allowed)
@@ -126,7 +170,7 @@ def apply_logits_processors(
         index = biased.index(vocab_size, logits.device)
         flat[index] = flat[index] + biased.terms(logits.device)
     if registered is not None:
-        registered.apply(logits, batch, rows)
+        registered.apply(logits, batch, rows, num_tokens)
     if penalized:
         index = penalized.index(vocab_size, logits.device)
         repetition, frequency, presence = penalized.terms(logits.device)

@@ -7,10 +7,12 @@ from vllm_mp.kernels.triton.lora import add_adapters
 from vllm_mp.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
 from vllm_mp.kernels.triton.sampling import argmax, sample
+from vllm_mp.kernels.triton.token_masks import apply_token_masks
 
 __all__ = [
     "add_adapters",
     "add_rms_norm",
+    "apply_token_masks",
     "argmax",
     "fp8_linear",
     "gelu",

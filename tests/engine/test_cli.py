@@ -4,12 +4,11 @@ import asyncio
 import codecs
 import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from vllm_mp import AsyncLLM, __version__, cli
 from vllm_mp.cli.running_engines import running_engines
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
+from vllm_mp.testing.terminal import Terminal
 
 PROGRAM = [sys.executable, "-m", "vllm_mp.cli"]
 LIGHT = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--num-threads", "1"]
@@ -31,7 +31,7 @@ COMMANDS = [*cli.COMMANDS, *(f"bench {name}" for name in cli.BENCHMARKS)]
 LONG_STORY = "Write a long story about a dragon and a knight."
 CAPITAL = "What is the capital of France?"
 GREEDY = ["--temperature", "0", "--frequency-penalty", "0"]
-"""Flags by which a chat answers as `chat_text` does."""
+"""Flags by which chat and generate answer as `chat_text` does."""
 CUT = "(cut off at 12 tokens; /set max_tokens N)\n"
 """What a chat says about an answer that --max-tokens 12 has ended."""
 
@@ -110,51 +110,26 @@ def chat_text(client, *contents, max_tokens=None):
     return greedy_text(client, tokenizer(text, add_special_tokens=False).input_ids, max_tokens)
 
 
-class Terminal:
-    """A command on a terminal that cannot move its cursor, where Ctrl-C and Ctrl-D work as they do for a user."""
+class PlainTerminal(Terminal):
+    """A command on a terminal that cannot move its cursor."""
 
     CTRL_C, CTRL_D = "\x03", "\x04"
-    _TAKE_TERMINAL = (
-        "import fcntl, os, sys, termios\n"
-        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
-    )
 
     def __init__(self, *arguments):
-        self._master, terminal = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", self._TAKE_TERMINAL, *PROGRAM[1:], *arguments],
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
-            start_new_session=True,
-            env=os.environ | {"TERM": "dumb"},
-        )
-        os.close(terminal)
+        super().__init__(arguments, TERM="dumb")
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
         self._unseen = ""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-    def type(self, text):
-        os.write(self._master, text.encode())
 
     def until(self, pattern, timeout=60.0):
         """Return the text on the screen since the last call, up to the end of `pattern`."""
         deadline = time.monotonic() + timeout
         while not (match := re.search(pattern, self._unseen)):
-            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"{pattern!r} did not appear in {self._unseen!r}"
             try:
-                self._unseen += self._decode(os.read(self._master, 65_536))
+                data = self.read(deadline)
             except OSError:
                 raise AssertionError(f"the command ended before {pattern!r} came: {self._unseen!r}") from None
+            assert data is not None, f"{pattern!r} did not appear in {self._unseen!r}"
+            self._unseen += self._decode(data)
         seen, self._unseen = self._unseen[: match.end()], self._unseen[match.end() :]
         return seen.replace("\r\n", "\n")
 
@@ -176,7 +151,7 @@ class Terminal:
     def end(self):
         """Return the exit code and the rest of the text on the screen."""
         with contextlib.suppress(OSError):
-            while data := os.read(self._master, 65_536):
+            while data := os.read(self.master, 65_536):
                 self._unseen += self._decode(data)
         return self.process.wait(60), self._unseen
 
@@ -223,6 +198,9 @@ def test_program_names_its_commands_and_its_version():
         (["generate", "x", "--no-such-flag"], "--no-such-flag"),
         (["generate", "x", "--model", "/nowhere"], "/nowhere"),
         (["engine"], "--listen"),
+        (["engine", "--listen", "foo"], "must be ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, got 'foo'"),
+        (["engine", "--listen", "tcp://localhost:99999"], "tcp://localhost:99999"),
+        (["engine", "--listen", "tcp://localhost:0"], "--key-file"),
         (["pull", "./nowhere"], "./nowhere"),
         (["chat", "--connect", "http://localhost"], "ipc://"),
         (["chat", "--connect", "ipc:///nowhere", "--dtype", "float32"], "--dtype"),
@@ -232,12 +210,16 @@ def test_program_names_its_commands_and_its_version():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_argument_is_named_and_exit_code_is_2(arguments, words):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+def test_bad_argument_is_named_in_one_line_and_exit_code_is_2(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    try:
+        code = cli.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
 
 
 def test_bad_environment_variable_is_named_and_exit_code_is_2():
@@ -335,7 +317,7 @@ def test_generate_prints_the_answer_and_nothing_else(core, options):
 
 def test_generate_reads_the_prompt_from_stdin_and_uses_the_chat_template(core, options):
     question = "What is the capital of France?\nAnswer in French, é."
-    done = run("generate", "-", "--chat", "--max-tokens", "8", *options, input=question)
+    done = run("generate", "-", "--chat", *GREEDY, "--max-tokens", "8", *options, input=question)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == chat_text(core, question, max_tokens=8) + "\n"
     assert done.stdout != greedy_text(core, question, 8) + "\n", "the template changes the answer"
@@ -466,7 +448,7 @@ def test_chat_without_stdin_ends_at_once(address):
 
 
 def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options, temporary):
-    with Terminal("chat", *GREEDY, *options) as terminal:
+    with PlainTerminal("chat", *GREEDY, *options) as terminal:
         greeting = terminal.until_prompt()
         assert "/help" in greeting
         assert "Ctrl-C" in greeting
@@ -474,12 +456,12 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options
 
         terminal.ask(LONG_STORY)
         terminal.until(r"\w+ \w+")
-        terminal.type(Terminal.CTRL_C)
+        terminal.type(PlainTerminal.CTRL_C)
         rest = terminal.until_prompt()
         assert rest.endswith(" [stopped]\n> ")
         assert len(rest.split()) < 200, "the answer was stopped before its end"
 
-        terminal.type(Terminal.CTRL_C)
+        terminal.type(PlainTerminal.CTRL_C)
         assert "/bye" in terminal.until_prompt(), "at the prompt it explains how to leave"
 
         terminal.ask("/clear")
@@ -493,11 +475,11 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options
 
 
 def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
-    with Terminal("chat", "--connect", address, *GREEDY) as terminal:
+    with PlainTerminal("chat", "--connect", address, *GREEDY) as terminal:
         terminal.until_prompt()
         terminal.ask(CAPITAL)
         assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n> "
-        terminal.type(Terminal.CTRL_D)
+        terminal.type(PlainTerminal.CTRL_D)
         code, screen = terminal.end()
         assert code == 0
         assert "Traceback" not in screen
@@ -505,7 +487,7 @@ def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
 
 @pytest.mark.slow
 def test_chat_continues_after_core_is_killed(options):
-    with Terminal("chat", *GREEDY, "--max-tokens", "60", *options) as terminal:
+    with PlainTerminal("chat", *GREEDY, "--max-tokens", "60", *options) as terminal:
         terminal.until_prompt()
         terminal.ask(LONG_STORY)
         undisturbed = terminal.until_prompt()
@@ -518,13 +500,13 @@ def test_chat_continues_after_core_is_killed(options):
         screen = beginning + terminal.until_prompt()
         assert re.sub(r" · engine restarted, \d+\.\d s ·", "", screen) == undisturbed
         assert screen != undisturbed
-        terminal.type(Terminal.CTRL_D)
+        terminal.type(PlainTerminal.CTRL_D)
         assert terminal.end()[0] == 0
 
 
 @pytest.mark.slow
 def test_without_recovery_chat_ends_with_1_and_the_cause_of_the_death(options):
-    with Terminal("chat", "--no-recovery", *options) as terminal:
+    with PlainTerminal("chat", "--no-recovery", *options) as terminal:
         terminal.until_prompt()
         (child,) = psutil.Process(terminal.process.pid).children()
         terminal.ask(LONG_STORY)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from vllm_mp import SamplingParams, cli
+from vllm_mp import AsyncLLM, SamplingParams, cli
 from vllm_mp.cli.generate import split_words, whole_prompt, whole_text
 from vllm_mp.cli.model_argument import names_model
 from vllm_mp.client.tokenizer import get_tokenizer
@@ -145,6 +145,29 @@ def test_only_a_cut_character_at_the_end_is_left_out():
     assert shown("a\ufffdb\ufffd", "length") == "a\ufffdb"
     assert shown("a\ufffd", "stop") == "a\ufffd"
     assert shown("a\ufffd", None) == "a\ufffd"
+
+
+def test_seed_repeats_the_answers_of_a_client_of_a_running_core(run, address):
+    def sampled(*seed):
+        code, out, err = run(
+            "generate", "Hello", "--temperature", "1", "--max-tokens", "8", "--connect", address, *seed
+        )
+        assert (code, err) == (0, "")
+        return out
+
+    first = sampled("--seed", "7")
+    assert sampled("--seed", "7") == first
+    assert sampled("--seed", "8") != first
+    assert sampled() == sampled("--seed", "0")
+
+
+def test_clients_of_a_running_core_that_name_no_seed_draw_different_seeds(address):
+    clients = [AsyncLLM.connect(address) for _ in range(2)]
+    seeds = {client.model_config.seed for client in clients}
+    for client in clients:
+        client.shutdown()
+    assert len(seeds) == 2
+    assert None not in seeds
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.covering import covering
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.token_masks import VOCAB_SIZES, masked_case, same_bits
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from vllm_mp.core.lora.targets import projections
@@ -130,6 +131,24 @@ def test_argmax_of_a_row_that_is_not_finite_is_no_place(build, quantization):
     expected[[3, 17]] = ops.NO_PLACE
     assert torch.equal(product.argmax(x), expected)
     assert torch.equal(reference.argmax(product(x)), expected)
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16], ids=str)
+@pytest.mark.parametrize(("vocab_size", "num_words"), [*VOCAB_SIZES, (4133, 130)])
+def test_token_masks_forbid_what_the_reference_forbids(build, dtype, vocab_size, num_words):
+    logits, masks, rows = masked_case(vocab_size, num_words, dtype)
+    expected = logits.clone()
+    reference.apply_token_masks(expected, masks, rows)
+    ops.apply_token_masks(logits, masks, rows)
+    assert same_bits(logits, expected)
+
+
+@DTYPES
+def test_no_token_mask_leaves_all_logits(build, dtype):
+    logits, masks, rows = masked_case(200, 7, dtype)
+    expected = logits.clone()
+    ops.apply_token_masks(logits, masks[:0], rows[:0])
+    assert same_bits(logits, expected)
 
 
 def adapted_case(build, dtype, part_sizes, inputs, quantization=None):

@@ -125,6 +125,17 @@ def test_activation_equals_the_function_of_that_name_in_transformers(name: str) 
     torch.testing.assert_close(ops.ACTIVATIONS[name](x), ACT2FN[name](x))
 
 
+def test_token_masks_forbid_tokens_whose_bit_is_not_set() -> None:
+    logits = torch.randn(3, 70)
+    expected = logits.clone()
+    expected[2], expected[2, [0, 31, 32, 69]] = -torch.inf, logits[2, [0, 31, 32, 69]]
+    expected[0, 33] = -torch.inf
+    # The bits of tokens beyond the vocabulary, and the fourth word, mean nothing.
+    masks = torch.tensor([[1 | -(2**31), 1, 0b1100000, 5], [-1, ~2, -1, 0]], dtype=torch.int32)
+    reference.apply_token_masks(logits, masks, torch.tensor([2, 0]))
+    assert torch.equal(logits, expected)
+
+
 def test_silu_and_mul_gates_the_second_half_with_the_first() -> None:
     x = torch.randn(3, 20)
     gate, up = x[:, :10], x[:, 10:]

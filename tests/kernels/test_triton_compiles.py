@@ -29,6 +29,7 @@ KERNELS = {
     "_rotary_write_kernel",
     "_sample_kernel",
     "_shrink_kernel",
+    "_token_mask_kernel",
     "_write_kernel",
 }
 FLOAT8_KERNELS = {"_add_kernel", "_product_kernel", "_quantize_kernel"}

@@ -89,6 +89,7 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
         rows, slots = torch.ones(tokens, hidden, dtype=dtype), torch.zeros(tokens, dtype=torch.int32)
         operations.add_adapters(torch.ones(tokens, sum(sizes), dtype=dtype), rows, slots, a, b, sizes)
     logits = torch.ones(4, 128_256, dtype=dtype)
+    operations.apply_token_masks(logits, torch.ones(4, 4008, dtype=torch.int32), torch.arange(4))
     operations.sample(logits, draw_params([{}] * len(logits), torch.zeros(4, dtype=torch.float64)))
 
 

@@ -11,6 +11,7 @@ from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.worker.device import choose_step_size
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.prompt_embeds import PromptEmbeds
@@ -45,13 +46,17 @@ class LocalEngine:
         self.num_launched = 0
         self.tokens = {}
         self.logprobs = {}
+        self.ends = {}
 
-    def add(self, slot, prompt, max_tokens, num_logprobs=1, embeds=None, **params):
-        """Add a request; `embeds`, float32 [num_tokens, hidden_size], takes the place of `prompt`."""
+    def add(self, slot, prompt, max_tokens, num_logprobs=1, embeds=None, constrained=None, output=(), **params):
+        """Add a request that continues after `output`, and whose output is `constrained`.
+
+        `embeds`, float32 [num_tokens, hidden_size], takes the place of `prompt`.
+        """
         packed = None
         if embeds is not None:
             packed, prompt = PromptEmbeds("float32", len(embeds), embeds.numpy().tobytes()), [0] * len(embeds)
-        tokens = np.array(prompt, np.int32)
+        tokens = np.array([*prompt, *output], np.int32)
         made = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0, "seed": slot, **params})
         self.tokens[slot], self.logprobs[slot] = [], []
         self.scheduler.add(
@@ -61,12 +66,14 @@ class LocalEngine:
                 str(slot),
                 made,
                 tokens,
-                len(tokens),
-                len(tokens) + max_tokens,
+                len(prompt),
+                len(prompt) + max_tokens,
                 self.scheduler.order_of(0),
                 hashes=[root_hash("")],
                 num_logprobs=num_logprobs,
                 prompt_embeds=packed,
+                constrained=constrained,
+                logits_processors=LogitsProcessors.from_params(made, ()),
             )
         )
 
@@ -77,15 +84,23 @@ class LocalEngine:
             self.num_launched += 1
             output = self.runner.launch(step, self.batch, self.sampler)
             self.scheduler.launched(step, output, self.num_launched)
-        while len(self.scheduler.pending_steps) > (self.num_ahead if step is not None else 0):
+            if step.samples_after_update:
+                self.process_all_but(1)
+            output.sample()
+        self.process_all_but(self.num_ahead if step is not None else 0)
+        check_invariants(self.scheduler)
+        return step
+
+    def process_all_but(self, count):
+        """Process the pending steps except the last `count`."""
+        while len(self.scheduler.pending_steps) > count:
             output = self.scheduler.pending_steps.oldest.output.wait()
             update = self.scheduler.update(output)
+            self.ends |= {end.slot: end for _, end in update.finished}
             for slot, token in zip(update.slots.tolist(), update.tokens.tolist(), strict=True):
                 self.tokens[slot].append(token)
             for _, message in output.logprobs:
                 self.logprobs[message.slot].append((message.token_ids, message.values))
-        check_invariants(self.scheduler)
-        return step
 
     def run(self):
         while self.scheduler.has_work or self.scheduler.pending_steps:

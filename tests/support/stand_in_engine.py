@@ -186,7 +186,6 @@ class Engine:
     def launch(self, step, token, failing):
         assert self.memory.is_whole, "nothing is computed without weights and cache"
         self.compute(step)
-        assert not self.batch.reads_output[step.rows[step.awaits]].any(), "logits processors see the whole output"
         rows = step.rows[step.samples]
         positions = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
         tokens = [
@@ -199,6 +198,12 @@ class Engine:
         self.num_launched += 1
         output = ReadyOutput(ModelOutput(np.array(tokens, np.int64), vectors=vectors))
         self.scheduler.launched(step, output, self.num_launched)
+        if step.samples_after_update:
+            self.process_all_but(1)
+        is_awaited = np.zeros(len(self.batch.requests), np.bool_)
+        for pending in list(self.scheduler.pending_steps)[:-1]:
+            is_awaited[pending.step.rows[pending.step.samples & pending.live]] = True
+        assert not (is_awaited & self.batch.reads_output)[rows].any(), "logits processors see the whole output"
 
     def process_all_but(self, count):
         """Process the pending steps except the last `count`; return the last step processed, or None."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from support.covering import covering
 from support.gpu_device import DEVICE as GPU_DEVICE
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.token_masks import VOCAB_SIZES, masked_case, same_bits
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.sampling import NO_PLACE, DrawParams
@@ -470,6 +471,23 @@ def test_operations_accept_zero_tokens() -> None:
     assert operations.silu_and_mul(x).shape == (0, 32)
     slots = torch.empty(0, dtype=torch.int32, device=DEVICE)
     operations.add_adapters(x, x, slots, torch.ones(1, 1, 8, 64, device=DEVICE), weight.repeat(1, 8, 1), (64,))
+
+
+def test_no_token_mask_leaves_all_logits() -> None:
+    logits, masks, rows = at(DEVICE, *masked_case(200, 7, torch.float32))
+    expected = logits.clone()
+    operations.apply_token_masks(logits, masks[:0], rows[:0])
+    assert same_bits(logits, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(("vocab_size", "num_words"), VOCAB_SIZES)
+def test_token_masks_forbid_what_the_reference_forbids(vocab_size: int, num_words: int, dtype: torch.dtype) -> None:
+    logits, masks, rows = masked_case(vocab_size, num_words, dtype)
+    got, *masks_on_device = at(DEVICE, logits.clone(), masks, rows)
+    reference.apply_token_masks(logits, masks, rows)
+    operations.apply_token_masks(got, *masks_on_device)
+    assert same_bits(got, logits)
 
 
 @DTYPES

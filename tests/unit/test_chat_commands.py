@@ -1,11 +1,15 @@
 """The commands of the chat, and the file that keeps a conversation."""
 
+import errno
 import json
 import logging
+import os
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_mp import cli
+from vllm_mp.cli import connect_flags
 from vllm_mp.cli.chat.commands import EndOfChat, completions, message_in, run_if_command
 from vllm_mp.cli.chat.conversation import Conversation
 from vllm_mp.cli.chat.prompt_line import _is_open, _unquoted
@@ -24,14 +28,15 @@ class Session:
         def note(self, text):
             self.notes.append(text)
 
-    class llm:
-        class model_config:
-            served_model_name = "some-model"
-            max_model_len = 64
+        def table(self, rows):
+            self.notes += [" ".join(row) for row in rows]
 
     def __init__(self):
         self.conversation = Conversation("Be short.", {"temperature": 0.5}, list(MESSAGES))
         self.screen = self.Screen()
+        self.llm = SimpleNamespace(
+            model_config=SimpleNamespace(served_model_name="some-model", max_model_len=64),
+        )
         self.is_verbose = False
         self.retries = 0
 
@@ -116,6 +121,11 @@ def test_saved_chat_is_loaded_as_it_was(session, tmp_path):
     run_if_command(other, f"/load {path}", None)
     assert other.conversation == session.conversation
     assert other.screen.notes == [f"(loaded 2 messages from {path})"]
+    other.llm.model_config.served_model_name = "other-model"
+    run_if_command(other, f"/load {path}", None)
+    assert other.screen.notes[-1] == (
+        f"(loaded 2 messages from {path}; they are of a chat with some-model, and other-model continues it)"
+    )
     run_if_command(other, f"/save {path}", None)  # a saved chat may be replaced
     assert [each.name for each in tmp_path.iterdir()] == ["a chat.json"]
     assert path.stat().st_mode & 0o777 == 0o600
@@ -143,6 +153,16 @@ def test_file_that_is_no_saved_chat_is_refused_and_changes_nothing(session, tmp_
     assert session.conversation.messages == MESSAGES
 
 
+def test_save_that_fails_leaves_no_file_behind(session, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(ValueError, match="Input/output error; choose another file"):
+        run_if_command(session, f"/save {tmp_path / 'chat.json'}", None)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_save_replaces_no_other_file(session, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("my notes")
@@ -163,14 +183,18 @@ def test_triple_quotes_hold_a_message_of_several_lines():
     assert not _is_open("a")
     assert _unquoted('"""a\nb\n"""') == "a\nb"
     assert _unquoted("a") == "a"
+    assert _is_open('/set system """')
+    assert not _is_open('/system """a\nb"""')
+    assert _unquoted('/system """a\nb"""') == "/system a\nb"
 
 
 def test_one_thing_is_named_in_the_singular():
     assert [counted(number, "request") for number in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]
 
 
-def test_chat_leaves_the_log_level_of_the_process_as_it_was(capsys):
+def test_chat_leaves_the_log_level_of_the_process_as_it_was(capsys, monkeypatch):
+    monkeypatch.setattr(connect_flags, "_ABSENT_TIMEOUT_S", 0.05)
     before = logging.getLogger("vllm_mp").level
-    assert cli.main(["chat", "--connect", "ipc:///nowhere/x.sock"]) == 1
-    assert "/nowhere/x.sock" in capsys.readouterr().err
+    assert cli.main(["chat", "/nowhere/at/all"]) != 0
+    assert "/nowhere/at/all" in capsys.readouterr().err
     assert logging.getLogger("vllm_mp").level == before

@@ -23,6 +23,16 @@ def flags_in(text):
     return set(re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE))
 
 
+def parsers(parser):
+    """Yield `parser` and those of the commands below it, each with its arguments."""
+    parser.load()
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers(command)
+
+
 @pytest.mark.parametrize(
     ("command_line", "message"),
     [
@@ -82,9 +92,24 @@ def test_help_shows_the_common_options_and_help_all_every_served_option(command,
     assert flags_in(common) & of_engine.keys() == shown
     assert flags_in(full) & of_engine.keys() == served
     assert flags_in(common) < flags_in(full)
-    assert 15 <= len(flags_in(common)) <= 30
+    assert 10 <= len(flags_in(common) - {"--help", "--help-all"}) <= 20
     assert "\nmodel:\n" in common
     assert "\nmemory and load:\n" in common
+
+
+def test_help_of_each_argument_is_a_sentence_that_ends_with_its_default():
+    num_arguments = 0
+    for parser in parsers(cli.parser()):
+        assert re.fullmatch(r"[A-Z].*\w\.", parser.description), parser.prog
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                continue
+            num_arguments += 1
+            text = action.help % vars(action)
+            exits = action.dest in ("help", "help_all", "version")
+            end = r"and exit" if exits else r"\. (Default: .+|Required)"
+            assert re.fullmatch(rf"[A-Z]\w+ .*{end}\.", text), f"{parser.prog}, {action.dest}: {text}"
+    assert num_arguments > 400
 
 
 def test_an_option_that_is_not_served_is_refused_by_name(capsys):

@@ -167,8 +167,9 @@ def test_every_flag_in_backticks_is_one_of_a_command_or_a_tool(page: Path) -> No
 def _known_flags() -> set[str]:
     """Return the flags of all commands, and those that the text of a tool has."""
     flags = set(_OTHER_FLAGS)
-    parsers: list[argparse.ArgumentParser] = [cli.parser()]
+    parsers = [cli.parser()]
     for parser in parsers:
+        parser.load()
         for action in parser._actions:
             flags.update(action.option_strings)
             if isinstance(action, argparse._SubParsersAction):

@@ -191,11 +191,11 @@ def test_every_option_has_a_flag_whose_help_shows_default_and_choices():
         assert field.metadata["help"] in action.help.replace("%%", "%")
         assert ("not served" in action.help) == (name in NOT_SERVED)
         if isinstance(field.default, bool):
-            assert f"(default: {'on' if field.default else 'off'})" in action.help, name
+            assert f"Default: {'on' if field.default else 'off'}." in action.help, name
         elif field.default not in (None, "", ()):
-            assert f"(default: {field.default})" in action.help, name
+            assert f"Default: {field.default}." in action.help, name
         elif name in SERVED:
-            assert "by default" in action.help, name
+            assert "Default: " in action.help, name
         if field.metadata["choices"]:
             assert tuple(action.choices) == field.metadata["choices"]
     assert "--max-model-len" in parser.format_help()
@@ -707,7 +707,7 @@ def test_configuration_takes_the_usage_context_and_has_the_sections_that_vllm_ha
     args = AsyncEngineArgs(model=model(), load_format="dummy")
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     assert config == args.create_engine_config()
-    assert (config.decoding_config.backend, config.decoding_config.reasoning_backend) == ("none", "")
+    assert (config.decoding_config.backend, config.decoding_config.reasoning_backend) == ("auto", "")
     sections = {
         "model_config": ModelConfig,
         "cache_config": CacheConfig,

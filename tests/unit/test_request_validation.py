@@ -204,11 +204,6 @@ def test_request_id_that_is_too_long_or_not_unicode_is_refused():
     assert refusal(request_id="\ud800").startswith("request_id must be valid Unicode")
 
 
-def test_core_refuses_a_field_that_is_not_served():
-    with pytest.raises(NotImplementedError, match="structured_outputs"):
-        admit(SamplingParams(structured_outputs={"regex": "a"}))
-
-
 def test_generation_with_an_encoder_is_refused():
     encoder = config()
     encoder.model_config.architecture = msgspec.structs.replace(encoder.model_config.architecture, is_encoder=True)

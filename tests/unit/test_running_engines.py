@@ -3,9 +3,11 @@
 import os
 import struct
 
+import msgspec
 import pytest
 
-from vllm_mp.cli.running_engines import _engine
+from vllm_mp import cli
+from vllm_mp.cli.running_engines import RunningEngine, _engine, _joined, running_engines
 from vllm_mp.core_description import CoreDescription
 from vllm_mp.status_page import VERSION, CoreState, StatusPage
 
@@ -67,3 +69,27 @@ def test_core_without_a_page_is_starting_and_a_standby_is_no_engine(process):
     assert _engine(folder).state == "starting"
     (folder / "cmdline").write_bytes(b"python\0-P\0-m\0vllm_mp.core\0--standby\0")
     assert _engine(folder) is None
+
+
+def test_engine_between_two_cores_is_shown_while_its_parent_has_the_page_of_the_dead_core(tmp_path):
+    path = tmp_path / "core-1.status"
+    page = StatusPage.create(str(path), 1)
+    page.describe(msgspec.structs.replace(ABOUT, parent_pid=os.getpid(), address="ipc:///s"))
+    path.unlink()
+    (engine,) = (engine for engine in running_engines() if engine.place == str(tmp_path))
+    report = engine.report()
+    assert (report["pid"], report["parent_pid"], report["state"]) == (None, os.getpid(), "no core")
+    assert (report["address"], report["model"]) == ("ipc:///s", "m")
+    assert cli.main(["ps"]) == 0
+
+
+def test_successor_of_a_dead_core_takes_its_place():
+    dead = RunningEngine(None, 7, 0, description=ABOUT, place="/run/a")
+    other = RunningEngine(5, 7, 0, description=ABOUT, place="/run/b")
+    assert _joined([other], [dead, dead]) == [other, dead]
+    starting = RunningEngine(6, 7, 0)
+    _, successor = _joined([other, starting], [dead])
+    assert (successor.pid, successor.state, successor.description.model) == (6, "starting", "m")
+    assert successor.description.num_restarts == ABOUT.num_restarts + 1
+    serving = starting._replace(description=ABOUT, place="/run/a")
+    assert _joined([other, serving], [dead]) == [other, serving]

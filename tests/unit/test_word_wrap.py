@@ -10,8 +10,8 @@ import termios
 import pyte
 import pytest
 
-from vllm_mp.cli.chat.screen import Screen
-from vllm_mp.cli.chat.word_wrap import WordWrap
+from vllm_mp.cli.screen import Screen
+from vllm_mp.cli.word_wrap import WordWrap
 
 TEXT = "A lighthouse keeper, who was well-known in his village, watched the sea\n\n* by day\n\tand   by night."
 

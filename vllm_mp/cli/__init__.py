@@ -1,11 +1,12 @@
 """The `vllm-mp` command.
 
-Each command is a module of this package with `USAGE` (its main arguments), `HELP`, `add_arguments(parser)` and
-`run(args)`, which does the work and returns the exit code. A new command is a new module and its name in `COMMANDS` or
-`BENCHMARKS`. A module imports slow packages inside `run` only, so that help is printed at once.
+Each command is a module of this package with `USAGE` (its main arguments), `add_arguments(parser)` and `run(args)`,
+which does the work and returns the exit code. A new command is a new module and a line in `COMMANDS` or `BENCHMARKS`.
+Only the module of the command that is called is imported, and it imports slow packages inside `run` only, so that help
+is printed at once.
 """
 
-import argparse
+import functools
 import importlib
 import io
 import os
@@ -19,15 +20,29 @@ from vllm_mp.errors import EngineError
 from vllm_mp.log_setup import set_up_log
 
 COMMANDS: Final = {
-    name: name for name in ("pull", "list", "rm", "generate", "chat", "engine", "serve", "ps", "keys", "env")
+    "pull": "Fetch a model, convert it if need be, and print its folder.",
+    "list": "List the models in the cache, with their sizes.",
+    "rm": "Remove models from the cache.",
+    "generate": "Stream the answer to a prompt, or answer the prompts of a file.",
+    "chat": "Chat with a model in the terminal.",
+    "engine": "Run a core that clients reach at an address (AsyncLLM.connect), and keep it alive.",
+    "serve": "Serve a model over HTTP with OpenAI's API.",
+    "ps": "List the engines of this user that run on this machine.",
+    "keys": "Make and list the keys of a core and of its clients, for tcp:// addresses.",
+    "env": "Print versions, machine, paths and settings for a problem report.",
 }
-"""The module of each command."""
+"""What each command does, by its name, which is the name of its module."""
 SERVICES: Final = ("engine", "serve")
 """The commands that run until they are stopped; their log says what they do."""
 BENCHMARKS: Final = {
-    name: f"bench_{name}" for name in ("latency", "throughput", "startup", "recovery", "frontend", "tokenizer")
+    "latency": "Measure time to first token, time between tokens and tokens per second of a batch of equal requests.",
+    "throughput": "Measure tokens per second under requests of mixed lengths that arrive at random or at once.",
+    "startup": "Measure the times of import and start, the client's memory, and the CPU time of an idle engine.",
+    "recovery": "Kill the core repeatedly, and measure the time from each kill to the next token.",
+    "frontend": "Measure the client alone: tokens per second from a stand-in for a core to the consumers.",
+    "tokenizer": "Measure batched tokenizing, and the lag of the event loop under long texts or streams.",
 }
-"""The module of each command below `bench`."""
+"""What each command below `bench` does, by its name; its module is `bench_NAME`."""
 
 _FAILED, _BAD_ARGUMENTS, _INTERRUPTED = 1, 2, 130
 
@@ -72,27 +87,37 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors=errors)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the parser of all commands."""
     parser = CommandParser(
         prog="vllm-mp",
         description="An LLM inference engine in two processes: if the process that computes dies, streams continue.",
     )
-    parser.add_argument("--version", action="version", version=f"vllm-mp {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"vllm-mp {__version__}", help="Show the version and exit."
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_commands(commands, COMMANDS)
+    _add_commands(commands, COMMANDS, "")
     bench = commands.add_parser("bench", help="Measure the engine.", description="Measure the engine.")
-    _add_commands(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"), BENCHMARKS)
+    _add_commands(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"), BENCHMARKS, "bench_")
     return parser
 
 
-def _add_commands(commands: Any, modules: Mapping[str, str]) -> None:
-    """Add a parser for each command in `modules` to `commands`, the result of `add_subparsers`."""
-    for name, module_name in modules.items():
-        module = importlib.import_module(f"{__name__}.{module_name}")
-        # The generated usage would list all flags.
-        usage = f"%(prog)s {module.USAGE}".rstrip()
-        command = commands.add_parser(name, usage=usage, help=module.HELP, description=module.HELP)
-        module.add_arguments(command)
-        command.add_help_all()
-        command.set_defaults(run=module.run, is_service=name in SERVICES)
+def _add_commands(commands: Any, helps: Mapping[str, str], prefix: str) -> None:
+    """Add a parser for each command in `helps` to `commands`, the result of `add_subparsers`.
+
+    The name of its module is `prefix` and the name of the command.
+    """
+    for name, text in helps.items():
+        load = functools.partial(_load, module_name=f"{__name__}.{prefix}{name}", is_service=name in SERVICES)
+        commands.add_parser(name, help=text, description=text, load=load)
+
+
+def _load(command: CommandParser, module_name: str, is_service: bool) -> None:
+    """Add the arguments of a command to its parser."""
+    module = importlib.import_module(module_name)
+    # The generated usage would list all flags.
+    command.usage = f"%(prog)s {module.USAGE}".rstrip()
+    module.add_arguments(command)
+    command.add_help_all()
+    command.set_defaults(run=module.run, is_service=is_service)

@@ -22,7 +22,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="File for the figures as JSON; by default they are only printed",
+        help="Write the figures to FILE, as JSON. Default: they are only printed.",
     )
 
 

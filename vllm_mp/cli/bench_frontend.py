@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vllm_mp.cli.frontend_load import Load, Round
 
 USAGE = "[OPTIONS]"
-HELP = "Measure the client alone: tokens per second from a stand-in for a core to the consumers of the streams."
 
 _CONSUMERS = {"group": "one consumer of a stream group", "each": "a consumer for each stream"}
 _KINDS = {"delta": RequestOutputKind.DELTA, "cumulative": RequestOutputKind.CUMULATIVE}
@@ -32,47 +31,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         nargs="+",
         default=[256, 1024],
-        help="Numbers of streams (default: 256 1024)",
+        metavar="N",
+        help="Measure with N streams, for each N. Default: 256 1024.",
     )
     parser.add_argument(
-        "--tokens", type=positive_integer, default=256, help="Tokens of each stream (default: %(default)s)"
+        "--tokens",
+        type=positive_integer,
+        default=256,
+        metavar="N",
+        help="Give each stream N tokens. Default: %(default)s.",
     )
     parser.add_argument(
-        "--rounds", type=positive_integer, default=5, help="Rounds of each case, after one more (default: %(default)s)"
+        "--rounds",
+        type=positive_integer,
+        default=5,
+        metavar="N",
+        help="Measure N rounds of each case, after a round of warm-up. Default: %(default)s.",
     )
     parser.add_argument(
         "--consumers",
         nargs="+",
         choices=list(_CONSUMERS),
         default=list(_CONSUMERS),
-        help="; ".join(f"{name}: {text}" for name, text in _CONSUMERS.items()) + " (default: both)",
+        help="; ".join(("Measure these consumers", *(f"{name}: {text}" for name, text in _CONSUMERS.items())))
+        + ". Default: both.",
     )
     parser.add_argument(
-        "--kinds", nargs="+", choices=list(_KINDS), default=list(_KINDS), help="Kinds of output (default: both)"
+        "--kinds",
+        nargs="+",
+        choices=list(_KINDS),
+        default=list(_KINDS),
+        help="Measure these kinds of output. Default: both.",
     )
     parser.add_argument(
         "--requests",
         type=positive_integer,
         default=500,
-        help="Requests, one after the other, that measure the time to the first output (default: %(default)s)",
+        metavar="N",
+        help="Measure the time to the first output with N requests, one after the other. Default: %(default)s.",
     )
     parser.add_argument(
-        "--breakdown", action="store_true", help="Also print what each part of the path costs per token"
+        "--breakdown", action="store_true", help="Print also what each part of the path costs per token. Default: off."
     )
     parser.add_argument(
-        "--python", action="store_true", help="Use the path in Python, even if the compiled one was built"
+        "--python",
+        action="store_true",
+        help="Use the path in Python, even if the compiled path was built. Default: off.",
     )
     parser.add_argument(
         "--rate",
         type=positive_integer,
-        help="Measure only the lag of the event loop and the memory, while all streams together get this many tokens a "
-        "second, each stream in a task of its own",
+        metavar="N",
+        help="Measure only the lag of the event loop and the memory, while all streams together get N tokens per "
+        "second, each stream in a task of its own. Default: off.",
     )
     parser.add_argument(
-        "--logprobs", type=positive_integer, help="With --rate: log-probabilities at each token (default: none)"
+        "--logprobs",
+        type=positive_integer,
+        metavar="N",
+        help="Ask for N log-probabilities at each token, with --rate. Default: none.",
     )
     parser.add_argument(
-        "--seconds", type=positive_integer, default=10, help="With --rate: time of the streams (default: %(default)s)"
+        "--seconds",
+        type=positive_integer,
+        default=10,
+        metavar="N",
+        help="Run the streams for N seconds, with --rate. Default: %(default)s.",
     )
     add_json_flag(parser)
 

@@ -11,16 +11,25 @@ from vllm_mp.cli.load_generator import LoadRequest, decode_rate, random_prompt, 
 from vllm_mp.engine_args import AsyncEngineArgs
 
 USAGE = "[OPTIONS]"
-HELP = "Measure time to first token, time between tokens and tokens per second of a batch of equal requests."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = positive_integer
-    parser.add_argument("--batch-size", type=size, default=1, help="Requests per batch (default: %(default)s)")
-    parser.add_argument("--input-len", type=size, default=128, help="Tokens per prompt (default: %(default)s)")
-    parser.add_argument("--output-len", type=size, default=128, help="Tokens per completion (default: %(default)s)")
     parser.add_argument(
-        "--rounds", type=size, default=5, help="Measured batches, after one batch of warm-up (default: %(default)s)"
+        "--batch-size", type=size, default=1, metavar="N", help="Send N requests at a time. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--input-len", type=size, default=128, metavar="N", help="Make prompts of N tokens. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--output-len", type=size, default=128, metavar="N", help="Make completions of N tokens. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--rounds",
+        type=size,
+        default=5,
+        metavar="N",
+        help="Measure N batches, after a batch of warm-up. Default: %(default)s.",
     )
     add_json_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
 
 USAGE = "[OPTIONS]"
-HELP = "Kill the core repeatedly, and measure the time from each kill to the next token."
 
 _TOKENS_BEFORE = 8
 """Tokens of each stream before the core is killed."""
@@ -28,9 +27,15 @@ _STANDBY_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=positive_integer, default=10, help="Number of kills (default: %(default)s)")
     parser.add_argument(
-        "--streams", type=positive_integer, default=8, help="Streams that run at the same time (default: %(default)s)"
+        "--kills", type=positive_integer, default=10, metavar="N", help="Kill the core N times. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--streams",
+        type=positive_integer,
+        default=8,
+        metavar="N",
+        help="Run N streams at a time. Default: %(default)s.",
     )
     add_json_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)

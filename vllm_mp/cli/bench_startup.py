@@ -15,7 +15,6 @@ from vllm_mp.cli.bench_progress import progress
 from vllm_mp.engine_args import AsyncEngineArgs
 
 USAGE = "[OPTIONS]"
-HELP = "Measure the times of import and start, the client's memory, and the CPU time of an idle engine."
 
 # A program that prints the seconds that `import vllm_mp` takes, and whether it loads torch.
 _IMPORT = """
@@ -61,13 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=positive_integer,
         default=3,
-        help="Number of starts, whose median is printed (default: %(default)s)",
+        metavar="N",
+        help="Start the engine N times, and print the medians. Default: %(default)s.",
     )
     parser.add_argument(
         "--idle-seconds",
         type=float,
         default=5.0,
-        help="Seconds to watch the idle engine (default: %(default)s)",
+        metavar="X",
+        help="Watch the idle engine for X seconds. Default: %(default)s.",
     )
     add_json_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)

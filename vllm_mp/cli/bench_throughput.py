@@ -10,31 +10,35 @@ from vllm_mp.cli.load_generator import LoadRequest, percentiles, run_load, unifo
 from vllm_mp.engine_args import AsyncEngineArgs
 
 USAGE = "[OPTIONS]"
-HELP = "Measure tokens per second under a load of requests of mixed lengths that arrive at random or all at once."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--num-prompts", type=positive_integer, default=64, help="Number of requests (default: %(default)s)"
+        "--num-prompts", type=positive_integer, default=64, metavar="N", help="Send N requests. Default: %(default)s."
     )
-    for side, text in (("input", "a prompt"), ("output", "a completion")):
+    for side, text in (("input", "prompts"), ("output", "completions")):
         parser.add_argument(
             f"--{side}-len",
             type=_length_range,
             default=(32, 512),
             metavar="N[:M]",
-            help=f"Tokens of {text}; N:M draws a number from N to M for each request (default: 32:512)",
+            help=f"Make {text} of N tokens; N:M draws a number from N to M for each request. Default: 32:512.",
         )
     parser.add_argument(
         "--request-rate",
         type=float,
-        help="Requests per second, which arrive as a Poisson process; by default all arrive at once",
+        metavar="X",
+        help="Send X requests per second, as a Poisson process. Default: all at once.",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="Temperature of the sampling (default: %(default)s)"
+        "--temperature", type=float, default=0.0, metavar="X", help="Sample at this temperature. Default: %(default)s."
     )
     parser.add_argument(
-        "--load-seed", type=int, default=0, help="Seed of lengths, prompts and arrivals (default: %(default)s)"
+        "--load-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Draw lengths, prompts and arrivals with this seed. Default: %(default)s.",
     )
     add_json_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)

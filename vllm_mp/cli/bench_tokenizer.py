@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 
 USAGE = "[OPTIONS]"
-HELP = "Measure batched tokenizing, and the lag of the event loop while long texts are tokenized or streams run."
 
 _TEXT: Final = (
     "The quick brown fox jumps over a lazy dog while 42 engineers measure tokens, streams and batches; every Größe has "
@@ -40,27 +39,64 @@ class Cost(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=EngineArgs.model, help="Model whose tokenizer is measured")
+    parser.add_argument(
+        "--model", default=EngineArgs.model, help="Measure the tokenizer of this model. Default: %(default)s."
+    )
     size = positive_integer
-    parser.add_argument("--prompts", type=size, default=1000, help="Short prompts at once (default: %(default)s)")
-    parser.add_argument("--long-prompts", type=size, default=200, help="Long prompts at once (default: %(default)s)")
     parser.add_argument(
-        "--long-prompt-len", type=size, default=30_000, help="Tokens per long prompt (default: %(default)s)"
+        "--prompts",
+        type=size,
+        default=1000,
+        metavar="N",
+        help="Tokenize N short prompts at once. Default: %(default)s.",
     )
     parser.add_argument(
-        "--longest-text", type=size, default=_LONG_TEXT_CHARS, help="Characters of a single text (default: %(default)s)"
-    )
-    parser.add_argument("--streams", type=size, default=1024, help="Streams of a replay core (default: %(default)s)")
-    parser.add_argument(
-        "--rate", type=size, default=50_000, help="Tokens per second of all streams (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=size, default=10, help="Time of streams, and of an idle event loop (default: %(default)s)"
+        "--long-prompts",
+        type=size,
+        default=200,
+        metavar="N",
+        help="Tokenize N long prompts at once. Default: %(default)s.",
     )
     parser.add_argument(
-        "--logprobs", type=size, help="Log-probabilities that the streams ask for at each token (default: none)"
+        "--long-prompt-len",
+        type=size,
+        default=30_000,
+        metavar="N",
+        help="Make long prompts of N tokens. Default: %(default)s.",
     )
-    parser.add_argument("--rounds", type=size, default=7, help="Measurements of short prompts (default: %(default)s)")
+    parser.add_argument(
+        "--longest-text",
+        type=size,
+        default=_LONG_TEXT_CHARS,
+        metavar="N",
+        help="Tokenize a single text of N characters. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--streams", type=size, default=1024, metavar="N", help="Run N streams of a replay core. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--rate",
+        type=size,
+        default=50_000,
+        metavar="N",
+        help="Give all streams together N tokens per second. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=size,
+        default=10,
+        metavar="N",
+        help="Measure streams, and an idle event loop, for N seconds each. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=size,
+        metavar="N",
+        help="Let the streams ask for N log-probabilities at each token. Default: none.",
+    )
+    parser.add_argument(
+        "--rounds", type=size, default=7, metavar="N", help="Measure short prompts N times. Default: %(default)s."
+    )
     add_json_flag(parser)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from vllm_mp.argument_parser import FlexibleArgumentParser
@@ -21,10 +21,23 @@ class CommandParser(FlexibleArgumentParser):
     Its help leaves out flags whose heading begins with `FURTHER`, which `--help-all` shows, and those under `UNSERVED`.
     """
 
+    def __init__(self, load: "Callable[[CommandParser], None] | None" = None, **options: Any) -> None:
+        """`load` adds the arguments when they are needed; `options` are those of the base class."""
+        super().__init__(add_help=False, **options)
+        self._load = load
+        self.add_argument("-h", "--help", action="help", help="Show this help and exit.")
+
+    def load(self) -> None:
+        """Add the arguments of the command; no-op if they are there."""
+        load, self._load = self._load, None
+        if load is not None:
+            load(self)
+
     def parse_known_args(  # type: ignore[override]  # as in the base class
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse all of `args`. An unknown argument is refused here, so that the message names the command."""
+        self.load()
         parsed, unknown = super().parse_known_args(args, namespace)
         if not any(argument.startswith("-") for argument in unknown):
             # Those after an option belong to an argument that takes several, which ended at that option.
@@ -54,10 +67,11 @@ class CommandParser(FlexibleArgumentParser):
     def add_help_all(self) -> None:
         """Add `--help-all` if there are options that the help leaves out."""
         if any((group.title or "").startswith(FURTHER) for group in self._action_groups):
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show all options and exit")
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show all options and exit.")
 
     def _format(self, all_options: bool) -> str:
         """Return the help, with the options of every heading if `all_options`."""
+        self.load()
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)

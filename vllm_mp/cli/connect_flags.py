@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from vllm_mp.config import ModelConfig
 
 
+_CONNECT_TIMEOUT_S = 30.0
+_ABSENT_TIMEOUT_S = 2.0
+"""Time to wait for a core where no process listens."""
+
+
 def flag_of(option: str) -> str:
     """Return the flag of an option."""
     return f"--{option.replace('_', '-')}"
@@ -23,19 +28,21 @@ def add_connect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="Address of a running core to use; by default a core is started. With this flag, only the client's "
-        "engine options are allowed: " + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS)),
+        help="Use the running core at ADDRESS; of the engine options, only those of the client are allowed then ("
+        + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS))
+        + "). Default: a core is started.",
     )
     further = parser.add_argument_group(FURTHER + "options")
     further.add_argument(
         "--key-file",
         metavar="FILE",
-        help="Key file of this client, as `vllm-mp keys client` makes it; required for a tcp:// address",
+        help="Read the client's key from FILE, as `vllm-mp keys client` makes it; required for a tcp:// address. "
+        "Default: none.",
     )
     further.add_argument(
         "--core-owner",
         metavar="USER",
-        help="User beside this one and root who may own the core's Unix socket (default: no other user)",
+        help="Let USER, beside the current user and root, own the core's Unix socket. Default: no other user.",
     )
 
 
@@ -69,8 +76,29 @@ def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLL
         if for_chat:
             _check_chat_template(config.model_config)
         return AsyncLLM.from_vllm_config(config)
-    options = engine_args.client_options()
-    return AsyncLLM.connect(args.connect, key_file=args.key_file, core_owner=args.core_owner, **options)
+    # The same command gives the same answers, whoever else uses the core.
+    options = engine_args.client_options() | {"seed": engine_args.seed}
+    timeout = _CONNECT_TIMEOUT_S if _listens(args.connect) else _ABSENT_TIMEOUT_S
+    return AsyncLLM.connect(
+        args.connect, key_file=args.key_file, core_owner=args.core_owner, timeout=timeout, **options
+    )
+
+
+def _listens(address: str) -> bool:
+    """Return whether a process listens at the address of a core; a core that loads does."""
+    import socket
+
+    kind, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    try:
+        if kind == "tcp":
+            socket.create_connection((host, int(port)), _ABSENT_TIMEOUT_S).close()
+        else:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(place)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def no_chat_template(model: str) -> str:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from vllm_mp.client.engine.shared_core import SharedCore
 
 USAGE = "--listen ADDRESS [OPTIONS]"
-HELP = "Run a core that clients reach at an address (AsyncLLM.connect), and keep it alive."
 
 _INTERRUPTED = 130
 
@@ -27,18 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen",
         required=True,
         metavar="ADDRESS",
-        help="Address at which clients connect: ipc:///PATH/TO/SOCKET or tcp://HOST:PORT (required)",
+        help="Let clients connect at ADDRESS: ipc:///PATH/TO/SOCKET or tcp://HOST:PORT. Required.",
     )
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help="Key file of the server for a tcp:// address, where it is required; `vllm-mp keys` makes it",
+        help="Read the server's key from FILE, as `vllm-mp keys server` makes it; required for a tcp:// address. "
+        "Default: none.",
     )
     parser.add_argument(
         "--operator-key-file",
         metavar="FILE",
-        help="Key file of the operators, who may pause the core and make other calls that affect all clients; made if "
-        "it does not exist (default: there are no operators)",
+        help="Let clients that have the key in FILE pause the core and make other calls that affect all clients; FILE "
+        "is made if it does not exist. Default: no client may.",
     )
     AsyncEngineArgs.add_cli_args(parser)
 
@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
     """
     import asyncio
 
+    from vllm_mp.client.engine.held_address import check_address
     from vllm_mp.client.engine.shared_core import SharedCore
 
+    check_address(args.listen, args.key_file)
     if args.key_file:
         from vllm_mp.curve_keys import read_server_key
 

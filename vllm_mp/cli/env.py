@@ -20,7 +20,6 @@ from vllm_mp.model_store import cache_root
 from vllm_mp.model_store.entries import folder_size
 
 USAGE = "[--json]"
-HELP = "Print versions, machine, paths and settings for a problem report."
 
 _PACKAGES = (
     "vllm-mp",
@@ -53,7 +52,9 @@ _MASK = "***"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="Print a JSON object, with sizes in bytes")
+    parser.add_argument(
+        "--json", action="store_true", help="Print a JSON object, with sizes in bytes. Default: lines of text."
+    )
 
 
 def run(args: argparse.Namespace) -> int:

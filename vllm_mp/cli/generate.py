@@ -2,13 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, no_chat_template, open_engine
 from vllm_mp.cli.model_argument import names_model, set_model
+from vllm_mp.cli.repetition import LoopGuard, penalty_against_loops
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
+from vllm_mp.cli.screen import Screen
 from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.errors import EngineError
 from vllm_mp.lora_request import LoRARequest, parse_adapter
 from vllm_mp.sampling_params import SamplingParams
 
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
     from vllm_mp.outputs import CompletionOutput
 
 USAGE = "[MODEL] [PROMPT] [OPTIONS]"
-HELP = "Stream the answer to a prompt, or answer the prompts of a file."
+
+_LOOP = "stopped, as the answer repeats itself; give a larger --frequency-penalty, or --ignore-eos to go on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,23 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[MODEL] [PROMPT]",
-        help="Prompt, after the model if both are given; a single argument that names a model is the model. Text that "
-        "is piped in is the prompt, or comes before it (default: the default model, and the piped text)",
+        help="Answer PROMPT with MODEL; a single argument is the model if it names a model, else the prompt. Text that "
+        f"is piped in is the prompt, or comes before it. Default: {AsyncEngineArgs.model}, and what is piped in.",
     )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="File of prompts, one in each line: texts, or JSON objects with prompt or messages, sampling parameters "
-        "and id; - reads standard input. Results are JSON lines in the same order (default: a single prompt)",
+        help="Answer the prompts of FILE, one in each line: texts, or JSON objects with prompt or messages, sampling "
+        "parameters and id; -: standard input. Results are JSON lines in the same order. Default: a single prompt.",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="Put the prompt into the model's chat template (default: off)",
+        help="Put the prompt into the model's chat template. Default: off.",
     )
     add_connect_flags(parser)
     add_lora_flag(parser)
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, {})
     AsyncEngineArgs.add_cli_args(parser)
 
 
@@ -49,7 +53,7 @@ def add_lora_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora",
         metavar="NAME=FOLDER",
-        help="LoRA adapter that answers, in a folder that PEFT has saved (default: none)",
+        help="Answer with this LoRA adapter, in a folder that PEFT has saved. Default: none.",
     )
 
 
@@ -74,15 +78,27 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts is not None:
         return _answer_file(args, lora)
     text = whole_prompt(given)
+    screen = Screen()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         llm = open_engine(args, for_chat=args.chat)
         try:
             prompt = chat_prompt(llm, [{"role": "user", "content": text}]) if args.chat else text
-            params = sampling_params(args, llm.model_config.default_sampling_params)
-            runner.run(stream_completion(llm, prompt, params, show, lora))
-            print()
+            model_defaults = llm.model_config.default_sampling_params
+            penalty = penalty_against_loops(model_defaults) if args.chat else {}
+            params = sampling_params(args, penalty | model_defaults)
+            stops_loops = args.chat and not params.ignore_eos
+            completion = stream_completion(llm, prompt, params, lora, screen, stops_loops=stops_loops)
+            try:
+                is_loop = runner.run(completion)
+            except EngineError:
+                if screen.is_terminal:
+                    screen.write("\n")  # shows the last word, too; the error begins a line
+                raise
+            screen.write("\n")
         finally:
             llm.shutdown()
+    if is_loop:
+        screen.complain(_LOOP)
     return 0
 
 
@@ -167,15 +183,24 @@ async def stream_completion(
     llm: "AsyncLLM",
     prompt: str | list[int],
     params: SamplingParams,
-    show: Callable[[str], None],
-    lora: LoRARequest | None = None,
-) -> str:
-    """Give each piece of the completion to `show` when it arrives, and return the whole text."""
-    pieces = []
-    async for output in llm.generate(prompt, params, lora_request=lora):
-        pieces.append(whole_text(output.outputs[0]))
-        show(pieces[-1])
-    return "".join(pieces)
+    lora: LoRARequest | None,
+    screen: Screen,
+    *,
+    stops_loops: bool,
+) -> bool:
+    """Write the completion to `screen` as it arrives. Return whether it was stopped because it repeats itself.
+
+    It is stopped for that reason only with `stops_loops`.
+    """
+    text, guard = "", LoopGuard()
+    async with aclosing(llm.generate(prompt, params, lora_request=lora)) as outputs:
+        async for output in outputs:
+            piece = whole_text(output.outputs[0])
+            screen.write(piece)
+            text += piece
+            if stops_loops and guard.finds_loop(text):
+                return True
+    return False
 
 
 def whole_text(completion: "CompletionOutput") -> str:
@@ -201,9 +226,3 @@ def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
     # The template contains the special tokens already.
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
-
-
-def show(piece: str) -> None:
-    """Write a piece of a completion to standard output at once."""
-    sys.stdout.write(piece)
-    sys.stdout.flush()

@@ -3,13 +3,12 @@
 import argparse
 
 USAGE = "{server,client,allow,revoke,list} FILE [OPTIONS]"
-HELP = "Make and list the keys of a core and of its clients, for tcp:// addresses."
 
-_SERVER_FILE = "Key file of the server, as given to `vllm-mp engine --key-file`"
+_SERVER_FILE = "Use this key file of the server, as given to `vllm-mp engine --key-file`. Required."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog=parser.prog)
     for name, (help_text, run_command) in {
         "server": ("Make the key file of a server, and FILE.pub for its clients.", _make_server),
         "client": ("Make the key file of a client, and FILE.pub for the server.", _make_client),
@@ -19,15 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
         makes = name in ("server", "client")
-        command.add_argument("file", metavar="FILE", help="Key file to make" if makes else _SERVER_FILE)
+        command.add_argument("file", metavar="FILE", help="Make this key file. Required." if makes else _SERVER_FILE)
         if name == "client":
             command.add_argument(
-                "--server", required=True, metavar="KEY", help="Public key of the server, or its .pub file (required)"
+                "--server",
+                required=True,
+                metavar="KEY",
+                help="Connect to the server with this public key, or .pub file. Required.",
             )
         if name in ("allow", "revoke"):
-            command.add_argument("name", metavar="NAME", help="Name of the client in the list")
+            command.add_argument("name", metavar="NAME", help="Call the client by this name in the list. Required.")
         if name == "allow":
-            command.add_argument("key", metavar="KEY", help="Public key of the client, or its .pub file")
+            command.add_argument(
+                "key", metavar="KEY", help="Allow this public key, or .pub file, of the client. Required."
+            )
         command.set_defaults(run_command=run_command)
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from vllm_mp.cli.table import duration_text, print_table, size_text
 
 USAGE = "[--json]"
-HELP = "List the models in the cache, with their sizes."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", action="store_true", help="Print a JSON list, with sizes in bytes and times in seconds since 1970"
+        "--json",
+        action="store_true",
+        help="Print a JSON list, with sizes in bytes and times in seconds since 1970. Default: a table.",
     )
 
 

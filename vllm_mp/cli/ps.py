@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from vllm_mp.cli.running_engines import RunningEngine
 
 USAGE = "[--json]"
-HELP = "List the engines of this user that run on this machine."
 
 _HEAD = ("PID", "ENGINE", "MODEL", "STATE", "CLIENTS", "RUNNING", "WAITING", "MEMORY", "UPTIME", "RESTARTS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", action="store_true", help="Print a JSON list, with sizes in bytes and times in seconds"
+        "--json",
+        action="store_true",
+        help="Print a JSON list, with sizes in bytes and times in seconds. Default: a table.",
     )
 
 
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         print("no engines run", file=sys.stderr)
     for engine in engines:
         if engine.problem:
-            print(f"vllm-mp: core process {engine.pid}: {engine.problem}", file=sys.stderr)
+            print(f"vllm-mp: {engine.name}: {engine.problem}", file=sys.stderr)
     return 0
 
 
@@ -44,11 +45,11 @@ def _row(engine: "RunningEngine") -> tuple[str, ...]:
     about, status = engine.description, engine.status
     address = "" if about is None else about.address
     return (
-        str(engine.pid),
+        "-" if engine.pid is None else str(engine.pid),
         address or f"private, of process {engine.parent_pid}",
         "-" if about is None else about.model,
         engine.state,
         *(("-",) * 3 if status is None else map(str, (engine.num_clients, status.num_running, status.num_waiting))),
-        size_text(engine.memory),
+        "-" if engine.pid is None else size_text(engine.memory),
         *(("-",) * 2 if about is None else (duration_text(engine.report()["uptime_s"]), str(about.num_restarts))),
     )

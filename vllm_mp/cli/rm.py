@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from vllm_mp.model_store.entries import CacheEntry
 
 USAGE = "MODEL... [--yes]"
-HELP = "Remove models from the cache."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="Name of a model, as `vllm-mp list` shows it")
-    parser.add_argument("--yes", "-y", action="store_true", help="Do not ask")
+    parser.add_argument(
+        "models", metavar="MODEL", nargs="+", help="Remove this model, as `vllm-mp list` names it. Required."
+    )
+    parser.add_argument("--yes", "-y", action="store_true", help="Remove without a question. Default: off.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,10 +53,10 @@ def _check_unused(entry: "CacheEntry", engines: "list[RunningEngine]") -> None:
     folder = entry.folder.resolve()
     for engine in engines:
         if any(used.is_relative_to(folder) for used in engine.folders):
-            raise ValueError(f"{entry.name!r} is in use by the core process {engine.pid}; stop its engine first")
+            raise ValueError(f"{entry.name!r} is in use by {engine.name}; stop it first")
         if engine.description is None:
             raise ValueError(
-                f"cannot tell whether the core process {engine.pid} uses {entry.name!r}: "
+                f"cannot tell whether {engine.name} uses {entry.name!r}: "
                 f"{engine.problem or 'it has just started'}; try again later, or stop it"
             )
 

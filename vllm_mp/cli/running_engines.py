@@ -1,22 +1,29 @@
-"""The engines of this user that run on this machine, found by their core processes."""
+"""The engines of this user that run on this machine, found by their core processes and the parents of these."""
 
+import contextlib
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from vllm_mp.core_description import CoreDescription
 from vllm_mp.status_page import VERSION, CoreState, CoreStatus, StatusPage
 
 _SILENT_S = 5.0
 """Age of a heartbeat that is worth telling."""
+_NOT_READABLE = (FileNotFoundError, ProcessLookupError, PermissionError)
+"""The errors of a process that has ended meanwhile or hides its descriptors, as no engine does."""
 
 
 class RunningEngine(NamedTuple):
-    """A core process, with what its status page says."""
+    """A core process, with what its status page says; or an engine between two cores."""
 
-    pid: int
+    pid: int | None
+    """The core process; None while there is none."""
     parent_pid: int
     """The client of a private core; the process that keeps a shared core alive."""
     memory: int
@@ -27,6 +34,13 @@ class RunningEngine(NamedTuple):
     status: CoreStatus | None = None
     num_clients: int = 0
     adapter_folders: tuple[str, ...] = ()
+    place: str = ""
+    """Where all cores of the engine have their pages; empty if the core has none yet."""
+
+    @property
+    def name(self) -> str:
+        """The process to which the user must turn."""
+        return f"the core process {self.pid}" if self.pid else f"the engine of process {self.parent_pid}"
 
     @property
     def folders(self) -> list[Path]:
@@ -38,6 +52,8 @@ class RunningEngine(NamedTuple):
     def state(self) -> str:
         """What the core is doing, in a few words."""
         status = self.status
+        if self.pid is None:
+            return "no core"
         if status is None:
             return "unknown" if self.problem else "starting"
         if status.heartbeat_age > _SILENT_S and status.state in (CoreState.IDLE, CoreState.STEPPING):
@@ -76,18 +92,65 @@ def running_engines() -> list[RunningEngine]:
 
     Files that dead engines have left are not looked at: each page is found by the process that has mapped it.
     """
-    return sorted(_engines(), key=lambda engine: engine.pid)
+    engines = list(_cores())
+    dead = list(_dead_cores({engine.pid for engine in engines}))
+    return sorted(_joined(engines, dead), key=lambda engine: engine.pid or engine.parent_pid)
 
 
-def _engines() -> Iterator[RunningEngine]:
+def _own_processes() -> Iterator[Path]:
+    """Yield the folder in /proc of each process of this user."""
     for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdecimal() and folder.stat().st_uid == os.geteuid() and _is_core(folder):
-                engine = _engine(folder)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
+            if folder.name.isdecimal() and folder.stat().st_uid == os.geteuid():
+                yield folder
+
+
+def _cores() -> Iterator[RunningEngine]:
+    """Yield the engines that have a core process."""
+    for process in _own_processes():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if _is_core(process):
+                engine = _engine(process)
                 if engine is not None:
                     yield engine
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # the process has ended meanwhile
+
+
+def _dead_cores(alive: Collection[int | None]) -> Iterator[RunningEngine]:
+    """Yield an engine without a core for each page that a parent has mapped of a core that is not `alive`."""
+    for process in _own_processes():
+        with contextlib.suppress(*_NOT_READABLE):
+            for descriptor in list((process / "fd").iterdir()):
+                with contextlib.suppress(*_NOT_READABLE):
+                    path = os.readlink(descriptor).removesuffix(" (deleted)")
+                    page = StatusPage.open(descriptor) if path.endswith(".status") else None
+                    about = page.description if page is not None else None
+                    if page is None or about is None or about.parent_pid != int(process.name):
+                        continue
+                    if page.read().pid not in alive:
+                        yield RunningEngine(None, about.parent_pid, 0, description=about, place=_place(Path(path)))
+
+
+def _joined(cores: list[RunningEngine], dead: Iterable[RunningEngine]) -> list[RunningEngine]:
+    """Return the engines of `cores`, and those of the `dead` cores that have no successor.
+
+    A successor that has not described itself yet is described by its predecessor.
+    """
+    joined = list(cores)
+    for place, engine in {engine.place: engine for engine in dead}.items():
+        about = engine.description
+        children = [core for core in joined if core.pid and core.parent_pid == engine.parent_pid]
+        successor = next((core for core in children if core.place == place or not (core.place or core.problem)), None)
+        if successor is None:
+            joined.append(engine)
+        elif successor.description is None and about is not None:
+            about = msgspec.structs.replace(about, num_restarts=about.num_restarts + 1, started=time.time())
+            joined[joined.index(successor)] = successor._replace(description=about, place=place)
+    return joined
+
+
+def _place(page: Path) -> str:
+    """Return where all cores of the engine of a core have their pages: a private folder, or the path at an address."""
+    return str(page.parent if re.fullmatch(r"core-\d+\.status", page.name) else page)
 
 
 def _is_core(process: Path) -> bool:
@@ -119,6 +182,7 @@ def _engine(process: Path) -> RunningEngine | None:
         status=status,
         num_clients=page.num_clients,
         adapter_folders=tuple(record.path for record in page.adapters() or ()),
+        place=_place(path),
     )
 
 

@@ -1,7 +1,8 @@
 """The flags that say how a completion is sampled: one for each field of `SamplingParams` that declares a help text."""
 
 import argparse
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from vllm_mp.options import FURTHER
 from vllm_mp.parameters import Integer, Number, Parameter, Strings
@@ -14,30 +15,35 @@ _BY_FLAG = {
     if parameter.help is not None
 }
 
-_SWITCH = {"on": True, "true": True, "off": False, "false": False}
-_COMMON = ("temperature", "top-p", "top-k", "repetition-penalty", "max-tokens", "sampling-seed", "stop")
+SWITCH = {"on": True, "true": True, "off": False, "false": False}
+"""What each word for a parameter that is on or off means."""
+_COMMON = ("temperature", "top-p", "top-k", "repetition-penalty", "max-tokens", "stop")
 """The flags that the help of a command shows; `--help-all` shows the others too."""
+_OWN: Final[dict[str, Any]] = {"temperature": 0.0, "max_tokens": None}
+"""How the commands sample where neither a flag nor the model says it, and `SamplingParams` has another default."""
+_NO_VALUE = {
+    "max_tokens": "as many as fit into the context",
+    "seed": "each prompt has a seed of its own, drawn from --seed",
+    "stop": "none",
+}
+"""What a default that is no number means, by parameter; "off" for others."""
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to `parser`.
-
-    A flag that is not given has the value of the model's `default_sampling_params`, or else that of the command.
-    """
-    common = parser.add_argument_group(
-        "sampling (defaults: the model's own; else generate is greedy, and chat samples)"
-    )
+def add_sampling_flags(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
+    """Add the flags to `parser`; their help names `defaults`, which the command applies if the model has none."""
+    common = parser.add_argument_group("sampling")
     further = parser.add_argument_group(FURTHER + "sampling options")
-    for flag, (_, parameter) in _BY_FLAG.items():
+    for flag, (name, parameter) in _BY_FLAG.items():
         group = common if flag in _COMMON else further
-        group.add_argument(f"--{flag}", help=_sentence(parameter.help or ""), **_form_of(parameter))
+        default = _default_text(name, parameter, _OWN | defaults)
+        group.add_argument(f"--{flag}", help=f"{parameter.help} Default: {default}.", **_form_of(parameter))
 
 
 def chosen_parameters(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters that the flags ask for, over the model's `defaults`."""
     flags = {name: getattr(args, flag.replace("-", "_")) for flag, (name, _) in _BY_FLAG.items()}
     given = {name: value for name, value in flags.items() if value is not None}
-    return {"temperature": 0.0, "max_tokens": None} | defaults | given
+    return _OWN | defaults | given
 
 
 def sampling_params(args: argparse.Namespace, defaults: dict[str, Any]) -> SamplingParams:
@@ -68,7 +74,7 @@ def parse_parameter(name: str, text: str) -> tuple[str, Any]:
         case Strings():
             return field, [text]
         case _:
-            convert = _SWITCH.__getitem__
+            convert = SWITCH.__getitem__
     try:
         return field, convert(text)
     except (ValueError, KeyError):
@@ -76,9 +82,11 @@ def parse_parameter(name: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"{field} must be {kind}, got {text!r}") from None
 
 
-def _sentence(text: str) -> str:
-    """Return `text` with a capital letter at its beginning."""
-    return text[:1].upper() + text[1:]
+def _default_text(name: str, parameter: Parameter, defaults: Mapping[str, Any]) -> str:
+    """Return the default of a parameter in words; `defaults` are those of the command."""
+    value = defaults.get(name, getattr(SamplingParams(), name))
+    text = f"{value:g}" if type(value) in (int, float) else _NO_VALUE.get(name, "off")
+    return f"the model's own, or {text}" if parameter.generation_config else text
 
 
 def _form_of(parameter: Parameter) -> dict[str, Any]:

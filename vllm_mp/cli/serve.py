@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import ssl
 
 USAGE = "[MODEL] [OPTIONS]"
-HELP = "Serve a model over HTTP with OpenAI's API."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "served_model",
         metavar="MODEL",
         nargs="?",
-        help="Model to serve, as with --model",
+        help=f"Serve this model, as --model names it. Default: {AsyncEngineArgs.model}.",
     )
     ServerOptions.add_cli_args(parser)
     AsyncEngineArgs.add_cli_args(parser)

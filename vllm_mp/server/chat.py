@@ -12,7 +12,7 @@ from starlette.responses import Response
 from vllm_mp.client.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
-from vllm_mp.server.body import Ignored, Refused, RequestBody, refused
+from vllm_mp.server.body import Ignored, Refused, refused
 from vllm_mp.server.chat_messages import ChatMessage
 from vllm_mp.server.chat_prompt import chat_prompt
 from vllm_mp.server.endpoint import Call, post
@@ -22,16 +22,10 @@ from vllm_mp.server.generation import Generation, GenerationBody, StreamOptions,
 from vllm_mp.server.http_protocol import WriteNow
 from vllm_mp.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, convert, prompt_logprobs
 from vllm_mp.server.models import check_model
+from vllm_mp.server.output_form import ResponseFormat
 from vllm_mp.server.sampling_fields import sampling_params
 
 _NO_TOOLS = refused("is not served yet: tools cannot be called; leave it out")
-
-
-class TextFormat(RequestBody):
-    """A response format: only plain text is served."""
-
-    type: Annotated[Literal["text"], refused("must be 'text': structured output is not served yet")]
-    json_schema: Refused = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -52,7 +46,8 @@ class ChatBody(GenerationBody, kw_only=True):
     """Return the log-probability of each token of the answer."""
     top_logprobs: int | None = None
     """Number of most likely tokens to return with each token."""
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
+    """The form of the answer; default: any text."""
     tools: Annotated[Annotated[list[Any], msgspec.Meta(max_length=0)] | None, _NO_TOOLS] = None
     tool_choice: Annotated[Literal["none"] | None, _NO_TOOLS] = None
     functions: Annotated[Annotated[list[Any], msgspec.Meta(max_length=0)] | None, _NO_TOOLS] = None

@@ -23,6 +23,7 @@ from vllm_mp.server.generation import Generation, GenerationBody, StreamOptions,
 from vllm_mp.server.http_protocol import WriteNow
 from vllm_mp.server.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, convert, prompt_logprobs
 from vllm_mp.server.models import check_model
+from vllm_mp.server.output_form import ResponseFormat
 from vllm_mp.server.sampling_fields import sampling_params
 
 _DEFAULT_MAX_TOKENS = 16
@@ -42,7 +43,8 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt_embeds: Annotated[
         None, refused("would be a pickle, which can run code; give text or token ids, or use the Python client")
     ] = None
-    response_format: Refused = None
+    response_format: ResponseFormat | None = None
+    """The form of each completion; default: any text."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

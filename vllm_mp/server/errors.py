@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllm_mp.errors import EngineDeadError, EngineError, EngineGenerateError
+from vllm_mp.errors import ConstraintError, EngineDeadError, EngineError, EngineGenerateError
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case HTTPException():
             return _framework_error(error)
+        case ConstraintError():
+            return ApiError(400, str(error), code="invalid_constraint")
         case EngineGenerateError():
             return ApiError(500, str(error), type="server_error", code="generation_failed")
         case EngineDeadError():

@@ -189,10 +189,12 @@ class FrontProcesses:
         else:
             # The parent knows when the core is gone for good, and tells.
             address, reconnect_timeout = self._core.address, math.inf
+        seed = self._client_options["seed"]
         launch = FrontLaunch(
             options=self._options,
             address=address,
-            client_options=self._client_options,
+            # Equal requests to several front processes have different answers.
+            client_options=self._client_options | {"seed": None if seed is None else seed + index},
             connect_timeout=self._start_timeout_s,
             reconnect_timeout=min(reconnect_timeout, 1e9),
             listener=listener,

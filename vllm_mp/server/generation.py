@@ -7,12 +7,14 @@ import msgspec
 
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.stream_group import Outputs, StreamGroup
+from vllm_mp.errors import ConstraintError
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
 from vllm_mp.server.endpoint import Call
-from vllm_mp.server.errors import ApiError
+from vllm_mp.server.errors import ApiError, as_api_error
+from vllm_mp.server.output_form import output_form
 from vllm_mp.server.sampling_fields import SamplingFields, refused_parameters
 from vllm_mp.server.tracing import trace_headers
 
@@ -85,8 +87,11 @@ class Generation:
     The call that it was started for aborts what is left when it ends.
     """
 
-    def __init__(self, request_id: str, ids: Sequence[str], group: StreamGroup) -> None:
-        """`ids` are the ids of the requests of `group`, in the order of their prompts."""
+    def __init__(self, request_id: str, ids: Sequence[str], group: StreamGroup, form_field: str) -> None:
+        """`ids` are the ids of the requests of `group`, in the order of their prompts.
+
+        `form_field` is the field that demands the form of the output; empty: no field does.
+        """
         self.request_id = request_id
         self._indices = {each: index for index, each in enumerate(ids)}
         self._group = group
@@ -95,6 +100,7 @@ class Generation:
         self.discards_completions = False
         """The response leaves out the tokens of the completions, so they do not count."""
         self._completion_tokens = 0
+        self._form_field = form_field
 
     async def outputs(self, pass_on: PassOn = _take_none) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield each output that `pass_on` does not take, with the index of its prompt, as it comes.
@@ -115,7 +121,7 @@ class Generation:
         while outputs := await self._group.relay(pass_all_on):
             for output in outputs:
                 if isinstance(output, RequestFailure):
-                    raise output.error
+                    raise self._failure(output.error)
                 index = self._indices[output.request_id]
                 self._count(index, output)
                 yield index, output
@@ -131,6 +137,14 @@ class Generation:
         completion_tokens = 0 if self.discards_completions else self._completion_tokens
         total_tokens = prompt_tokens + completion_tokens
         return Usage(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(sum(self._cached_tokens)))
+
+    def _failure(self, error: Exception) -> Exception:
+        """Return the error of a request as the client is told, with the field at fault."""
+        if not isinstance(error, ConstraintError):
+            return error
+        failure = as_api_error(error)
+        failure.param = self._form_field or None
+        return failure
 
     def _count(self, index: int, output: RequestOutput) -> None:
         self._prompt_tokens[index] = len(output.prompt_token_ids)
@@ -194,4 +208,4 @@ async def start_generation(
                         await asyncio.sleep(0)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-    return Generation(request_id, ids, group)
+    return Generation(request_id, ids, group, output_form(body)[1])

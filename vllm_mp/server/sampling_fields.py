@@ -4,30 +4,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from vllm_mp.parameters import Integer, NotServed, Number, Parameter
+from vllm_mp.parameters import Integer, Number, Parameter
 from vllm_mp.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
 from vllm_mp.server.body import Ignored, Refused, RequestBody
 from vllm_mp.server.errors import ApiError, as_refusal
+from vllm_mp.server.output_form import GUIDED_FIELDS, output_form
 
-_INTERNAL = frozenset({"output_kind", "detokenize", "extra_args"})
+_INTERNAL = frozenset({"output_kind", "detokenize", "extra_args", "structured_outputs", "guided_decoding"})
 """Fields of `SamplingParams` that the server sets itself."""
-_REFUSED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "kv_transfer_params",
-)
-"""Fields of vLLM's that are not served: the older names of structured output, extensions of its engine."""
+_REFUSED = ("kv_transfer_params",)
+"""Fields of vLLM's that are not served: extensions of its engine."""
 _FIELDS = tuple(name for name in PARAMETERS if name not in _INTERNAL)
 
 
 def _declaration(name: str, parameter: Parameter) -> Any:
     """Return the type of the field of a request: that of `SamplingParams` with its range, or null."""
-    if isinstance(parameter, NotServed):
-        return Refused
     plain = next(field.type for field in msgspec.structs.fields(SamplingParams) if field.name == name)
     # The ranges are only described here: `SamplingParams` enforces them, with messages that say more.
     schema: dict[str, Any] = {}
@@ -48,6 +39,8 @@ else:
         [
             *[(name, _declaration(name, PARAMETERS[name]), None) for name in _FIELDS],
             *[(name, Refused, None) for name in _REFUSED],
+            ("structured_outputs", dict[str, Any] | None, None),
+            *[(name, kind | None, None) for name, (_, kind) in GUIDED_FIELDS.items()],
             ("use_beam_search", bool | None, None),
             ("vllm_xargs", dict[str, Any] | None, None),  # vLLM's name of extra_args
             ("length_penalty", Ignored, None),  # it only concerns beam search
@@ -83,6 +76,9 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
         )
     if (extra_args := getattr(body, "vllm_xargs", None)) is not None:
         given["extra_args"] = extra_args
+    form, _ = output_form(body)
+    if form is not None:
+        given["structured_outputs"] = form
     kind = RequestOutputKind.DELTA if getattr(body, "stream", False) else RequestOutputKind.FINAL_ONLY
     try:
         return SamplingParams(**{"output_kind": kind, **defaults, **given, **own})

@@ -90,6 +90,10 @@ def free_tcp_address() -> str:
         return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
+ENDLESS = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+"""Parameters of a request that lasts longer than any test, if its core answers at the pace of a model."""
+
+
 def greedy(max_tokens: int | None, **params: Any) -> SamplingParams:
     """Return parameters of a greedy request that has one output, when it finishes."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY, **params)

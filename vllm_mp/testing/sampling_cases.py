@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_mp.parameters import Integer, NotServed, Number, Strings, Switch, TokenBiases, TokenIds
+from vllm_mp.parameters import Integer, Number, Strings, Switch, TokenBiases, TokenIds
 from vllm_mp.sampling_params import PARAMETERS, OutputKind, RequestOutputKind, SamplingParams
 
 _GREEDY = {"temperature": 0.0}
@@ -72,15 +72,12 @@ FILTERS = {name: case.values for name, case in CASES.items() if case.warper is n
 SHOWN_ELSEWHERE = {
     "extra_args": "tests/engine/test_registered_processors.py",
     "logits_processors": "tests/engine/test_registered_processors.py",
+    "structured_outputs": "tests/engine/test_structured_outputs.py",
+    "guided_decoding": "tests/engine/test_structured_outputs.py",
     "best_of": "tests/unit/test_sampling_params.py",  # only accepted where it changes nothing
     "spaces_between_special_tokens": "tests/unit/client/test_detokenizer.py",  # no matter to byte-level tokenizers
 }
 """Fields that the default model's outputs do not show, with the tests of them."""
-
-
-def refused_fields() -> set[str]:
-    """Return the fields of `SamplingParams` that accept nothing but their default."""
-    return {name for name, parameter in PARAMETERS.items() if isinstance(parameter, NotServed)}
 
 
 def every_field() -> dict[str, Any]:

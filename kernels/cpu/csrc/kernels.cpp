@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "decoder.h"
+#include "token_masks.h"
 
 namespace vmp {
 namespace {
@@ -126,7 +127,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xac4d94acu; }
+uint32_t vmp_interface() { return 0xb9328921u; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -153,6 +154,10 @@ int64_t vmp_panel_columns() { return NR; }
     }                                                                                                                 \
     void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {              \
         argmax(*w, x, rows, places, threads);                                                                         \
+    }                                                                                                                 \
+    void vmp_apply_token_masks_##NAME(T* logits, int64_t vocab_size, const uint32_t* masks, int64_t num_words,        \
+                                      const int64_t* rows, int64_t count, int threads) {                              \
+        apply_token_masks(logits, vocab_size, masks, num_words, rows, count, threads);                                \
     }
 
 FOR_TYPE(float32, float)

@@ -7,9 +7,10 @@ import pytest
 
 from vllm_mp import CompletionOutput, SamplingParams
 from vllm_mp.cli.chat.answer import Answer
-from vllm_mp.cli.chat.repetition import repeated_block, without_repetition
 from vllm_mp.cli.chat.sampling_defaults import MAX_TOKENS, chat_defaults
-from vllm_mp.cli.chat.screen import Screen
+from vllm_mp.cli.generate import stream_completion
+from vllm_mp.cli.repetition import repeated_block, without_repetition
+from vllm_mp.cli.screen import Screen
 
 REFRAIN = "A place where the soul is lost,\n"
 TABLE = "| name | town |\n| --- | --- |\n" + "".join(f"| person {number} | Bern |\n" for number in range(60))
@@ -86,6 +87,19 @@ def test_answer_that_repeats_itself_is_stopped_with_a_notice_and_kept_once(capsy
     assert answer.text == "Once. " + REFRAIN
     assert shown.startswith(answer.text + REFRAIN)
     assert answer_of(Engine([REFRAIN] * 50), capsys, ignore_eos=True)[1] == REFRAIN * 50
+
+
+def test_generate_stops_a_completion_that_repeats_itself_if_asked_to(capsys):
+    def run(**options):
+        engine = Engine(["Once. ", *[REFRAIN] * 1000])
+        completion = stream_completion(engine, [1], SamplingParams(), None, Screen(), **options)
+        return asyncio.run(completion), engine.num_written
+
+    is_loop, num_written = run(stops_loops=True)
+    assert is_loop
+    assert num_written < 20
+    assert capsys.readouterr().out == "Once. " + REFRAIN * (num_written - 1)
+    assert run(stops_loops=False) == (False, 1001)
 
 
 def test_answer_that_the_model_ends_has_no_notice(capsys):

@@ -4,21 +4,11 @@ import asyncio
 
 import pytest
 
-from vllm_mp import AsyncLLM, RequestOutputKind, SamplingParams
-from vllm_mp.testing.engines import eventually, greedy, is_empty, replay_core, rest
+from vllm_mp.testing.engines import ENDLESS, eventually, greedy, is_empty, rest
 
 QUESTION = {"role": "user", "content": "Why is the sky blue?"}
 BEGUN = {"role": "assistant", "content": "Because of"}
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up a word", "parameters": {}}}
-ENDLESS = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-
-
-@pytest.fixture(scope="module")
-def llm(default_model, tmp_path_factory):
-    with replay_core(tmp_path_factory.mktemp("replay"), "--rate", "200") as address:
-        llm = AsyncLLM.connect(address)
-        yield llm
-        llm.shutdown()
 
 
 def prompt_of(llm, messages, **options):

@@ -8,18 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from vllm_mp import AsyncLLM, EngineGenerateError, PoolingParams, RequestFailure, RequestOutputKind, SamplingParams
-from vllm_mp.testing.engines import eventually, greedy, is_empty, replay_core
-
-ENDLESS = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-
-
-@pytest.fixture(scope="module")
-def llm(default_model, tmp_path_factory):
-    with replay_core(tmp_path_factory.mktemp("replay"), "--rate", "200") as address:
-        llm = AsyncLLM.connect(address)
-        yield llm
-        llm.shutdown()
+from vllm_mp import EngineGenerateError, PoolingParams, RequestFailure, RequestOutputKind, SamplingParams
+from vllm_mp.testing.engines import ENDLESS, eventually, greedy, is_empty
 
 
 def prompts(count):

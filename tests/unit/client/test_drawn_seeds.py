@@ -27,7 +27,8 @@ def seeds_of(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
 
     def seeds(engine_seed, *requests):
-        args = EngineArgs(str(tmp_path), seed=engine_seed, load_format="dummy", skip_tokenizer_init=True)
+        options = {} if engine_seed == "default" else {"seed": engine_seed}
+        args = EngineArgs(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, **options)
         inputs = InputProcessor(args.create_engine_config(), None)
 
         async def seeds_of_request(params):
@@ -46,6 +47,10 @@ def test_engine_with_a_seed_gives_the_same_seeds_again_and_another_engine_seed_g
     drawn = [seed for seeds in first for seed in seeds]
     assert len(set(drawn)) == len(drawn) == 4
     assert set(drawn).isdisjoint(seed for seeds in seeds_of(8, *requests) for seed in seeds)
+
+
+def test_default_seed_of_the_engine_gives_the_same_seeds_in_each_run(seeds_of):
+    assert seeds_of("default", None) == seeds_of("default", None) == seeds_of(0, None)
 
 
 def test_engine_without_a_seed_gives_other_seeds_in_each_run(seeds_of):

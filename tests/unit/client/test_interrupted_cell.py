@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_mp import AsyncLLM, RequestOutputKind, SamplingParams
-from vllm_mp.testing.engines import eventually, is_empty, replay_core
+from vllm_mp.testing.engines import ENDLESS, eventually, is_empty
 
-ENDLESS = SamplingParams(max_tokens=8000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 PROMPT = {"prompt_token_ids": [300, 301]}
 
 
@@ -45,8 +43,9 @@ class InteractiveShell:
         return result.error_in_exec
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def shell():
+    """The shell, which the engine finds when it is made."""
     shell = InteractiveShell()
     helpers = SimpleNamespace(get_asyncio_loop=lambda: shell.loop)
     with pytest.MonkeyPatch.context() as patch:
@@ -54,14 +53,6 @@ def shell():
         patch.setitem(sys.modules, "IPython.core.async_helpers", helpers)
         yield shell
     shell.loop.close()
-
-
-@pytest.fixture(scope="module")
-def llm(default_model, shell, tmp_path_factory):
-    with replay_core(tmp_path_factory.mktemp("replay"), "--rate", "200") as address:
-        llm = AsyncLLM.connect(address)
-        yield llm
-        llm.shutdown()
 
 
 class Cells:

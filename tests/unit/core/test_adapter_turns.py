@@ -94,7 +94,7 @@ def test_requests_wait_for_the_load_of_their_adapter_alone_and_without_work():
     engine.add(0, adapter=slow)
     assert engine.step() is None
     assert not engine.scheduler.has_work, "a core that waits for a disk blocks"
-    assert engine.scheduler.waits_for_adapters
+    assert engine.scheduler.has_parked
     engine.add(1, adapter=fast)
     engine.add(2)
     engine.run()
@@ -117,7 +117,7 @@ def test_requests_end_with_an_error_if_their_adapter_cannot_be_loaded():
     engine.end(engine.scheduler.fail_adapter(broken, "no such folder"))
     engine.run()
     assert engine.ends == {0: "error", 1: "error", 2: "error", 3: "length"}
-    assert not engine.scheduler.waits_for_adapters
+    assert not engine.scheduler.has_parked
 
 
 @pytest.mark.parametrize("state", ["parked", "waiting", "running"])

@@ -18,6 +18,7 @@ from vllm_mp.core.ipc.step_messages import step_outputs
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.status_page import SleepState, StatusPage
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
@@ -112,7 +113,7 @@ def test_failed_sampling_ends_the_request_with_the_tokens_before():
     assert (engine.outputs[1], engine.ends[1]) == ([7] * 8, "length")
 
 
-def test_only_logits_processors_that_read_the_output_wait_for_its_last_token():
+def test_only_logits_processors_that_read_the_output_let_sampling_wait_for_its_last_token():
     for params, waits in (
         ({"presence_penalty": 1.0}, True),
         ({"repetition_penalty": 1.5}, True),
@@ -123,10 +124,7 @@ def test_only_logits_processors_that_read_the_output_wait_for_its_last_token():
         engine.add(0, **params)
         engine.step()
         step = engine.scheduler.schedule()
-        assert (step is None) == waits
-        if step is None:
-            engine.run()
-            assert engine.outputs[0] == [7] * 8
+        assert step.samples_after_update == waits
 
 
 def test_pending_step_is_processed_before_a_request_is_preempted():
@@ -215,6 +213,8 @@ class StandInRunner:
         self.log = []
         self.on_page = {}
         self.token = 7
+        self.processed_before_sampling = {}
+        """By step, the steps that were waited for when it was sampled."""
 
     def note(self, event):
         self.log.append(event)
@@ -232,7 +232,11 @@ class StandInRunner:
             self.note(f"wait {number}")
             return ModelOutput(tokens)
 
-        return SimpleNamespace(wait=wait)
+        def sample():
+            waits = [event for event in self.log if event.startswith("wait")]
+            self.processed_before_sampling[number] = len(waits)
+
+        return SimpleNamespace(sample=sample, wait=wait)
 
 
 class StandInHandler:
@@ -289,9 +293,9 @@ def make_core(tmp_path):
         handler.stop, handler.note = stop, runner.note_page
         core = EngineCore(config, torch.device("cpu"), runner, handler, context.socket(zmq.ROUTER), stop, page)
 
-        def add(slot, num_prompt_tokens=5, max_tokens=3):
+        def add(slot, num_prompt_tokens=5, max_tokens=3, **fields):
             tokens = np.arange(num_prompt_tokens, dtype=np.int32)
-            params = SamplingParams(max_tokens=max_tokens, seed=1)
+            params = SamplingParams(max_tokens=max_tokens, seed=1, **fields)
             request = Request(
                 0,
                 slot,
@@ -301,6 +305,7 @@ def make_core(tmp_path):
                 num_prompt_tokens,
                 num_prompt_tokens + max_tokens,
                 handler.scheduler.order_of(0),
+                logits_processors=LogitsProcessors.from_params(params, ()),
             )
             handler.scheduler.add(request)
 
@@ -316,6 +321,19 @@ def test_with_overlap_each_step_is_launched_before_the_step_before_is_waited_for
     core.run()
     assert runner.log == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
     assert handler.published == [(1, [0], [0]), (2, [0], [1]), (3, [0], [2])]
+
+
+def test_step_whose_logits_depend_on_an_awaited_token_is_launched_early_and_sampled_late(make_core):
+    core, runner, handler, add = make_core(True)
+    add(0, presence_penalty=1.0)
+    core.run()
+    assert runner.log == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
+    assert runner.processed_before_sampling == {1: 0, 2: 1, 3: 2}
+    assert [positions for _, _, positions in handler.published] == [[0], [1], [2]]
+    core, runner, _, add = make_core(True)
+    add(0)
+    core.run()
+    assert runner.processed_before_sampling == {1: 0, 2: 0, 3: 1}, "other steps are sampled as soon as launched"
 
 
 def test_without_overlap_each_step_is_processed_before_the_next_is_launched(make_core):

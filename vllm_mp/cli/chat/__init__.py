@@ -21,22 +21,26 @@ if TYPE_CHECKING:
     from vllm_mp.cli.chat.session import ChatSession
 
 USAGE = "[MODEL] [OPTIONS]"
-HELP = "Chat with a model in the terminal."
 
-_INSTRUCTIONS = "/help lists the commands, /bye or Ctrl-D leaves the chat, Ctrl-C stops an answer."
+_INSTRUCTIONS = "/help lists commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves the chat."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model_argument", nargs="?", metavar="MODEL", help="Model, as --model names it (default: the default model)"
+        "model_argument",
+        nargs="?",
+        metavar="MODEL",
+        help=f"Chat with this model, as --model names it. Default: {AsyncEngineArgs.model}.",
     )
-    parser.add_argument("--system", help="System message; by default the chat template's own")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="Begin with this system message. Default: the chat template's own."
+    )
     add_connect_flags(parser)
     parser.add_argument(
-        "--verbose", action="store_true", help="Show tokens per second and times after each answer (default: off)"
+        "--verbose", action="store_true", help="Show tokens per second and times after each answer. Default: off."
     )
     add_lora_flag(parser)
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, chat_defaults({}))
     AsyncEngineArgs.add_cli_args(parser)
 
 
@@ -47,21 +51,25 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mp.cli.chat.conversation import Conversation
     from vllm_mp.cli.chat.prompt_line import prompt_line
-    from vllm_mp.cli.chat.screen import Screen
     from vllm_mp.cli.chat.session import ChatSession
+    from vllm_mp.cli.screen import Screen
 
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
     set_model(args, args.model_argument)
     check_connect(args)
     lora = chosen_adapter(args)
-    screen = Screen()
+    screen, is_terminal = Screen(), sys.stdin.isatty()
     with _silent_log(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if is_terminal and args.connect is None:
+            screen.note(args.model)  # before the core starts, which takes a while
         llm = open_engine(args, for_chat=True)
         try:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a running core without a template
             lines = prompt_line(completions, _INSTRUCTIONS)
-            if sys.stdin.isatty():
-                screen.note(f"{llm.model_config.served_model_name}. {_INSTRUCTIONS}")
+            if is_terminal and args.connect is not None:
+                screen.note(llm.model_config.served_model_name)
+            if is_terminal:
+                screen.note(_INSTRUCTIONS)
             parameters = chosen_parameters(args, chat_defaults(llm.model_config.default_sampling_params))
             session = ChatSession(runner, llm, Conversation(args.system, parameters), screen, lora, args.verbose)
             _converse(session, lines)

@@ -4,18 +4,15 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.chat.repetition import repeated_block, without_repetition
-from vllm_mp.cli.chat.screen import Screen
 from vllm_mp.cli.generate import whole_text
+from vllm_mp.cli.repetition import LoopGuard, without_repetition
+from vllm_mp.cli.screen import Screen
 from vllm_mp.counted import counted
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
-
-_CHECK_INTERVAL = 32
-"""Number of new characters after which an answer is searched for repetition."""
 
 
 class Answer:
@@ -34,8 +31,7 @@ class Answer:
         """Seconds from the question to the last token."""
         self.notice = ""
         """Why the answer ended, in a line for the user; "" if the model ended it."""
-        self._num_checked = 0
-        """Number of characters that were searched for repetition."""
+        self._guard = LoopGuard()
 
     async def stream(
         self, llm: "AsyncLLM", prompt: list[int], params: SamplingParams, lora: LoRARequest | None
@@ -62,17 +58,11 @@ class Answer:
                 self._write(whole_text(completion))
                 if completion.finish_reason == "length":
                     self.notice = self._cut_notice(params.max_tokens, llm.model_config.max_model_len)
-                elif not params.ignore_eos and self._repeats_itself():
+                elif not params.ignore_eos and self._guard.finds_loop(self.text):
                     self.text = without_repetition(self.text)
                     self.notice = "stopped, as the answer repeats itself; /retry, or /set frequency_penalty X"
                     break
         self._end()
-
-    def _repeats_itself(self) -> bool:
-        if len(self.text) - self._num_checked < _CHECK_INTERVAL:
-            return False
-        self._num_checked = len(self.text)
-        return repeated_block(self.text) > 0
 
     def _cut_notice(self, max_tokens: int | None, max_model_len: int) -> str:
         """Return what to say about an answer that a limit ended."""

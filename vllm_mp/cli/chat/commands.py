@@ -4,11 +4,11 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_mp.cli.chat.prompt_line import PromptLine
 from vllm_mp.cli.generate import chat_prompt
-from vllm_mp.cli.sampling_flags import parameter_names, parse_parameter
+from vllm_mp.cli.sampling_flags import SWITCH, parameter_names, parse_parameter
 from vllm_mp.counted import counted
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.suggestions import did_you_mean
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _COMMAND = re.compile(r"/(?!/)[^\s/]*(?=\s|$)")
 """A path such as /etc/hosts is no command."""
-_ON = {"on": True, "true": True, "off": False, "false": False}
 
 
 class EndOfChat(Exception):
@@ -74,8 +73,7 @@ def _help(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> 
     rows += [('"""', "begins and ends a message of several lines")]
     rows += [("Alt-Enter", "begins a new line of the message, as \\ before Enter does")]
     rows += [("Ctrl-C", "stops an answer"), ("Ctrl-D", "leaves the chat")]
-    width = max(len(left) for left, _ in rows) + 2
-    session.screen.note("\n".join(f"{left:<{width}}{right}" for left, right in rows))
+    session.screen.table(rows)
 
 
 def _bye(_session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:
@@ -102,9 +100,9 @@ def _set(session: "ChatSession", arguments: str, prompt_line: PromptLine) -> Non
     if name == "system":
         _system(session, value, prompt_line)
     elif name in ("verbose", "quiet"):
-        if value not in ("", *_ON):
+        if value not in ("", *SWITCH):
             raise ValueError(f"{name} must be on or off, got {value!r}")
-        session.is_verbose = _ON.get(value, True) == (name == "verbose")
+        session.is_verbose = SWITCH.get(value, True) == (name == "verbose")
         session.screen.note(f"(verbose is {'on' if session.is_verbose else 'off'})")
     elif not name or not value:
         raise ValueError(f"/set needs a parameter and a value; parameters are {', '.join(parameter_names())}")
@@ -121,14 +119,15 @@ def _show(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> 
     used = len(chat_prompt(session.llm, conversation.to_send())) if conversation.messages else 0
     chosen = {name: value for name, value in sorted(conversation.parameters.items()) if value is not None}
     parameters = ", ".join(f"{name} {json.dumps(value)}" for name, value in chosen.items())
-    rows: list[tuple[str, Any]] = [
-        ("model", config.served_model_name),
-        ("system", conversation.system or "(the chat template's own)"),
-        ("parameters", parameters or "(defaults)"),
-        ("messages", len(conversation.messages)),
-        ("context", f"{used} of {config.max_model_len} tokens"),
-    ]
-    session.screen.note("\n".join(f"{name:<12}{value}" for name, value in rows))
+    session.screen.table(
+        [
+            ("model", config.served_model_name),
+            ("system", conversation.system or "(the chat template's own)"),
+            ("parameters", parameters or "(defaults)"),
+            ("messages", str(len(conversation.messages))),
+            ("context", f"{used} of {config.max_model_len} tokens"),
+        ]
+    )
 
 
 def _save(session: "ChatSession", file: str, _prompt_line: PromptLine) -> None:
@@ -139,8 +138,9 @@ def _save(session: "ChatSession", file: str, _prompt_line: PromptLine) -> None:
 
 def _load(session: "ChatSession", file: str, _prompt_line: PromptLine) -> None:
     path = _file(file)
-    session.conversation.load(path)
-    session.screen.note(f"(loaded {counted(len(session.conversation.messages), 'message')} from {path})")
+    author, model = session.conversation.load(path), session.llm.model_config.served_model_name
+    change = "" if author == model else f"; they are of a chat with {author}, and {model} continues it"
+    session.screen.note(f"(loaded {counted(len(session.conversation.messages), 'message')} from {path}{change})")
 
 
 def _file(file: str) -> Path:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.chat.conversation import Conversation
-from vllm_mp.cli.chat.screen import Screen
 from vllm_mp.cli.generate import chat_prompt
+from vllm_mp.cli.screen import Screen
 from vllm_mp.counted import counted
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """A conversation: its messages, what makes its answers, and the file that keeps it."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -50,14 +51,15 @@ class Conversation:
             self._read(path)  # refuses what is no saved chat
         chat = SavedChat(_VERSION, model, self.system, self.parameters, self.messages)
         try:
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".chat-", delete=False) as file:
-                file.write(json.dumps(msgspec.to_builtins(chat), indent=1, ensure_ascii=False).encode() + b"\n")
-            os.replace(file.name, path)
+            _replace(path, json.dumps(msgspec.to_builtins(chat), indent=1, ensure_ascii=False).encode() + b"\n")
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror}; choose another file") from error
 
-    def load(self, path: Path) -> None:
-        """Continue the conversation in the file at `path`. Raises ValueError, and changes nothing, if it is no chat."""
+    def load(self, path: Path) -> str:
+        """Continue the conversation in the file at `path`, and return the name of the model that wrote its answers.
+
+        Raises ValueError, and changes nothing, if it is no chat.
+        """
         chat = self._read(path)
         try:
             SamplingParams(**chat.parameters)
@@ -66,6 +68,7 @@ class Conversation:
         if any(message.keys() != {"role", "content"} for message in chat.messages):
             raise ValueError(f"{path} has a message without role or content; it was not written by /save")
         self.system, self.parameters, self.messages = chat.system, chat.parameters, chat.messages
+        return chat.model
 
     @staticmethod
     def _read(path: Path) -> SavedChat:
@@ -78,3 +81,16 @@ class Conversation:
         if chat.vllm_mp_chat != _VERSION:
             raise ValueError(f"{path} has version {chat.vllm_mp_chat} of the format, this program knows {_VERSION}")
         return chat
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Put a new file with the content in the place of `path`; leave nothing behind if that fails."""
+    file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=".chat-", delete=False)  # noqa: SIM115
+    try:
+        with file:
+            file.write(content)
+        os.replace(file.name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+        raise

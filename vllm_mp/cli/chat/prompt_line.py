@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from prompt_toolkit.completion import Completer
 
 _QUOTES = '"""'
-"""A message may begin and end with these, and have any number of lines between them."""
+"""A message, or the argument of a command, may begin and end with these and have any number of lines between them."""
+_OPENING = re.compile(rf"(?P<command>(?:/\S+\s+(?:\S+\s+)?)?){_QUOTES}")
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|.)?")
 
 
@@ -129,16 +130,18 @@ def _pending_text(descriptor: int) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """Return the message between triple quotes, or `text` if it has none."""
-    if len(text) >= 2 * len(_QUOTES) and text.startswith(_QUOTES) and text.endswith(_QUOTES):
-        return text[len(_QUOTES) : -len(_QUOTES)].strip("\n")
+    """Return `text` without triple quotes at its beginning, or after its command, and at its end."""
+    opening = _OPENING.match(text)
+    if opening and text.endswith(_QUOTES, opening.end()):
+        return opening["command"] + text[opening.end() : -len(_QUOTES)].strip("\n")
     return text
 
 
 def _is_open(text: str) -> bool:
-    """Return whether `text` begins with triple quotes and does not end with others."""
+    """Return whether `text` has triple quotes at its beginning, or after its command, and no others at its end."""
     text = text.strip()
-    return text.startswith(_QUOTES) and not (len(text) >= 2 * len(_QUOTES) and text.endswith(_QUOTES))
+    opening = _OPENING.match(text)
+    return opening is not None and not text.endswith(_QUOTES, opening.end())
 
 
 def _key_bindings() -> Any:

@@ -6,7 +6,8 @@ from vllm_mp.cli.chat.answer import Answer
 from vllm_mp.cli.chat.context_room import fitting_prompt
 from vllm_mp.cli.chat.conversation import Conversation
 from vllm_mp.cli.chat.prompt_line import PromptLine
-from vllm_mp.cli.chat.screen import Screen
+from vllm_mp.cli.screen import Screen
+from vllm_mp.errors import EngineError, EngineGenerateError
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
@@ -39,7 +40,7 @@ class ChatSession:
     def ask(self, text: str, prompt_line: PromptLine) -> None:
         """Add the message `text` to the conversation, and answer it.
 
-        A message that is refused is taken back. Raises EngineError if the engine has failed.
+        A message that is refused, or whose answer fails, is taken back. Raises EngineError if the engine has failed.
         """
         self.conversation.messages.append({"role": "user", "content": text})
         self._answer(prompt_line)
@@ -62,7 +63,11 @@ class ChatSession:
                 self._runner.run(answer.stream(self.llm, prompt, params, self._lora))
         except KeyboardInterrupt:
             self.screen.mark("[stopped]")
-        except ValueError as error:
+        except (ValueError, EngineError) as error:
+            if answer.text:
+                self.screen.write("\n")  # shows the last word, too
+            if not isinstance(error, ValueError | EngineGenerateError):
+                raise
             messages.pop()
             self.screen.complain(str(error))
             return

@@ -16,9 +16,33 @@ from vllm_mp import wire
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.structured_outputs import Constraint
 from vllm_mp.testing.fuzzing.mutation import UNENCODABLE, HostileMessage, Mutator
 from vllm_mp.testing.sampling_cases import CASES, random_params
 
+_CONSTRAINTS = (
+    Constraint("regex", "[a-c]+"),
+    Constraint("choice", '["a","b"]'),
+    Constraint("json", '{"type":"array","items":{"type":"integer"}}', any_whitespace=False),
+    Constraint("json_object", starts_after=(1, 2)),
+)
+_HOSTILE_CONSTRAINTS = (
+    Constraint("json", "{"),
+    Constraint("json", '{"type":"foo"}'),
+    Constraint("json", '{"$ref":"#"}'),
+    Constraint("json", '{"type":"array","minItems":1000000000}'),
+    Constraint("json", '{"items":' * 60 + "{}" + "}" * 60),
+    Constraint("regex", "("),
+    Constraint("regex", "(a{1,1000}){1,1000}"),
+    Constraint("choice", "[]"),
+    Constraint("choice", '{"a":1}'),
+    Constraint("grammar", "start: start"),
+    Constraint("grammar", "start: " + "(" * 1000),
+    Constraint("structural_tag", "{}"),
+    Constraint("structural_tag", '{"format":{"type":"or","elements":[]}}'),
+    Constraint("json_object", starts_after=(-1, 2**63)),
+    Constraint("json_object", whitespace_pattern="(", backend="xgrammar"),
+)
 _SLEEP_CALLS = tuple(("sleep", level) for level in wire.SLEEP_LEVELS)
 
 
@@ -93,6 +117,7 @@ class ClientFrames:
                 chance.choice(("", "group")),
                 [[chance.randrange(self._vocab_size)]] if params.bad_words else [],
                 chance.random() < 0.1,
+                constraint=chance.choice(_CONSTRAINTS) if chance.random() < 0.1 else None,
             )
         if kind < 0.6:
             pooling = PoolingParams(pooling_type=chance.choice((None, "mean", "last")), normalize=True)
@@ -141,6 +166,7 @@ class ClientFrames:
             lambda: setattr(message.params, "logit_bias", chance.choice(({beyond: 1.0}, {-1: 1.0}, {0: math.nan}))),
             lambda: setattr(message.params, "logprobs", chance.choice((21, 10**6, -1, -2))),
             lambda: setattr(message.params, "structured_outputs", {"json": [[]] * 50}),
+            lambda: setattr(message, "constraint", chance.choice(_HOSTILE_CONSTRAINTS)),
             lambda: setattr(message.params, "extra_args", {"__class__": "x"}),
             lambda: setattr(message.params, "logits_processors", chance.choice((["x"], ["os:system"], [""] * 70))),
             lambda: setattr(message, "extra_args", chance.choice((b"\x81", b"\x91" * 9000, b"\x81\xa1x\x01"))),

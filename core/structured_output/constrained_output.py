@@ -1,0 +1,81 @@
+"""The output of a request that must match a constraint."""
+
+from collections.abc import Sequence
+
+from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
+from vllm_mp.structured_outputs import Constraint
+
+_MIN_FORCED = 2
+"""Shorter runs of forced tokens are sampled: a run takes a chunk and a decode, so only longer runs save steps."""
+
+
+class ConstrainedOutput:
+    """Where the output of a request stands in its grammar.
+
+    The state follows from the output tokens alone, so preemption and recovery need nothing of it. A grammar that fails
+    sets `error`; then no token may follow, so that the request ends with this error.
+    """
+
+    def __init__(self, constraint: Constraint, may_force: bool) -> None:
+        """`may_force`: tokens that the grammar forces may be taken without being sampled."""
+        self.constraint = constraint
+        self.error: str | None = None
+        self._may_force = may_force
+        self._matcher: Matcher | None = None
+        self._num_seen = 0
+        """Number of output tokens that were read."""
+        self._tail: list[int] = []
+        """The latest output tokens, while the constraint has not begun."""
+        self._has_begun = not constraint.starts_after
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._matcher is not None
+
+    def begin(self, grammar: Grammar) -> None:
+        """Use `grammar`, which the constraint was compiled to. It must be called before the request first runs."""
+        self._matcher = grammar.matcher()
+
+    def matcher_after(self, output: Sequence[int]) -> Matcher | None:
+        """Return the matcher that says which tokens may follow `output`, the output tokens so far.
+
+        None if every token may follow, or after an error.
+        """
+        self._catch_up(output)
+        return self._running_matcher() if self._has_begun and self.error is None else None
+
+    def forced(self, output: Sequence[int]) -> list[int]:
+        """Return the tokens that must follow `output`; none if there are too few of them to save a step."""
+        if not self._may_force:
+            return []
+        self._catch_up(output)
+        if self.error is not None or not self._has_begun:
+            return []
+        forced = self._running_matcher().forced()
+        return forced if len(forced) >= _MIN_FORCED else []
+
+    def _catch_up(self, output: Sequence[int]) -> None:
+        """Read the tokens of `output` that were not read yet."""
+        new = list(output[self._num_seen :])
+        self._num_seen += len(new)
+        if not self._has_begun:
+            new = self._after_reasoning(new)
+        if new and self.error is None:
+            try:
+                self._running_matcher().accept(new)
+            except GrammarError as error:
+                self.error = str(error)
+
+    def _after_reasoning(self, new: list[int]) -> list[int]:
+        """Return the tokens among `new` that follow the end of the reasoning."""
+        end = self.constraint.starts_after
+        for count, token in enumerate(new, 1):
+            self._tail = [*self._tail, token][-len(end) :]
+            if tuple(self._tail) == end:
+                self._has_begun = True
+                return new[count:]
+        return []
+
+    def _running_matcher(self) -> Matcher:
+        assert self._matcher is not None, "a request waits until its grammar is compiled"
+        return self._matcher

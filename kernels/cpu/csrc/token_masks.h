@@ -1,0 +1,52 @@
+// Token masks: a forbidden token's logit becomes -inf.
+#pragma once
+
+#include "simd.h"
+#include "team.h"
+
+namespace vmp {
+
+constexpr int64_t MASK_WORD = 32;        // tokens of a word of a mask
+constexpr int64_t MASK_PART_WORDS = 64;  // words that a thread takes at a time
+
+// Writes -inf over the logits whose bit of `word` is not set; `logits` are the first `count` of MASK_WORD tokens. The
+// other logits keep their bits, also those of a NaN.
+template <class T>
+inline void mask_word(T* logits, uint32_t word, int64_t count) {
+    typedef std::conditional_t<std::is_same_v<T, float>, uint32_t, uint16_t> Bits;
+    typedef std::conditional_t<std::is_same_v<T, float>, vu, vh> Vector;
+    if (count < MASK_WORD) {
+        T some[MASK_WORD] = {};
+        std::memcpy(some, logits, sizeof(T) * count);
+        mask_word(some, word, MASK_WORD);
+        std::memcpy(logits, some, sizeof(T) * count);
+        return;
+    }
+    const Vector infinity = Vector{} + Bits(0xff800000u >> (32 - 8 * sizeof(T)));
+    Vector lanes;
+    for (int i = 0; i < W; ++i) lanes[i] = Bits(1u << i);
+    for (int64_t i = 0; i < MASK_WORD; i += W) {
+        const Vector is_allowed = (Vector)(((Vector{} + Bits(word >> i)) & lanes) != Vector{});
+        write(logits + i, (read<Vector>(logits + i) & is_allowed) | (infinity & ~is_allowed));
+    }
+}
+
+// Applies `masks` [count, num_words] to the rows `rows` [count] of `logits` [n, vocab_size].
+template <class T>
+void apply_token_masks(T* logits, int64_t vocab_size, const uint32_t* masks, int64_t num_words, const int64_t* rows,
+                       int64_t count, int threads) {
+    const int64_t words = (vocab_size + MASK_WORD - 1) / MASK_WORD;
+    const int64_t parts = (words + MASK_PART_WORDS - 1) / MASK_PART_WORDS;
+    team().run(threads, [&](Member& member) {
+        member.each_guided(count * parts, [&](int64_t i) {
+            const uint32_t* mask = masks + i / parts * num_words;
+            T* row = logits + rows[i / parts] * vocab_size;
+            const int64_t first = i % parts * MASK_PART_WORDS;
+            for (int64_t w = first, end = std::min(words, first + MASK_PART_WORDS); w < end; ++w)
+                if (mask[w] != 0xffffffffu)
+                    mask_word(row + w * MASK_WORD, mask[w], std::min(MASK_WORD, vocab_size - w * MASK_WORD));
+        });
+    });
+}
+
+}  // namespace vmp

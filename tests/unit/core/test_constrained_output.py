@@ -1,0 +1,199 @@
+"""Output is held to its grammar in every step, whatever else happens to the request."""
+
+import itertools
+
+import numpy as np
+import pytest
+from support.grammars import CONSTRAINT, FailingGrammar, SequenceGrammar, constrained
+from support.local_engine import LocalEngine
+
+from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.structured_output.grammar import GrammarError
+from vllm_mp.testing.random_models import CONFIGS, save_config
+
+FORKED = SequenceGrammar([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 13], [14, 15]])
+"""After 5 the tokens 6 and 7 are forced; then comes a choice, and after 8 a run of four more."""
+LONG = SequenceGrammar([range(20, 44), range(50, 74)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_config(CONFIGS["llama"], tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "overlap"])
+def make(folder, request):
+    return lambda **options: LocalEngine(
+        folder, load_format="dummy", check_invariants=True, async_scheduling=request.param, **options
+    )
+
+
+def matches(grammar, tokens):
+    grammar.matcher().accept(tokens)
+    return True
+
+
+def test_every_token_is_allowed_by_the_grammar_and_other_requests_are_not_touched(make):
+    alone = make()
+    alone.add(0, [1, 2, 3], 12)
+    alone.run()
+    engine = make()
+    engine.add(0, [1, 2, 3], 12)
+    for slot in range(1, 6):
+        engine.add(slot, [slot, 9], 12, constrained=constrained(FORKED), temperature=1.0)
+    engine.run()
+    assert engine.tokens[0] == alone.tokens[0]
+    assert all(matches(FORKED, engine.tokens[slot]) for slot in range(1, 6))
+    assert len({tuple(engine.tokens[slot]) for slot in range(1, 6)}) > 1, "the draws choose among the sequences"
+
+
+def test_forced_tokens_change_no_token_of_the_output(make):
+    outputs = []
+    for may_force in (True, False):
+        engine = make()
+        for slot in range(5):
+            engine.add(slot, [slot, 9], 14, constrained=constrained(FORKED, may_force), temperature=1.0)
+        engine.run()
+        outputs.append(engine.tokens)
+    assert outputs[0] == outputs[1]
+
+
+def test_a_run_of_forced_tokens_takes_two_steps_and_is_sent_at_once(make):
+    steps = {}
+    for may_force in (True, False):
+        engine = make()
+        engine.add(0, [1, 2], 24, constrained=constrained(SequenceGrammar([range(20, 44)]), may_force))
+        lengths = []
+        while engine.scheduler.has_work or engine.scheduler.pending_steps:
+            engine.step()
+            lengths.append(len(engine.tokens[0]))
+        assert engine.tokens[0] == list(range(20, 44))
+        assert engine.ends[0].reason == "length"
+        steps[may_force] = engine.num_launched
+    assert steps[True] < 10 < 24 <= steps[False]
+
+
+def test_a_forced_run_ends_before_stop_tokens_and_before_the_length(make):
+    engine = make()
+    engine.add(0, [1, 2], 24, constrained=constrained(SequenceGrammar([range(20, 44)])), stop_token_ids=[30])
+    engine.add(1, [1, 2], 7, constrained=constrained(SequenceGrammar([range(20, 44)])))
+    engine.run()
+    assert (engine.tokens[0], engine.ends[0].reason, engine.ends[0].stop_reason) == ([*range(20, 31)], "stop", 30)
+    assert (engine.tokens[1], engine.ends[1].reason) == ([*range(20, 27)], "length")
+
+
+def test_the_constraint_begins_after_the_end_of_the_reasoning(make):
+    free = make()
+    free.add(0, [1, 2, 3], 30)
+    free.run()
+    thought = free.tokens[0]
+    first = next(i for i in range(4, 30) if (thought[i - 1], thought[i]) not in itertools.pairwise(thought[:i]))
+    end = thought[first - 1 : first + 1]
+    engine = make()
+    engine.add(0, [1, 2, 3], 30, constrained=constrained(FORKED, starts_after=end))
+    engine.run()
+    assert engine.tokens[0][: first + 1] == thought[: first + 1]
+    assert matches(FORKED, engine.tokens[0][first + 1 :])
+
+
+@pytest.mark.parametrize("num_received", [0, 1, 3, 5])
+def test_a_request_that_another_core_began_continues_in_its_grammar(make, num_received):
+    params = {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.2}
+    engine = make()
+    engine.add(0, [1, 2], 10, constrained=constrained(FORKED), **params)
+    engine.run()
+    successor = make()
+    received = engine.tokens[0][:num_received]
+    successor.add(0, [1, 2], 10, constrained=constrained(FORKED), output=received, **params)
+    successor.run()
+    assert received + successor.tokens[0] == engine.tokens[0]
+
+
+def test_preempted_requests_continue_in_their_grammar(make):
+    calm = make()
+    for slot in range(4):
+        calm.add(slot, [slot, 9], 26, constrained=constrained(LONG), temperature=1.0)
+    calm.run()
+    tight = make(kv_cache_memory_bytes=22 * 4 * calm.runner.token_bytes())
+    for slot in range(4):
+        tight.add(slot, [slot, 9], 26, constrained=constrained(LONG), temperature=1.0)
+    tight.run()
+    assert tight.scheduler.num_preemptions
+    assert tight.tokens == calm.tokens
+
+
+def test_a_request_waits_for_its_grammar_while_others_run(make):
+    engine = make()
+    waiting = constrained()
+    engine.add(0, [1, 2], 8, constrained=waiting)
+    engine.add(1, [1, 2], 3)
+    engine.add(2, [1, 2], 8, constrained=constrained())
+    engine.run()
+    assert (len(engine.tokens[1]), engine.tokens[0]) == (3, [])
+    assert engine.scheduler.num_waiting == 2
+    assert engine.scheduler.has_parked
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.abort(0, 2).reason == "abort"
+    assert engine.scheduler.note_compiled(CONSTRAINT, FORKED) == []
+    engine.run()
+    assert matches(FORKED, engine.tokens[0])
+    assert engine.tokens[2] == []
+
+
+def test_requests_whose_constraint_is_refused_end_with_the_error(make):
+    engine = make()
+    for slot in range(2):
+        engine.add(slot, [1, 2], 8, constrained=constrained())
+    ends = engine.scheduler.note_compiled(CONSTRAINT, GrammarError("at /items: no"))
+    assert [(end.slot, end.reason, end.error) for _, end in ends] == [
+        (slot, "error", "at /items: no") for slot in range(2)
+    ]
+    assert not engine.scheduler.num_waiting
+
+
+def test_held_requests_with_a_grammar_run_after_the_pause(make):
+    engine = make()
+    engine.scheduler.pause(freeze=False)
+    engine.add(0, [1, 2], 4, constrained=constrained())
+    engine.scheduler.note_compiled(CONSTRAINT, FORKED)
+    engine.run()
+    assert engine.tokens[0] == []
+    engine.scheduler.resume()
+    engine.run()
+    assert matches(FORKED, engine.tokens[0])
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(make):
+    engine = make()
+    engine.add(0, [1, 2], 8, constrained=constrained(FailingGrammar([[5, 6, 7, 8]], 2), may_force=False))
+    engine.add(1, [1, 2], 8, constrained=constrained(FORKED))
+    engine.add(2, [1, 2], 8, constrained=constrained(FORKED), output=[5, 30])
+    engine.run()
+    assert (engine.tokens[0], engine.ends[0].reason) == ([5, 6], "error")
+    assert engine.ends[0].error == "the grammar is too complex"
+    assert engine.ends[2].error == "token 30 is forbidden after [5]"
+    assert matches(FORKED, engine.tokens[1])
+
+
+def test_aborted_request_leaves_its_step_before_the_step_is_sampled(make):
+    engine = make()
+    engine.add(0, [1, 2], 8, constrained=constrained(FORKED), presence_penalty=1.0, min_tokens=4, logprobs=1)
+    engine.add(1, [1, 2], 8, constrained=constrained(FORKED))
+    engine.step()
+    engine.step()
+    engine.scheduler.abort(0, 0)
+    engine.run()
+    assert matches(FORKED, engine.tokens[1])
+
+
+def test_rows_without_a_grammar_cost_nothing(make):
+    engine = make()
+    engine.add(0, [1, 2], 4)
+    engine.step()
+    assert engine.sampler.is_argmax(np.array([0]))
+    engine.add(1, [1, 2], 4, constrained=constrained(FORKED))
+    while not engine.batch.is_constrained.any():
+        engine.step()
+    step = ScheduledStep.of(engine.batch, np.array([0]), np.array([1]), 1)
+    assert engine.sampler.is_argmax(step.rows)
+    assert not engine.sampler.is_argmax(np.array([0, 1]))
