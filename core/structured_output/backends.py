@@ -1,5 +1,6 @@
 """The choice of the library that compiles a constraint, and the compiler for a model."""
 
+import contextlib
 import importlib.util
 import logging
 
@@ -42,7 +43,7 @@ class Backends:
         if name == "auto":
             return list(self._backends)
         if name not in self._backends:
-            raise GrammarError(f"the backend {name!r} is not installed: pip install 'vllm_mp[{name}]'")
+            raise GrammarError(f"the backend {name!r} is not installed: pip install 'vllm-mp[{name}]'")
         return [name]
 
     def prepare(self, constraint: Constraint, names: list[str]) -> tuple[PreparedConstraint, Grammar]:
@@ -60,6 +61,14 @@ class Backends:
         if len(errors) == 1:
             raise GrammarError(errors[0])
         raise GrammarError("; ".join(f"{name}: {error}" for name, error in zip(names, errors, strict=True)))
+
+    def may_take(self, constraint: Constraint, names: list[str]) -> bool:
+        """Whether one of the libraries `names` may compile a constraint, as far as it can say without being loaded."""
+        for name in names:
+            with contextlib.suppress(GrammarError):
+                self._backends[name].prepare(constraint)
+                return True
+        return False
 
     def compile(self, prepared: PreparedConstraint) -> Grammar:
         """Return the grammar of what `prepare` returned. Raises GrammarError if it cannot be compiled."""
@@ -80,11 +89,11 @@ class TrialCompilation:
             logger.info("%s", error)
 
     def compile_plain(self, constraint: Constraint) -> Grammar | None:
-        names = self._backends.names(constraint)
+        first, *others = self._backends.names(constraint)
         try:
-            return self._backends.prepare(constraint, names[:1])[1]
+            return self._backends.prepare(constraint, [first])[1]
         except GrammarError:
-            if len(names) > 1:
+            if self._backends.may_take(constraint, others):
                 return None
             raise
 
