@@ -105,6 +105,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         core = _load(launch, page, handler, bound, stop)
         if core is not None:
             core.run()
+            core.close()
         page.enter(CoreState.STOPPED)
         bound.close(_LINGER_MS)
         return False

@@ -10,6 +10,7 @@ MAX_CONSTRAINT_BYTES = 2**20
 MAX_NESTING = 64
 """Maximum depth of objects and lists in a JSON schema or a structural tag."""
 _MAX_CHOICES = 2**14
+_MAX_MARKER_TOKENS = 64
 
 ConstraintKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 Backend = Literal["auto", "llguidance", "xgrammar"]
@@ -33,9 +34,12 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=Tru
     """The regular expression of the whitespace in JSON; empty: as `any_whitespace` says."""
     backend: Backend = "auto"
     """The backend that compiles the constraint; "auto": the engine's choice."""
-    starts_after: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    starts_after: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_MARKER_TOKENS)] = ()
     """Token ids of the text that ends the reasoning. The constraint holds for the output after their first occurrence
     in the output; empty: for the whole output."""
+    reasoning_start: int = -1
+    """Token id that begins the reasoning. If the output begins with another token, there is no reasoning, and the
+    constraint holds for the whole output. -1: the output begins inside the reasoning."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
@@ -44,7 +48,9 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     Exactly one of `json` (a JSON schema as a dict, as text, or as a pydantic class), `json_object` (True: any JSON
     object), `regex`, `choice` (a list of strings), `grammar` (EBNF) and `structural_tag` (JSON) must be given.
     `disable_any_whitespace` allows JSON in one line only, `whitespace_pattern` is a regular expression for the
-    whitespace in JSON, and `disable_additional_properties` forbids properties that a schema does not name.
+    whitespace in JSON, and `disable_additional_properties` forbids properties that a schema does not name. For models
+    that think, `reasoning_end` are the token ids that end the thought, after which the constraint begins, and
+    `reasoning_start` is the token id that begins it; None: the prompt has begun the thought already.
 
     Raises ValueError, naming the field and its value, for a value that can be no constraint, and TypeError for a value
     of the wrong type. Whether a schema, regex or grammar can be compiled is found by the core: a request whose
@@ -60,6 +66,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: Any = None
+    reasoning_start: int | None = None
+    reasoning_end: list[int] | None = None
 
     _FORMS: ClassVar[tuple[str, ...]] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -77,7 +85,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         given = {name: value for name, value in fields.items() if value is not None}
         return cls(**given) if any(name in given for name in cls._FORMS) else None
 
-    def constraint(self, starts_after: tuple[int, ...] = ()) -> Constraint:
+    def constraint(self) -> Constraint:
         """Return what the wire carries. Raises as the constructor does, if fields were changed since."""
         kind, text = self._kind_and_text()
         if len(text.encode()) > MAX_CONSTRAINT_BYTES:
@@ -95,8 +103,24 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             additional_properties=not self.disable_additional_properties,
             whitespace_pattern=pattern,
             backend=self._backend(),
-            starts_after=starts_after,
+            starts_after=tuple(self._checked_ids("reasoning_end", self.reasoning_end or ())),
+            reasoning_start=-1 if self.reasoning_start is None else self._reasoning_start(self.reasoning_start),
         )
+
+    def _reasoning_start(self, token: Any) -> int:
+        if not self.reasoning_end:
+            raise ValueError("reasoning_start needs reasoning_end; add it")
+        [checked] = self._checked_ids("reasoning_start", [token])
+        return checked
+
+    @staticmethod
+    def _checked_ids(name: str, ids: Any) -> list[int]:
+        if not isinstance(ids, list | tuple) or len(ids) > _MAX_MARKER_TOKENS:
+            raise TypeError(f"{name} must be a list of at most {_MAX_MARKER_TOKENS} token ids, got {reprlib.repr(ids)}")
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
+                raise ValueError(f"{name} must hold token ids, integers in [0, 2**31), got {token!r}")
+        return list(ids)
 
     def _backend(self) -> Backend:
         return "auto"

@@ -163,7 +163,7 @@ class CoreConnection:
                 deadline, latest = time.monotonic() + timeout, seen
             if time.monotonic() > deadline:
                 raise EngineStartError(
-                    f"the core at {self.address} did not answer within {timeout:g} s; "
+                    f"the core at {self.address} did not answer within {round(timeout, 2):g} s; "
                     f"{self._handshake_failure or is_engine_running(self.address)}"
                 )
 

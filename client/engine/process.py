@@ -77,6 +77,7 @@ class CoreProcess:
                 stdout=log,
                 stderr=log,
                 env=core_environment() | package_path(),
+                cwd=None if _has_working_folder() else folder,
                 pass_fds=() if public is None else public.descriptors,
                 process_group=0,
             )
@@ -225,6 +226,15 @@ class CoreProcess:
             return self.log_path.open("wb")
         except OSError:  # a full disk must cost the log only, not the core
             return open(os.devnull, "wb")
+
+
+def _has_working_folder() -> bool:
+    """Return whether the working folder of this process exists; MKL ends a core whose working folder does not."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _exit_descriptor(pid: int) -> int:

@@ -93,6 +93,9 @@ def _generation(
     logits_processors = LogitsProcessors.from_params(message.params, message.bad_words, num_unknown)
     constrained = None
     if message.constraint is not None:
+        marker = message.constraint.reasoning_start, *message.constraint.starts_after
+        if max(marker) >= config.model_config.architecture.vocab_size or min(marker) < -1:
+            raise ValueError("the constraint must name token ids of the model as the markers of its reasoning")
         may_force = message.params.logprobs is None and not _bars_tokens(message)
         constrained = ConstrainedOutput(message.constraint, may_force)
     # The processors hold these as arrays; the dict takes ten times as much memory.

@@ -34,7 +34,9 @@ _FAILURE_S = 30.0
 
 def grammar_key(constraint: Constraint) -> Constraint:
     """Return what the grammar of `constraint` depends on; the beginning of the constrained output is no part of it."""
-    return msgspec.structs.replace(constraint, starts_after=()) if constraint.starts_after else constraint
+    if not constraint.starts_after:
+        return constraint
+    return msgspec.structs.replace(constraint, starts_after=(), reasoning_start=-1)
 
 
 class Compilation(Protocol):

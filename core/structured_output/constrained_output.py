@@ -32,6 +32,11 @@ class ConstrainedOutput:
     def is_compiled(self) -> bool:
         return self._matcher is not None
 
+    @property
+    def also_allowed(self) -> int | None:
+        """The token that may come next beside those of the matcher, because it begins the reasoning; None: no token."""
+        return self.constraint.reasoning_start if self._may_begin_reasoning else None
+
     def begin(self, grammar: Grammar) -> None:
         """Use `grammar`, which the constraint was compiled to. It must be called before the request first runs."""
         self._matcher = grammar.matcher()
@@ -42,7 +47,9 @@ class ConstrainedOutput:
         None if every token may follow, or after an error.
         """
         self._catch_up(output)
-        return self._running_matcher() if self._has_begun and self.error is None else None
+        if self.error is not None or not (self._has_begun or self._may_begin_reasoning):
+            return None
+        return self._running_matcher()
 
     def forced(self, output: Sequence[int]) -> list[int]:
         """Return the tokens that must follow `output`; none if there are too few of them to save a step."""
@@ -54,9 +61,16 @@ class ConstrainedOutput:
         forced = self._running_matcher().forced()
         return forced if len(forced) >= _MIN_FORCED else []
 
+    @property
+    def _may_begin_reasoning(self) -> bool:
+        """Whether the first token decides if there is reasoning."""
+        return not self._has_begun and self._num_seen == 0 and self.constraint.reasoning_start >= 0
+
     def _catch_up(self, output: Sequence[int]) -> None:
         """Read the tokens of `output` that were not read yet."""
         new = list(output[self._num_seen :])
+        if new and self._may_begin_reasoning:
+            self._has_begun = new[0] != self.constraint.reasoning_start
         self._num_seen += len(new)
         if not self._has_begun:
             new = self._after_reasoning(new)

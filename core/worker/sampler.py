@@ -113,6 +113,8 @@ def apply_token_masks(logits: Tensor, batch: Batch, rows: Rows, num_tokens: Coun
     for i, index in enumerate(matchers):
         if i in errors:
             outputs[index].error = str(errors[i])
+        elif (token := outputs[index].also_allowed) is not None:
+            masks.view(np.uint32)[i, token // 32] |= np.uint32(1 << token % 32)
     if failed := [i for i, output in enumerate(outputs) if output.error is not None]:
         logits[to_device(places[failed], logits.device)] = -torch.inf
     if matchers:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from vllm_mp import AsyncLLM, __version__, cli
+from vllm_mp.cli.generate import chat_prompt
 from vllm_mp.cli.running_engines import running_engines
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
@@ -197,6 +198,12 @@ def test_program_names_its_commands_and_its_version():
         (["generate", "x", "--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not served"),
         (["generate", "x", "--no-such-flag"], "--no-such-flag"),
         (["generate", "x", "--model", "/nowhere"], "/nowhere"),
+        (["generate", "--prompts", "/nowhere"], "--prompts /nowhere: No such file or directory; name a file"),
+        (["generate", "x", "--lora", "a=/nowhere"], "--lora: /nowhere has no adapter_config.json; give the folder"),
+        (
+            ["generate", "x", "--model", "all-minilm-l6-v2"],
+            "is an encoder, which generates no text; name another model",
+        ),
         (["engine"], "--listen"),
         (["engine", "--listen", "foo"], "must be ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, got 'foo'"),
         (["engine", "--listen", "tcp://localhost:99999"], "tcp://localhost:99999"),
@@ -220,6 +227,18 @@ def test_bad_argument_is_named_in_one_line_and_exit_code_is_2(arguments, words, 
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_file_that_cannot_be_read_is_named_with_the_reason(capsys):
+    assert cli.main(["serve", "--api-key-file", "/nowhere"]) == 1
+    reason = "cannot use '/nowhere': No such file or directory; check the path and its permissions"
+    assert capsys.readouterr().err == f"vllm-mp: {reason}\n"
+
+
+def test_chat_template_that_fails_is_refused_with_the_reason(core, monkeypatch):
+    monkeypatch.setattr(core.get_tokenizer(), "chat_template", "{% for")
+    with pytest.raises(ValueError, match=r"the chat template failed: .*; give another with --chat-template"):
+        chat_prompt(core, [{"role": "user", "content": "Hi"}])
 
 
 def test_bad_environment_variable_is_named_and_exit_code_is_2():

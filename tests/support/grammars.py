@@ -72,9 +72,10 @@ class FailingGrammar(SequenceGrammar):
         return matcher
 
 
-def constrained(grammar=None, may_force=True, starts_after=()):
+def constrained(grammar=None, may_force=True, starts_after=(), reasoning_start=-1):
     """Return an output that must match `grammar`; None: which waits for its grammar."""
-    output = ConstrainedOutput(Constraint("grammar", "a stand-in", starts_after=tuple(starts_after)), may_force)
+    constraint = Constraint("grammar", "a stand-in", starts_after=tuple(starts_after), reasoning_start=reasoning_start)
+    output = ConstrainedOutput(constraint, may_force)
     if grammar is not None:
         output.begin(grammar)
     return output

@@ -60,7 +60,7 @@ def model(tmp_path, monkeypatch):
         (LLAMA, "has no chat template; give one with --chat-template, or use `vllm-mp generate` without --chat"),
         (
             ENCODER,
-            "is an encoder, which generates no text; name a model that chats, or use `vllm-mp serve` for vectors",
+            "is an encoder, which generates no text; name another model, or use `vllm-mp serve` for vectors",
         ),
     ],
 )
@@ -68,6 +68,11 @@ def test_a_model_that_cannot_chat_is_refused_before_a_core_starts(command, confi
     folder = model(config)
     assert cli.main([*command, "--model", folder, "--load-format", "dummy"]) == 2
     assert capsys.readouterr().err == f"vllm-mp: {folder} {message}\n"
+
+
+def test_an_encoder_is_refused_for_a_prompt_before_a_core_starts(model, capsys):
+    assert cli.main(["generate", "Hi", "--model", model(ENCODER), "--load-format", "dummy"]) == 2
+    assert "is an encoder, which generates no text; name another model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja", "--chat-template"])

@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of stdout has closed it. Buffered output must not fail a second time at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
-    except (EngineError, OSError) as error:
+    except OSError as error:
+        print(f"vllm-mp: {_description(error)}", file=sys.stderr)
+        return _FAILED
+    except EngineError as error:
         print(f"vllm-mp: {error}", file=sys.stderr)
         return _FAILED
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -75,6 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return _INTERRUPTED
     return code
+
+
+def _description(error: OSError) -> str:
+    """Return the message of an error of the system, with the file and without the error's number."""
+    if error.filename is not None:
+        return f"cannot use {error.filename!r}: {error.strerror}; check the path and its permissions"
+    return error.strerror or str(error)
 
 
 def _prepare_streams() -> None:

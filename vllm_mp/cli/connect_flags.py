@@ -65,16 +65,15 @@ def check_connect(args: argparse.Namespace) -> None:
 def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLLM":
     """Attach to the core that --connect names, or start a core.
 
-    Raises what these calls of `AsyncLLM` raise, and with `for_chat` ValueError for a model without a chat template,
-    before a core is started.
+    Raises what these calls of `AsyncLLM` raise. Before a core is started, raises ValueError for a model that generates
+    no text, and with `for_chat` for a model without a chat template.
     """
     from vllm_mp.client.async_llm import AsyncLLM
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if args.connect is None:
         config = engine_args.create_engine_config()
-        if for_chat:
-            _check_chat_template(config.model_config)
+        _check_model(config.model_config, for_chat)
         return AsyncLLM.from_vllm_config(config)
     # The same command gives the same answers, whoever else uses the core.
     options = engine_args.client_options() | {"seed": engine_args.seed}
@@ -106,13 +105,18 @@ def no_chat_template(model: str) -> str:
     return f"{model} has no chat template; give one with --chat-template, or use `vllm-mp generate` without --chat"
 
 
-def _check_chat_template(model: "ModelConfig") -> None:
-    """Raise ValueError for a model that cannot chat. Code that comes with a tokenizer may bring a template."""
+def _check_model(model: "ModelConfig", for_chat: bool) -> None:
+    """Raise ValueError for a model that generates no text, and with `for_chat` for a model without a chat template.
+
+    Code that comes with a tokenizer may bring a template.
+    """
     if model.architecture.is_encoder:
         raise ValueError(
-            f"{model.model} is an encoder, which generates no text; name a model that chats, or use `vllm-mp serve` "
-            "for vectors"
+            f"{model.model} is an encoder, which generates no text; name another model, or use `vllm-mp serve` for "
+            "vectors"
         )
+    if not for_chat:
+        return
     if model.skip_tokenizer_init:
         raise ValueError("a chat needs the tokenizer; leave out --skip-tokenizer-init")
     if model.chat_template is None and not model.trust_remote_code and not has_chat_template(Path(model.tokenizer)):

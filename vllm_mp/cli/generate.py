@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, no_chat_template, open_engine
@@ -58,11 +59,19 @@ def add_lora_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_adapter(args: argparse.Namespace) -> LoRARequest | None:
-    """Return the adapter of --lora, for which LoRA is enabled in `args`. Raises ValueError if it is not NAME=FOLDER."""
+    """Return the adapter of --lora, for which LoRA is enabled in `args`.
+
+    Raises ValueError if it is not NAME=FOLDER, or if a core that is to be started will find no adapter in the folder.
+    """
     if args.lora is None:
         return None
     args.enable_lora = True
-    return parse_adapter(args.lora, 1 + len(args.lora_modules or ()), "--lora")
+    adapter = parse_adapter(args.lora, 1 + len(args.lora_modules or ()), "--lora")
+    if args.connect is None and not (Path(adapter.path).expanduser() / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--lora: {adapter.path} has no adapter_config.json; give the folder that PEFT's save_pretrained wrote"
+        )
+    return adapter
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,7 +120,10 @@ def _answer_file(args: argparse.Namespace, lora: LoRARequest | None) -> int:
     from vllm_mp.cli.generate_lines import LineGenerator
     from vllm_mp.client.progress_bar import ProgressBar
 
-    file: BinaryIO = open(0, "rb", closefd=False) if args.prompts == "-" else open(args.prompts, "rb")  # noqa: SIM115
+    try:
+        file: BinaryIO = open(0, "rb", closefd=False) if args.prompts == "-" else open(args.prompts, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(f"--prompts {args.prompts}: {error.strerror}; name a file that can be read") from error
     shows_progress = sys.stderr.isatty() and not sys.stdout.isatty()
     num_prompts = None
     if shows_progress and file.seekable():
@@ -213,8 +225,10 @@ def whole_text(completion: "CompletionOutput") -> str:
 def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
     """Return the token ids of `messages` in the model's chat template.
 
-    Raises ValueError if the model has no chat template, or if a message is not valid Unicode.
+    Raises ValueError if the model has no chat template, if the template fails, or if a message is not valid Unicode.
     """
+    import jinja2
+
     from vllm_mp.client.prompt import parse_prompt
 
     for message in messages:
@@ -222,7 +236,10 @@ def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
     tokenizer = llm.get_tokenizer()
     if not tokenizer.chat_template:
         raise ValueError(no_chat_template(llm.model_config.model))
-    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template failed: {error}; give another with --chat-template") from error
     # The template contains the special tokens already.
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids

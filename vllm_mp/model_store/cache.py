@@ -62,8 +62,8 @@ def build_once(folder: Path, build: Build, progress: Progress) -> Path:
             workspace.mkdir()
             build(workspace, lock).rename(folder)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise disk_full(folder, error.strerror or str(error)) from error
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(error, DiskFullError):
+                raise DiskFullError(folder, error.strerror or str(error)) from error
             raise
         finally:
             shutil.rmtree(workspace, ignore_errors=True)
@@ -120,13 +120,15 @@ def run_child(
     return status, lines[-1] if lines else "it gave no reason"
 
 
-def disk_full(folder: Path, detail: str) -> OSError:
-    """Return the error to raise if there is no space to prepare `folder`; `detail` says what was tried."""
-    return OSError(
-        errno.ENOSPC,
-        f"no space left to prepare {folder.name}: {detail}. Free some space, or set {CACHE_VARIABLE} or "
-        f"--download-dir to a folder on a larger disk (now {folder.parent})",
-    )
+class DiskFullError(OSError):
+    """There is no space to prepare `folder`; `detail` says what was tried."""
+
+    def __init__(self, folder: Path, detail: str) -> None:
+        super().__init__(
+            errno.ENOSPC,
+            f"no space left to prepare {folder.name}: {detail}. Free some space, or set {CACHE_VARIABLE} or "
+            f"--download-dir to a folder on a larger disk (now {folder.parent})",
+        )
 
 
 @contextlib.contextmanager
@@ -137,7 +139,7 @@ def _lock(path: Path, subject: str, progress: Progress) -> Iterator[int]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(path.with_name(subject), str(error)) from error
+            raise DiskFullError(path.with_name(subject), str(error)) from error
         raise OSError(
             error.errno,
             f"cannot write to the model cache {path.parent} ({error.strerror}): set {CACHE_VARIABLE} to a "

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_mp.model_store.cache import disk_full
+from vllm_mp.model_store.cache import DiskFullError
 from vllm_mp.model_store.folder import PICKLED, SAFETENSORS, folder_problem, has_tokenizer, weight_files
 from vllm_mp.model_store.package import DEFAULT_MODEL
 from vllm_mp.model_store.progress import Progress
@@ -131,7 +131,7 @@ def _download(
     except Exception as error:
         # The hub's library does not wrap the errors of its HTTP library, which differs by version.
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(Path(cache or constants.HF_HUB_CACHE) / model, str(error)) from error
+            raise DiskFullError(Path(cache or constants.HF_HUB_CACHE) / model, str(error)) from error
         raise _Unreachable(_first_line(error)) from error
 
 

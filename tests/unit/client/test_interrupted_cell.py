@@ -1,58 +1,34 @@
-"""A cell of IPython that Ctrl-C interrupts. A stand-in for IPython's shell runs cells as the shell does."""
+"""A cell of IPython that Ctrl-C interrupts."""
 
 import asyncio
 import sys
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from vllm_mp.testing.engines import ENDLESS, eventually, is_empty
 
 PROMPT = {"prompt_token_ids": [300, 301]}
 
 
-class InteractiveShell:
-    """The part of IPython's shell that runs cells: in one event loop, which stands still between two cells."""
-
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        self.callbacks = []
-        self.events = self
-
-    def register(self, event, callback):
-        assert event == "post_run_cell"
-        if callback not in self.callbacks:
-            self.callbacks.append(callback)
-
-    async def run_cell_async(self, cell):
-        result = SimpleNamespace(error_in_exec=None)
-        try:
-            await cell
-        except BaseException as error:
-            result.error_in_exec = error
-        return result
-
-    def run_cell(self, cell):
-        """Run the coroutine `cell`; return the error that ended it, or None."""
-        try:
-            result = self.loop.run_until_complete(self.run_cell_async(cell))
-        except BaseException as error:
-            result = SimpleNamespace(error_in_exec=error)
-        for callback in self.callbacks:
-            callback(result)
-        return result.error_in_exec
-
-
 @pytest.fixture(scope="module", autouse=True)
-def shell():
+def shell(tmp_path_factory):
     """The shell, which the engine finds when it is made."""
-    shell = InteractiveShell()
-    helpers = SimpleNamespace(get_asyncio_loop=lambda: shell.loop)
+    config = Config(HistoryManager={"enabled": False})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-        patch.setitem(sys.modules, "IPython.core.async_helpers", helpers)
-        yield shell
-    shell.loop.close()
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        # The shell would replace the module __main__.
+        patch.setitem(sys.modules, "cells", cells := ModuleType("cells"))
+        yield InteractiveShell.instance(config=config, user_module=cells)
+        InteractiveShell.clear_instance()
+
+
+def run_cell(shell, code, **names):
+    """Run `code` as a cell that knows `names`; return the error that ended it, or None."""
+    shell.push(names)
+    return shell.run_cell(code).error_in_exec
 
 
 class Cells:
@@ -108,19 +84,17 @@ def test_interrupted_cell_ends_with_its_requests_and_other_tasks_go_on(llm, shel
                 cells.steps.append("left")
         cells.steps.append("after")
 
-    assert shell.run_cell(cells.begin_background()) is None
-    assert isinstance(shell.run_cell(interrupted()), KeyboardInterrupt)
+    assert run_cell(shell, "await cells.begin_background()", cells=cells) is None
+    assert isinstance(run_cell(shell, "await interrupted()", interrupted=interrupted), KeyboardInterrupt)
     assert "left" in cells.steps
-    assert shell.run_cell(cells.until_only_background_runs()) is None
+    assert run_cell(shell, "await cells.until_only_background_runs()") is None
     assert "after" not in cells.steps
 
 
 def test_cell_that_an_interrupt_unwinds_and_a_cell_that_ends_cancel_nothing(llm, shell):
     cells = Cells(llm)
-
-    async def unwound():
-        raise KeyboardInterrupt
-
-    assert shell.run_cell(cells.begin_background()) is None
-    assert isinstance(shell.run_cell(unwound()), KeyboardInterrupt)
-    assert shell.run_cell(cells.until_only_background_runs()) is None
+    assert run_cell(shell, "await cells.begin_background()", cells=cells) is None
+    assert isinstance(
+        run_cell(shell, "await cells.until_read('background')\nraise KeyboardInterrupt"), KeyboardInterrupt
+    )
+    assert run_cell(shell, "await cells.until_only_background_runs()") is None

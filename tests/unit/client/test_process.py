@@ -1,7 +1,8 @@
-"""A core process that the system does not let end, as its parent sees it."""
+"""A core process as its parent sees it: its start, and its end, which the system may not let come."""
 
 import logging
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,16 @@ def test_end_is_described_with_the_last_lines_of_the_log(core_process):
     description = core_process.describe_end()
     assert description.startswith("the core process 4711 ended with SIGKILL, but the system still holds it; ")
     assert description.endswith("illegal memory access was encountered")
+
+
+def test_core_has_a_working_folder_also_if_that_of_its_client_was_removed(monkeypatch, tmp_path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    core = CoreProcess(tmp_path / "run", 1)
+    try:
+        assert Path(f"/proc/{core.pid}/cwd").readlink() == tmp_path / "run"
+    finally:
+        core.kill()
+        core.stop()

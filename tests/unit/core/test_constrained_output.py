@@ -96,6 +96,24 @@ def test_the_constraint_begins_after_the_end_of_the_reasoning(make):
     assert matches(FORKED, engine.tokens[0][first + 1 :])
 
 
+def test_reasoning_that_may_be_left_out_begins_with_its_token_or_not_at_all(make):
+    free = make()
+    free.add(0, [1, 2, 3], 8)
+    free.run()
+    thought = free.tokens[0]
+    start, end = thought[0], thought[4]
+    assert end not in thought[:4]
+    engine = make()
+    engine.add(0, [1, 2, 3], 12, constrained=constrained(FORKED, starts_after=[end], reasoning_start=start))
+    other = next(token for token in range(50, 97) if token not in thought)
+    skips = constrained(FORKED, starts_after=[end], reasoning_start=other)
+    engine.add(1, [1, 2, 3], 8, constrained=skips, logit_bias={other: -100.0})
+    engine.run()
+    assert engine.tokens[0][:5] == thought[:5]
+    assert matches(FORKED, engine.tokens[0][5:])
+    assert matches(FORKED, engine.tokens[1])
+
+
 @pytest.mark.parametrize("num_received", [0, 1, 3, 5])
 def test_a_request_that_another_core_began_continues_in_its_grammar(make, num_received):
     params = {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.2}

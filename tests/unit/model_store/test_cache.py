@@ -115,6 +115,18 @@ def test_full_disk_names_the_variable_and_leaves_nothing(tmp_path: Path) -> None
     assert names(tmp_path) == [".entry.lock"]
 
 
+def test_full_disk_is_told_once_if_an_entry_is_made_from_another(tmp_path: Path) -> None:
+    def fetch(workspace: Path, lock: int) -> Path:
+        raise OSError(errno.ENOSPC, "2 MB are free")
+
+    def build(workspace: Path, lock: int) -> Path:
+        return build_once(tmp_path / "source" / "wheel", fetch, Progress())
+
+    with pytest.raises(OSError, match=r"^\[Errno 28\] no space left to prepare wheel: 2 MB are free. Free") as error:
+        build_once(tmp_path / "entry", build, Progress())
+    assert str(error.value).count("Free some space") == 1
+
+
 def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"cannot write to the model cache.*VLLM_MP_CACHE"):
