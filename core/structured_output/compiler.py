@@ -22,6 +22,8 @@ _MAX_GRAMMARS = 512
 _MAX_BYTES = 2**28
 """Host memory of the cached grammars, as they estimate it."""
 _MAX_FAILURES = 512
+_STOP_S = 0.5
+"""Time for which a closing compiler waits for each thread."""
 _STACK_BYTES = 2**23
 """Stack of a thread that compiles, more than a constraint has where it is tried first."""
 _MAX_PLAIN: dict[ConstraintKind, int] = {"json_object": 0, "json": 4096, "regex": 256, "choice": 65_536}
@@ -135,11 +137,10 @@ class GrammarCompiler:
         return ended
 
     def close(self) -> None:
-        """End the compilations and the threads, and close `fd`."""
+        """End the threads, and close `fd`. A library that compiles may keep its thread until the process ends."""
         self._compilation.stop()
-        self._plain.stop()
-        self._suspicious.stop()
-        os.close(self.fd)
+        if self._plain.stop() & self._suspicious.stop():
+            os.close(self.fd)
 
     def _evict(self) -> None:
         """Forget the least recently used grammars beyond the limits; requests that use them keep them alive."""
@@ -190,11 +191,14 @@ class _Lane:
             finally:
                 threading.stack_size(before)
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """End the thread; return False if it is still compiling."""
         self._is_stopped = True
         self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is None:
+            return True
+        self._thread.join(_STOP_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (key := self._queue.get()) is not None and not self._is_stopped:
