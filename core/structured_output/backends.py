@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+from collections.abc import Callable, Sequence
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.structured_output.compiler import GrammarCompiler
@@ -17,6 +18,19 @@ from vllm_mp.structured_outputs import Constraint
 
 logger = logging.getLogger(__name__)
 
+_SIGNS_OF_LACKS = (
+    "upported",
+    "Unknown",
+    "too ",
+    "limit",
+    "fuel",
+    "Unable",
+    "Failed to",
+    "not disjoint",
+    "parse error: (",
+)
+"""Parts of llguidance's errors for what it does not have or refuses to compute, rather than for what is wrong."""
+
 
 class Backends:
     """Compiles constraints with the library that they name, or with the first that does not refuse them."""
@@ -30,9 +44,12 @@ class Backends:
         if importlib.util.find_spec("xgrammar") is not None:
             self._backends["xgrammar"] = XGrammarBackend(self._tokenizer)
 
-    def load(self) -> None:
-        """Load the tokenizer, which the first compilation does otherwise. Raises GrammarError if that fails."""
-        self._tokenizer.llguidance()
+    def load(self, name: str = "llguidance") -> None:
+        """Load a library and its tokenizer, which the first compilation does otherwise.
+
+        Raises GrammarError if that fails.
+        """
+        self._backends[name].load()
 
     def names(self, constraint: Constraint) -> list[str]:
         """Return the libraries that may compile a constraint, in the order in which they are tried.
@@ -46,15 +63,21 @@ class Backends:
             raise GrammarError(f"the backend {name!r} is not installed: pip install 'vllm-mp[{name}]'")
         return [name]
 
-    def prepare(self, constraint: Constraint, names: list[str]) -> tuple[PreparedConstraint, Grammar]:
+    def prepare(
+        self, constraint: Constraint, names: Sequence[str], before: Callable[[str], None] = lambda name: None
+    ) -> tuple[PreparedConstraint, Grammar]:
         """Compile a constraint with the first of the libraries `names` that does not refuse it.
 
-        Raises GrammarError, with the error of each library and the place in a JSON schema if it is known.
+        `before` is called with the name of a library before it compiles. Raises GrammarError, with the error of each
+        library and the place in a JSON schema if it is known.
         """
-        errors = []
+        errors: list[str] = []
         for name in names:
+            if errors and not self.may_fall_back(constraint, name, errors[-1]):
+                continue
             try:
                 prepared = self._backends[name].prepare(constraint)
+                before(name)
                 return prepared, self.compile(prepared)
             except GrammarError as error:
                 errors.append(with_place(str(error), constraint))
@@ -62,12 +85,13 @@ class Backends:
             raise GrammarError(errors[0])
         raise GrammarError("; ".join(f"{name}: {error}" for name, error in zip(names, errors, strict=True)))
 
-    def may_take(self, constraint: Constraint, names: list[str]) -> bool:
-        """Whether one of the libraries `names` may compile a constraint, as far as it can say without being loaded."""
-        for name in names:
-            with contextlib.suppress(GrammarError):
-                self._backends[name].prepare(constraint)
-                return True
+    def may_fall_back(self, constraint: Constraint, name: str, error: str) -> bool:
+        """Whether the library `name` may take a constraint that another has refused, as far as is known unloaded."""
+        if not any(sign in error for sign in _SIGNS_OF_LACKS):
+            return False
+        with contextlib.suppress(GrammarError):
+            self._backends[name].prepare(constraint)
+            return True
         return False
 
     def compile(self, prepared: PreparedConstraint) -> Grammar:
@@ -92,8 +116,8 @@ class TrialCompilation:
         first, *others = self._backends.names(constraint)
         try:
             return self._backends.prepare(constraint, [first])[1]
-        except GrammarError:
-            if self._backends.may_take(constraint, others):
+        except GrammarError as error:
+            if any(self._backends.may_fall_back(constraint, name, str(error)) for name in others):
                 return None
             raise
 

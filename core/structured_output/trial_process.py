@@ -18,8 +18,8 @@ MAX_CPU_S = 4
 """Processor time for a constraint, in seconds."""
 MAX_MEMORY = 2**30
 """Memory that compiling may take beyond the process's own, in bytes."""
-_MAX_WALL_S = 10.0
-"""Time for a constraint, in seconds: the processor time that it may take, and time in which other processes run."""
+_MAX_WALL_S = 30.0
+"""Time for a constraint, in seconds: loading of a library, and time in which other processes run, included."""
 _MAX_START_S = 60.0
 _END_S = 0.5
 """Time that a process without an answer has to end by itself."""

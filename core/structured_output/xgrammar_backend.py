@@ -88,6 +88,9 @@ class XGrammarBackend:
         self._lock = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
 
+    def load(self) -> None:
+        self._loaded()
+
     def prepare(self, constraint: Constraint) -> PreparedConstraint:
         """Return the constraint in the library's form. Raises GrammarError if the library would not enforce it."""
         if constraint.whitespace_pattern:
