@@ -18,17 +18,7 @@ from vllm_mp.structured_outputs import Constraint
 
 logger = logging.getLogger(__name__)
 
-_SIGNS_OF_LACKS = (
-    "upported",
-    "Unknown",
-    "too ",
-    "limit",
-    "fuel",
-    "Unable",
-    "Failed to",
-    "not disjoint",
-    "parse error: (",
-)
+_SIGNS_OF_LACKS = ("upported", "Unknown", "too ", "limit", "fuel", "Unable", "Failed to", "not disjoint")
 """Parts of llguidance's errors for what it does not have or refuses to compute, rather than for what is wrong."""
 
 
