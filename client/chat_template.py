@@ -57,6 +57,13 @@ class ChatTemplate:
             template = template.get("default", "")
         return template or ""
 
+    def source_for(self, has_tools: bool) -> str:
+        """Return the template that applies to a request without one of its own; some models have one for tools."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if has_tools and isinstance(template, dict) and "tool_use" in template:
+            return str(template["tool_use"])
+        return self.source
+
     async def render(
         self,
         messages: Sequence[Any],

@@ -13,7 +13,8 @@ from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_texts
 from vllm_mp.client.outputs.logprob_columns import TokenText
-from vllm_mp.client.outputs.stream import GenerationStream, PoolingStream
+from vllm_mp.client.outputs.pooling_stream import PoolingStream
+from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_embeds import pack_prompt_embeds
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer

@@ -222,8 +222,8 @@ class EngineArgs(Options):
     )
     guided_decoding_backend: str = option(
         "auto",
-        "Library that compiles the constraints of structured output; auto: llguidance, and xgrammar, if it is "
-        "installed, for what llguidance refuses",
+        "Compile the constraints of structured output with this library; auto: with llguidance, and what it refuses "
+        "with xgrammar, if that is installed.",
         choices=tuple(BACKEND_NAMES),
     )
     logits_processors: tuple[str, ...] | None = option(

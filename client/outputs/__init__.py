@@ -3,7 +3,8 @@
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.outputs.output_processor import OutputProcessor
-from vllm_mp.client.outputs.stream import GenerationStream, PoolingStream, RequestStream
+from vllm_mp.client.outputs.pooling_stream import PoolingStream
+from vllm_mp.client.outputs.stream import GenerationStream, RequestStream
 
 __all__ = [
     "Completion",

@@ -8,7 +8,8 @@ from vllm_mp import wire
 from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_path import Entry
-from vllm_mp.client.outputs.stream import Awaited, GenerationStream, PoolingStream, RequestStream
+from vllm_mp.client.outputs.pooling_stream import PoolingStream
+from vllm_mp.client.outputs.stream import Awaited, GenerationStream, RequestStream
 from vllm_mp.client.outputs.wake_ups import WakeUps
 from vllm_mp.errors import (
     ConstraintError,

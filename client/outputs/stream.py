@@ -1,4 +1,4 @@
-"""A request as its consumer sees it: a stream of completions, or of one vector."""
+"""A request as its consumer sees it: what all streams have in common, and the stream of completions."""
 
 import asyncio
 import time
@@ -6,50 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.logprob_columns import LogprobColumns, TokenText
+from vllm_mp.client.outputs.pooled_vector import PooledVector
 from vllm_mp.client.outputs.wake_ups import Waiter, WakeUps, set_done
 from vllm_mp.client.request import GenerationRequest, PoolingRequest, digest_of
-from vllm_mp.errors import EngineGenerateError
-from vllm_mp.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
+from vllm_mp.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
 
 AddMessage = wire.AddRequest | wire.AddPooling
-
-
-class PooledVector:
-    """The vector of a pooling request, which takes one slot on the wire as a completion does."""
-
-    index = 0
-    num_tokens = 0
-    """Number of output tokens: a vector has none."""
-    is_live = False
-    """As for a completion: no tokens arrive."""
-    wants_stop_strings = False
-
-    def __init__(self) -> None:
-        self.slot = -1
-        """The slot of the vector; -1 until its request enters `OutputProcessor`."""
-        self.finish: wire.Finished | None = None
-        """The end of the request; None while it runs."""
-        self._packed: bytes | None = None
-        """The vector as little-endian float32; None until it has arrived."""
-
-    @property
-    def data(self) -> npt.NDArray[np.float32] | None:
-        """The vector as float32 [dimensions], made by this call; None until it has arrived."""
-        return None if self._packed is None else np.frombuffer(self._packed, "<f4").astype(np.float32)
-
-    def take_in(self, data: bytes) -> None:
-        """Keep the vector `data`, little-endian float32. Raises ValueError if its length is no multiple of 4."""
-        if len(data) % 4:
-            raise ValueError(f"the vector has {len(data)} bytes, which is no multiple of 4")
-        self._packed = data
 
 
 Awaited = Completion | PooledVector
@@ -408,54 +375,4 @@ class GenerationStream(RequestStream):
             self._metrics,
             self.num_cached_tokens,
             lora,
-        )
-
-
-class PoolingStream(RequestStream):
-    """Waits for the vector of one prompt, which is its only output."""
-
-    __slots__ = ("vector",)
-
-    def __init__(self, request: PoolingRequest) -> None:
-        super().__init__(request)
-        self._request: PoolingRequest
-        self.vector = PooledVector()
-
-    @property
-    def awaited(self) -> Sequence[PooledVector]:
-        return (self.vector,)
-
-    def add_message(self, index: int, incarnation: int, isolation: Isolation) -> wire.AddPooling:
-        request = self._request
-        return wire.AddPooling(
-            incarnation=incarnation,
-            slot=self.vector.slot,
-            request_id=request.request_id,
-            prompt=request.packed_prompt,
-            params=request.params,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            isolate_until_num_tokens=isolation.until_num_tokens,
-            isolation_group=isolation.group,
-            after_pause=self.after_pause,
-            arrival_time=request.arrival_time,
-            lora=request.lora,
-        )
-
-    def has_news(self) -> bool:
-        return self.is_over
-
-    def _output(self) -> PoolingRequestOutput:
-        """Return the vector. Raises EngineGenerateError if there is none, as for a request that was aborted."""
-        vector, finish = self.vector.data, self.vector.finish
-        if vector is None:
-            why = "was aborted" if finish and finish.reason == "abort" else "ended without its vector"
-            raise EngineGenerateError(f"request {self.request_id} {why}")
-        return PoolingRequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=PoolingOutput(vector),
-            metrics=self._metrics,
-            num_cached_tokens=self.num_cached_tokens,
         )

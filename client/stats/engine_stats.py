@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp import wire
-from vllm_mp.client.outputs.stream import PoolingStream, RequestStream
+from vllm_mp.client.outputs.pooling_stream import PoolingStream
+from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.stats.engine_counters import EngineCounters
 from vllm_mp.client.stats.finished_request import FinishedRequest
 from vllm_mp.client.stats.iteration_stats import FinishedRequestStats, FinishReason, IterationStats

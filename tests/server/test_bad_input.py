@@ -84,8 +84,18 @@ def test_wrong_body_is_refused_with_the_field_at_fault(in_process, content, stat
             "messages[0].content[0].type",
             "images, audio and files are not served yet",
         ),
-        ('{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools", "tools is not served yet"),
-        ('{"messages": [{"role": "user", "content": "x"}], "tool_choice": "auto"}', "tool_choice", "not served yet"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools[0].type", "is missing"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}], "functions": [{}]}',
+            "functions",
+            "the older form of tools and tool_choice",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x"}], '
+            '"tools": [{"type": "function", "function": {"name": "f"}}]}',
+            "tools",
+            "chat template knows no tools",
+        ),
         (
             '{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}}',
             "response_format.type",

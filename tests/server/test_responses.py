@@ -126,7 +126,6 @@ def test_truncation_refuses_a_turn_that_is_too_long_alone(post, replay_engine):
         ("moderation", {"model": "a"}),
         ("n", 2),
         ("max_tokens", 2),
-        ("guided_json", {}),
     ],
 )
 def test_field_that_is_not_served_is_refused_by_name(post, field, value):

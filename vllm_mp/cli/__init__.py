@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from vllm_mp import __version__
 from vllm_mp.cli.command_parser import CommandParser
+from vllm_mp.cli.screen import print_error
 from vllm_mp.errors import EngineError
 from vllm_mp.log_setup import set_up_log
 
@@ -63,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except OSError as error:
-        print(f"vllm-mp: {_description(error)}", file=sys.stderr)
+        print_error(_description(error))
         return _FAILED
     except EngineError as error:
-        print(f"vllm-mp: {error}", file=sys.stderr)
+        print_error(str(error))
         return _FAILED
     except (ValueError, TypeError, NotImplementedError) as error:
-        print(f"vllm-mp: {error}", file=sys.stderr)
+        print_error(str(error))
         return _BAD_ARGUMENTS
     except RuntimeError as error:
-        print(f"vllm-mp: {error}", file=sys.stderr)
+        print_error(str(error))
         return _FAILED
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -54,7 +54,7 @@ class CommandParser(FlexibleArgumentParser):
         names = message.removeprefix(_REQUIRED)
         if names != message:
             message = f"missing {names}; see {self.prog} --help"
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
 
     def format_help(self) -> str:
         """Return the help with the common options."""

@@ -10,7 +10,7 @@ from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, no_chat_
 from vllm_mp.cli.model_argument import names_model, set_model
 from vllm_mp.cli.repetition import LoopGuard, penalty_against_loops
 from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
-from vllm_mp.cli.screen import Screen
+from vllm_mp.cli.screen import Screen, print_error
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineError
 from vllm_mp.lora_request import LoRARequest, parse_adapter
@@ -141,7 +141,7 @@ def _answer_file(args: argparse.Namespace, lora: LoRARequest | None) -> int:
     if not lines.num_failed:
         return 0
     failed = f"{lines.num_failed} of {lines.num_written} prompts failed"
-    print(f"vllm-mp: {failed}; the results of these lines have an error", file=sys.stderr)
+    print_error(f"{failed}; the results of these lines have an error")
     return 1
 
 

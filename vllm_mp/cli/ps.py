@@ -5,6 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.screen import print_error
 from vllm_mp.cli.table import duration_text, print_table, size_text
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         print("no engines run", file=sys.stderr)
     for engine in engines:
         if engine.problem:
-            print(f"vllm-mp: {engine.name}: {engine.problem}", file=sys.stderr)
+            print_error(f"{engine.name}: {engine.problem}")
     return 0
 
 

@@ -49,7 +49,7 @@ class Screen:
     def complain(self, text: str) -> None:
         """Write what is wrong with a message or a command."""
         sys.stdout.flush()
-        print(_fitted(f"vllm-mp: {text}", _columns(sys.stderr)), file=sys.stderr)
+        print_error(text)
 
     def _note(self, text: str) -> None:
         print(self._dimmed(text) if self.is_terminal else text, file=sys.stdout if self.is_terminal else sys.stderr)
@@ -58,9 +58,14 @@ class Screen:
         return f"\x1b[2m{text}\x1b[22m" if self._has_colours else text
 
 
-def _columns(stream: TextIO) -> int:
-    """Return the width of the terminal; 0 if `stream` is none, or the terminal does not tell its width."""
-    return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+def print_error(text: str) -> None:
+    """Write what is wrong to standard error; on a terminal, lines are broken between words."""
+    print(_fitted(f"vllm-mp: {text}", _columns(sys.stderr)), file=sys.stderr)
+
+
+def _columns(stream: TextIO | None) -> int:
+    """Return the width of the terminal; 0 if `stream` is no terminal, or the terminal does not tell its width."""
+    return os.get_terminal_size(stream.fileno()).columns if stream is not None and stream.isatty() else 0
 
 
 def _fitted(text: str, columns: int, margin: str = "") -> str:

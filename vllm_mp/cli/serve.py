@@ -36,8 +36,10 @@ def run(args: argparse.Namespace) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
 
     from vllm_mp.server.listening import is_loopback, listen_together, url_of
+    from vllm_mp.server.parsers import load_parsers
     from vllm_mp.server.security import read_api_keys, tls_context
 
+    load_parsers(options)
     options = dataclasses.replace(
         options,
         api_key=read_api_keys(options, os.environ),

@@ -26,6 +26,7 @@ from vllm_mp.server.admission import Admission
 from vllm_mp.server.errors import ApiError, error_response
 from vllm_mp.server.http_stats import HttpStats, HttpStatsMiddleware
 from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.parsers import load_parsers
 from vllm_mp.server.security import guards
 from vllm_mp.server.shared_state import SharedState
 from vllm_mp.server.state import ServerState
@@ -52,8 +53,10 @@ def build_app(
 ) -> Starlette:
     """Return the application that serves `engine`, which the caller shuts down afterwards.
 
-    By default, its admission counts the requests of this process alone. `shared` is what it shares with others.
+    By default, its admission counts the requests of this process alone. `shared` is what it shares with others. Raises
+    ValueError if `options` name a parser that does not exist.
     """
+    load_parsers(options)
     if admission is None:
         admission = Admission(options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs))
     routes: list[BaseRoute] = [route for module in _ENDPOINTS for route in module.ROUTES]

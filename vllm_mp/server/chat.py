@@ -12,6 +12,7 @@ from starlette.responses import Response
 from vllm_mp.client.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.server.answer_parts import AnswerFormat, AnswerMessage, AnswerParts, Delta, is_empty, read_answer_format
 from vllm_mp.server.body import Ignored, Refused, refused
 from vllm_mp.server.chat_messages import ChatMessage
 from vllm_mp.server.chat_prompt import chat_prompt
@@ -24,8 +25,10 @@ from vllm_mp.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs,
 from vllm_mp.server.models import check_model
 from vllm_mp.server.output_form import ResponseFormat
 from vllm_mp.server.sampling_fields import sampling_params
+from vllm_mp.server.state import ServerState
+from vllm_mp.server.tools import ToolChoice, ToolDefinition, ToolUse, choice_of, read_tools
 
-_NO_TOOLS = refused("is not served yet: tools cannot be called; leave it out")
+_USE_TOOLS = refused("is the older form of tools and tool_choice, which are served; use these")
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -48,25 +51,23 @@ class ChatBody(GenerationBody, kw_only=True):
     """Number of most likely tokens to return with each token."""
     response_format: ResponseFormat | None = None
     """The form of the answer; default: any text."""
-    tools: Annotated[Annotated[list[Any], msgspec.Meta(max_length=0)] | None, _NO_TOOLS] = None
-    tool_choice: Annotated[Literal["none"] | None, _NO_TOOLS] = None
-    functions: Annotated[Annotated[list[Any], msgspec.Meta(max_length=0)] | None, _NO_TOOLS] = None
-    function_call: Annotated[Literal["none"] | None, _NO_TOOLS] = None
+    tools: list[ToolDefinition] | None = None
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """Whether the model calls functions; default: it decides."""
+    parallel_tool_calls: bool | None = None
+    """False: an answer has at most one call."""
+    include_reasoning: bool | None = None
+    """False: leave out the thought of a model that thinks."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    """How much the model thinks, if its chat template knows that; "none" also sets `enable_thinking` to false."""
+    functions: Annotated[Annotated[list[Any], msgspec.Meta(max_length=0)] | None, _USE_TOOLS] = None
+    function_call: Annotated[Literal["none"] | None, _USE_TOOLS] = None
     modalities: Annotated[list[Literal["text"]] | None, refused("must be ['text']")] = None
     audio: Refused = None
     web_search_options: Refused = None
-    reasoning_effort: Refused = None
     verbosity: Refused = None
-    parallel_tool_calls: Ignored = None
     prediction: Ignored = None
-
-
-class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The answer of the assistant."""
-
-    role: str = "assistant"
-    content: str
-    refusal: str | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -92,13 +93,6 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class Delta(msgspec.Struct, kw_only=True):
-    """What is new of an answer."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -129,24 +123,37 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
     """Answer a conversation."""
     model = check_model(call.server, body.model)
     params = _params(body, call.server.engine.model_config.default_sampling_params)
+    template = body.chat_template or call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
+    tools = _tools(body, call.server, params, template)
     text = await chat_prompt(
         call,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template=body.chat_template,
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs=_template_variables(body),
+        tools=None if tools is None else tools.definitions,
     )
+    answer_format = read_answer_format(call.server, params, template, text, tools, body.include_reasoning is not False)
     prompt = TextPrompt(prompt=text, cache_salt=body.cache_salt or "")
     # The template has written the special tokens.
     generation = await start_generation(
-        call, "chatcmpl", [prompt], params, body, field="messages", add_special_tokens=False, lora=model.lora
+        call,
+        "chatcmpl",
+        [prompt],
+        params,
+        body,
+        field="messages",
+        add_special_tokens=False,
+        lora=model.lora,
+        form_field="tools" if tools is not None and tools.form is not None else None,
     )
     created = int(time.time())
     if body.stream:
         chunk = ChatChunk(id=generation.request_id, created=created, model=model.name, choices=[])
-        return EventStream(_events(generation, chunk, body, call.write_now))
+        return EventStream(_events(generation, chunk, body, answer_format, call.write_now))
     [result] = await generation.results()
+    parts = [answer_format.whole(output.text) for output in result.outputs]
     response = ChatResponse(
         id=generation.request_id,
         created=created,
@@ -154,13 +161,13 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         choices=[
             ChatChoice(
                 index=output.index,
-                message=AnswerMessage(content=output.text),
+                message=part.message(),
                 logprobs=await _logprobs(output, body),
-                finish_reason=output.finish_reason,
+                finish_reason=part.finish_reason(output.finish_reason),
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if body.return_token_ids else UNSET,
             )
-            for output in result.outputs
+            for output, part in zip(result.outputs, parts, strict=True)
         ],
         usage=generation.usage(),
         prompt_logprobs=await _prompt_logprobs(result),
@@ -175,6 +182,32 @@ def _params(body: ChatBody, defaults: dict[str, Any]) -> SamplingParams:
         raise ApiError(400, "top_logprobs needs logprobs=true; add it", param="top_logprobs")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return sampling_params(body, {"max_tokens": None, **defaults}, logprobs=num_logprobs)
+
+
+def _tools(body: ChatBody, server: ServerState, params: SamplingParams, template: str) -> ToolUse | None:
+    """Return how answers use the tools of a request, and let `params` demand the form that an answer then has."""
+    tools = read_tools(
+        [tool.function for tool in body.tools or ()],
+        choice_of(body.tool_choice),
+        is_parallel=body.parallel_tool_calls is not False,
+        form=params.structured_outputs,
+        chat_template=template,
+        parser_name=server.options.tool_call_parser,
+    )
+    if tools is not None and tools.form is not None:
+        params.structured_outputs = tools.form
+    return tools
+
+
+def _template_variables(body: ChatBody) -> dict[str, Any] | None:
+    """Return what the chat template reads beside messages and tools."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return body.chat_template_kwargs
+    variables: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        variables["enable_thinking"] = False
+    return variables | (body.chat_template_kwargs or {})
 
 
 async def _logprobs(output: CompletionOutput, body: ChatBody) -> ChatLogprobs | None:
@@ -192,7 +225,7 @@ async def _prompt_logprobs(output: RequestOutput) -> PromptLogprobs | UnsetType:
 
 
 async def _events(
-    generation: Generation, chunk: ChatChunk, body: ChatBody, write_now: WriteNow
+    generation: Generation, chunk: ChatChunk, body: ChatBody, answer_format: AnswerFormat, write_now: WriteNow
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream that `write_now` does not write.
 
@@ -200,8 +233,10 @@ async def _events(
     """
     options = body.stream_options or StreamOptions()
     chunk.usage = None if options.include_usage else UNSET
-    only_text = not (body.logprobs or body.return_token_ids or options.continuous_usage_stats)
+    is_plain = answer_format.is_plain
+    only_text = is_plain and not (body.logprobs or body.return_token_ids or options.continuous_usage_stats)
     text_events: dict[int, TextEvent] = {}
+    parts: dict[int, AnswerParts] = {}
 
     def pass_on(_: int, output: RequestOutput) -> bool:
         if len(output.outputs) != 1 or not only_text:
@@ -222,6 +257,7 @@ async def _events(
             if text_event is None:
                 chunk.choices = [ChunkChoice(index=index, delta=Delta(content=TEXT_MARK))]
                 text_event = text_events[index] = TextEvent(chunk)
+                parts[index] = answer_format.begin()
                 chunk.choices = [ChunkChoice(index=index, delta=Delta(role="assistant", content=""))]
                 if body.return_token_ids:
                     chunk.prompt_token_ids = output.prompt_token_ids
@@ -230,18 +266,24 @@ async def _events(
                 events.append(encode_event(chunk))
                 chunk.prompt_token_ids = chunk.prompt_logprobs = UNSET
             if not only_text:
+                delta = Delta(content=completion.text) if is_plain else parts[index].feed(completion.text)
                 choice = ChunkChoice(
                     index=index,
-                    delta=Delta(content=completion.text),
+                    delta=delta,
                     logprobs=await _logprobs(completion, body),
                     token_ids=completion.token_ids if body.return_token_ids else UNSET,
                 )
                 chunk.choices = [choice]
-                events.append(encode_event(chunk))
+                if is_plain or not is_empty(delta) or choice.logprobs is not None or choice.token_ids is not UNSET:
+                    events.append(encode_event(chunk))
             elif completion.text:
                 events.append(text_event.encode(completion.text))
             if completion.finish_reason is not None:
-                end = ChunkChoice(index=index, delta=Delta(), finish_reason=completion.finish_reason)
+                if not is_empty(delta := parts[index].finish()):
+                    chunk.choices = [ChunkChoice(index=index, delta=delta)]
+                    events.append(encode_event(chunk))
+                reason = parts[index].finish_reason(completion.finish_reason)
+                end = ChunkChoice(index=index, delta=Delta(), finish_reason=reason)
                 end.stop_reason = completion.stop_reason
                 chunk.choices = [end]
                 events.append(encode_event(chunk))

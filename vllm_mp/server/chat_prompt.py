@@ -17,12 +17,13 @@ async def chat_prompt(
     continue_final_message: bool | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Return a conversation as the text of a prompt, which holds the special tokens.
 
-    The keywords are fields of the request. The prompt ends where the answer begins (`add_generation_prompt`), or with
-    `continue_final_message` inside of the last message. Raises ApiError if the template refuses the messages, or if the
-    request may not bring a template.
+    The keywords are fields of the request; `tools` are as the template reads them. The prompt ends where the answer
+    begins (`add_generation_prompt`), or with `continue_final_message` inside of the last message. Raises ApiError if
+    the template refuses the messages, or if the request may not bring a template.
     """
     if chat_template is not None and not call.server.options.trust_request_chat_template:
         message = "chat_template is code, which this server does not run; leave it out, or start the server with "
@@ -35,6 +36,7 @@ async def chat_prompt(
             add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continues,
             variables=chat_template_kwargs,
+            tools=tools,
         )
     except ChatMessageError as error:
         raise ApiError(400, str(error), param=error.path) from error

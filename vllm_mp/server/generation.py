@@ -163,12 +163,14 @@ async def start_generation(
     field: str,
     add_special_tokens: bool,
     lora: LoRARequest | None = None,
+    form_field: str | None = None,
 ) -> Generation:
     """Send a request to the engine for each prompt, once the server admits them.
 
     `kind` begins the id, as "cmpl"; the rest is the id of `call`. `field` is the field of the prompts.
     `add_special_tokens` applies if `body` does not say it. `lora` is the adapter that answers; None: the base model
-    does. The requests are aborted when `call` ends. Raises ApiError, naming the field at fault, for a request that
+    does. `form_field` is the field that demands the form of the output; None: the field of `body` that does. The
+    requests are aborted when `call` ends. Raises ApiError, naming the field at fault, for a request that
     cannot run.
     """
     if body.stream_options is not None and not body.stream:
@@ -208,4 +210,4 @@ async def start_generation(
                         await asyncio.sleep(0)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-    return Generation(request_id, ids, group, output_form(body)[1])
+    return Generation(request_id, ids, group, output_form(body)[1] if form_field is None else form_field)

@@ -77,6 +77,22 @@ class ServerOptions(Options):
     trust_request_chat_template: bool = option(
         False, "Run the chat templates that requests bring; such requests are refused otherwise."
     )
+    tool_call_parser: str = option(
+        "auto",
+        "Find the calls of tools in answers with this parser; auto: the parser that fits the model's chat template.",
+        subject="server",
+    )
+    tool_parser_plugin: str | None = option(
+        None, "Run this Python file, which registers parsers of tool calls and reasoning. Default: none."
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "Split the thoughts of a model from its answers with this parser; auto: the parser that fits the model's chat "
+        "template, if one does; none: answers are left whole.",
+    )
+    enable_auto_tool_choice: bool = option(
+        False, "Accepted for callers of vLLM, without effect: a model may always choose whether it calls a tool."
+    )
     allow_runtime_lora_updating: bool = option(
         False,
         "Let requests load and unload LoRA adapters, from any folder of the core's machine "

@@ -43,7 +43,7 @@ class Engine:
 class Lines:
     """Stands in for the user's line."""
 
-    def while_answering(self):
+    def while_busy(self):
         return contextlib.nullcontext()
 
 

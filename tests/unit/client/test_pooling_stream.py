@@ -7,7 +7,7 @@ import pytest
 
 from vllm_mp import EngineDeadError, EngineGenerateError, PoolingParams, PoolingRequestOutput
 from vllm_mp.client.outputs.output_processor import OutputProcessor
-from vllm_mp.client.outputs.stream import PoolingStream
+from vllm_mp.client.outputs.pooling_stream import PoolingStream
 from vllm_mp.client.request import PoolingRequest
 from vllm_mp.wire import Finished, StepOutput, pack_ids, pack_tokens
 

@@ -62,10 +62,11 @@ def run(args: argparse.Namespace) -> int:
     with _silent_log(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if is_terminal and args.connect is None:
             screen.note(args.model)  # before the core starts, which takes a while
-        llm = open_engine(args, for_chat=True)
+        lines = prompt_line(completions, _INSTRUCTIONS)
+        with lines.while_busy():
+            llm = open_engine(args, for_chat=True)
         try:
             chat_prompt(llm, [{"role": "user", "content": "?"}])  # refuses a running core without a template
-            lines = prompt_line(completions, _INSTRUCTIONS)
             if is_terminal and args.connect is not None:
                 screen.note(llm.model_config.served_model_name)
             if is_terminal:

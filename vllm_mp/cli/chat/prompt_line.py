@@ -26,8 +26,8 @@ class PromptLine(Protocol):
     def read(self) -> str | None:
         """Return the next message without surrounding white space; None at the end of the input."""
 
-    def while_answering(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the time of an answer, in which keys of the user do not appear in the answer."""
+    def while_busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the time of a start or an answer; keys of the user do not appear on the screen then."""
 
 
 def prompt_line(completions: Callable[[str], Sequence[str]], help_line: str) -> PromptLine:
@@ -56,7 +56,7 @@ class _Lines:
             except KeyboardInterrupt:
                 print("\n" + self._help_line)
 
-    def while_answering(self) -> contextlib.AbstractContextManager[None]:
+    def while_busy(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
@@ -73,7 +73,7 @@ class _Editor:
 
         self._help_line = help_line
         self._typed = ""
-        """What the user typed during the last answer; the next prompt begins with it."""
+        """What the user typed during the start or the last answer; the next prompt begins with it."""
         path = _history_file()
         history: History = InMemoryHistory() if path is None else FileHistory(path)
         self._session: PromptSession[str] = PromptSession(
@@ -102,7 +102,7 @@ class _Editor:
             return _unquoted(text.strip())
 
     @contextlib.contextmanager
-    def while_answering(self) -> Iterator[None]:
+    def while_busy(self) -> Iterator[None]:
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
         silent = [*before[:6], list(before[6])]

@@ -59,7 +59,7 @@ class ChatSession:
         try:
             params = SamplingParams(**self.conversation.parameters, output_kind=RequestOutputKind.DELTA)
             prompt = fitting_prompt(self.llm, self.conversation, self.screen)
-            with prompt_line.while_answering():
+            with prompt_line.while_busy():
                 self._runner.run(answer.stream(self.llm, prompt, params, self._lora))
         except KeyboardInterrupt:
             self.screen.mark("[stopped]")
@@ -78,3 +78,5 @@ class ChatSession:
             self.screen.note(f"({answer.notice})")
         if self.is_verbose:
             self.screen.note(answer.summary())
+        if self.screen.is_terminal:
+            self.screen.write("\n")  # an empty line between the turns

@@ -1,0 +1,203 @@
+"""Calls of tools and reasoning over HTTP, with OpenAI's own client and a core that holds calls to their schemas."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+from support.server_process import served
+
+TEMPLATE = Path(__file__).parents[1] / "support" / "tool_template.jinja"
+MODEL = "model"
+MESSAGES = [{"role": "user", "content": "How is the weather in Bern?"}]
+RANDOM = {"model": MODEL, "temperature": 1.0, "max_tokens": 200, "seed": 5}
+
+
+class GetWeather(pydantic.BaseModel):
+    """Return the weather of a city."""
+
+    city: Literal["Bern", "Basel"]
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+class SetAlarm(pydantic.BaseModel):
+    hour: int = pydantic.Field(ge=0, le=23)
+
+
+TOOLS = [openai.pydantic_function_tool(GetWeather), openai.pydantic_function_tool(SetAlarm)]
+
+
+@pytest.fixture(scope="module")
+def server(small_model, tmp_path_factory):
+    """A server of a small random model with a chat template that knows tools and thinking."""
+    folder = tmp_path_factory.mktemp("tools")
+    with served(str(small_model), folder, "--chat-template", str(TEMPLATE), "--served-model-name", MODEL) as process:
+        process.wait_until_ready()
+        yield process
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def checked(calls):
+    """Return the parsed arguments of calls, which must be those of a tool."""
+    kinds = {kind.__name__: kind for kind in (GetWeather, SetAlarm)}
+    return [kinds[call.function.name].model_validate_json(call.function.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("choice", ["required", named("SetAlarm")], ids=["required", "named"])
+def test_a_call_that_must_be_made_has_arguments_of_its_schema(client, choice):
+    request = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, **RANDOM}
+    answer = client.chat.completions.create(n=3, **request)
+    for answered in answer.choices:
+        [call] = answered.message.tool_calls
+        [arguments] = checked([call])
+        assert answered.message.content is None
+        assert call.id.startswith("call_")
+        if choice == "required":
+            assert answered.finish_reason == "tool_calls"
+        else:
+            assert isinstance(arguments, SetAlarm)
+            assert answered.finish_reason == "stop"
+
+
+def test_a_stream_brings_the_name_first_and_then_the_arguments_in_pieces(client):
+    request = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **RANDOM}
+    whole = client.chat.completions.create(**request).choices[0].message.tool_calls[0].function
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **request)]
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert (calls[0].index, calls[0].type, calls[0].function.name) == (0, "function", whole.name)
+    assert calls[0].id
+    assert all(call.id is None and call.function.name is None for call in calls[1:])
+    assert "".join(call.function.arguments for call in calls) == whole.arguments
+    assert len(calls) > 2
+    assert not any(delta.content for delta in deltas)
+
+
+def test_openais_helpers_parse_calls(client):
+    request = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **RANDOM}
+    answer = client.chat.completions.parse(**request)
+    assert isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, GetWeather | SetAlarm)
+    with client.chat.completions.stream(**request) as stream:
+        streamed = stream.get_final_completion().choices[0].message.tool_calls[0].function
+    assert streamed.parsed_arguments == answer.choices[0].message.tool_calls[0].function.parsed_arguments
+
+
+def test_a_model_that_is_free_to_call_may_answer_in_text(client):
+    answer = client.chat.completions.create(messages=MESSAGES, tools=TOOLS, **RANDOM | {"max_tokens": 20})
+    [choice] = answer.choices
+    assert choice.message.content or choice.message.tool_calls
+
+
+def test_an_answer_that_is_no_call_has_the_form_that_is_demanded(client):
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            messages=MESSAGES,
+            tools=TOOLS,
+            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 22]}}},
+            **RANDOM | {"seed": seed, "parallel_tool_calls": False},
+        )
+        message = answer.choices[0].message
+        assert checked(message.tool_calls) if message.tool_calls else json.loads(message.content) in (1, 22)
+
+
+def test_no_call_is_made_if_none_may_be(client, server):
+    request = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "max_tokens": 4}
+    status, answer = server.post("/v1/chat/completions", request)
+    plain = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4})[1]
+    assert status == 200
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"], "the prompt has no tools"
+
+
+def test_calls_and_results_of_earlier_turns_reach_the_template(server):
+    call = {"id": "call_1", "type": "function", "function": {"name": "GetWeather", "arguments": '{"city": "Bern"}'}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+    ]
+    status, answer = server.post("/v1/chat/completions", {"messages": history, "tools": TOOLS, "max_tokens": 2})
+    assert status == 200, answer
+    text = server.post("/tokenize", {"messages": history, "return_token_strs": True})[1]
+    assert "GetWeather" in server.post("/detokenize", {"tokens": text["tokens"]})[1]["prompt"]
+
+
+def test_a_form_begins_after_the_thought(client):
+    request = {"messages": MESSAGES, "response_format": {"type": "json_object"}, **RANDOM | {"max_tokens": 30}}
+    thinking = client.chat.completions.create(
+        **request, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
+    ).choices[0]
+    assert thinking.message.reasoning_content
+    assert not thinking.message.content, "the random model does not end its thought"
+    plain = client.chat.completions.create(
+        **request, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    ).choices[0]
+    assert plain.message.content.lstrip().startswith("{")
+    assert not hasattr(plain.message, "reasoning_content")
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(
+            stream=True, **request, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
+        )
+    ]
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == thinking.message.reasoning_content
+    hidden = client.chat.completions.create(
+        **request,
+        extra_body={"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False},
+    )
+    assert not hasattr(hidden.choices[0].message, "reasoning_content")
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type", "must be 'function'"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "got 'a b'"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools[1].function.name", "'f' is there twice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters",
+            "must be an object",
+        ),
+        ({"tools": [FUNCTION], "tool_choice": named("g")}, "tool_choice", "names 'g', which is no tool"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [FUNCTION], "tool_choice": "any"}, "tool_choice", "any"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 5}}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "schema",
+        ),
+        (
+            {
+                "tools": [FUNCTION],
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
+                ],
+            },
+            "messages[0].tool_calls[0].function.arguments",
+            "JSON object",
+        ),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_wrong_tools_are_refused_with_the_field_at_fault(server, fields, param, words):
+    status, answer = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 20, **fields})
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert words in answer["error"]["message"]
