@@ -75,15 +75,17 @@ def _try(backends: Backends, line: bytes, eos_token_ids: frozenset[int]) -> Tria
         backends.load(name)
         _limit(MAX_MEMORY, MAX_CPU_S)
 
-    constraint = msgspec.json.decode(line, type=Constraint)
-    _limit(MAX_MEMORY, MAX_CPU_S)
     try:
+        constraint = msgspec.json.decode(line, type=Constraint)
+        _limit(MAX_MEMORY, MAX_CPU_S)
         prepared, grammar = backends.prepare(constraint, backends.names(constraint), load)
         _walk(grammar, backends.vocab_size, eos_token_ids)
     except GrammarError as error:
         return TrialResult(error=str(error))
     except MemoryError:
         return TrialResult(error=f"compiling takes more than {MAX_MEMORY >> 20} MiB of memory; simplify the constraint")
+    except Exception as error:
+        return TrialResult(error=f"the constraint could not be compiled: {type(error).__name__}: {error}")
     return TrialResult(prepared)
 
 
