@@ -3,6 +3,8 @@
 import json
 import os
 import select
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -212,3 +214,24 @@ def test_the_process_of_trials_ends_with_the_compiler(default_model):
     assert os.path.exists(f"/proc/{pid}")
     compiler.close()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.slow
+def test_the_process_of_trials_ends_at_once_when_the_core_is_killed(default_model):
+    core = subprocess.Popen([sys.executable, "-c", KILLED_CORE, str(default_model)], stdout=subprocess.PIPE, text=True)
+    with os.fdopen(os.pidfd_open(int(core.stdout.readline()))) as trial:
+        core.kill()
+        core.communicate()
+        assert select.select([trial], [], [], 2)[0], "the process goes on compiling"
+
+
+KILLED_CORE = """
+import sys
+from vllm_mp.core.structured_output.tokenizer import TokenizerSource
+from vllm_mp.core.structured_output.trial_process import TrialProcess
+from vllm_mp.structured_outputs import Constraint
+trials = TrialProcess(TokenizerSource(sys.argv[1], 49152, [2]), "llguidance")
+trials.run(Constraint("grammar", 'start: "a"'))
+print(trials._process.pid, flush=True)
+trials.run(Constraint("grammar", "start: A\\nA: " + " & ".join(f"/(a|b)*b(a|b){{{i}}}/" for i in range(40))))
+"""
