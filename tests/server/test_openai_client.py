@@ -191,7 +191,7 @@ def test_raw_and_streaming_responses_show_the_headers(client, model):
         (lambda client, model: client.chat.completions.create(
             model=model, messages=QUESTION, tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
         (lambda client, model: client.chat.completions.create(
-            model=model, messages=QUESTION, response_format={"type": "json_object"}), "response_format.type"),
+            model=model, messages=QUESTION, response_format={"type": "json"}), "response_format.type"),
     ],
 )  # fmt: skip
 def test_wrong_request_is_a_bad_request_error_with_its_field(client, model, call, param):

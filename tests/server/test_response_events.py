@@ -40,8 +40,8 @@ class Stream:
     def begin(self):
         return self._encoder.encode(self._output.begin())
 
-    def delta(self, text, logprobs=()):
-        return self._encoder.encode(self._output.add(text, list(logprobs)))
+    def delta(self, text, logprobs=(), token_ids=()):
+        return self._encoder.encode(self._output.add(text, token_ids, list(logprobs)))
 
     def end(self, finish_reason, usage):
         return self._encoder.encode(self._output.end(finish_reason, usage))
@@ -149,6 +149,14 @@ def test_thought_text_and_calls_are_items_in_the_order_of_the_answer():
         assert done == output
         lasts.append([item.model_dump(exclude={"call_id"}) for item in output])
     assert lasts[0] == lasts[1]
+
+
+def test_tokens_of_the_thought_are_counted_up_to_its_end():
+    for rest, ids, expected in (("</think>Yes", [1, 2, 7, 8, 9, 9], 4), ("</think>", [7, 8], 2), (" hm", [1, 2, 7], 3)):
+        events = stream_of(AnswerFormat(None, Qwen3ReasoningParser, reasoning_end=(7, 8)))
+        sent = events.begin() + events.delta("<think>Hm", token_ids=ids[:1])
+        sent += events.delta(rest, token_ids=ids[1:]) + events.end("stop", USAGE)
+        assert parsed(sent)[-1].response.usage.output_tokens_details.reasoning_tokens == expected
 
 
 def test_call_that_the_limit_cuts_off_is_incomplete():

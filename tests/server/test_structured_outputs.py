@@ -34,6 +34,14 @@ def test_openais_helper_parses_an_answer_into_a_pydantic_class(client):
     assert streamed.choices[0].message.parsed == answer.choices[0].message.parsed
 
 
+def test_openais_helper_parses_the_text_of_a_response(client):
+    request = {"model": MODEL, "input": MESSAGES, "text_format": Person, "extra_body": {"seed": 3}}
+    answer = client.responses.parse(**request)
+    assert isinstance(answer.output_parsed, Person)
+    with client.responses.stream(**request) as stream:
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+
+
 @pytest.mark.parametrize(
     "fields",
     [

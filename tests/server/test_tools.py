@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import openai
@@ -201,3 +202,48 @@ def test_wrong_tools_are_refused_with_the_field_at_fault(server, fields, param, 
     status, answer = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 20, **fields})
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert words in answer["error"]["message"]
+
+
+RESPONSE_TOOLS = [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS]
+RESPONSE = {"input": "How is the weather?", "model": MODEL, "max_output_tokens": 200, "temperature": 1.0}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "SetAlarm"}], ids=["required", "named"])
+def test_a_response_calls_with_arguments_of_the_schema(client, choice):
+    request = {**RESPONSE, "tools": RESPONSE_TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    request["extra_body"] = {"seed": 5, "chat_template_kwargs": {"enable_thinking": False}}
+    answer = client.responses.create(**request)
+    [call] = answer.output
+    [arguments] = checked([SimpleNamespace(function=call)])
+    assert choice == "required" or isinstance(arguments, SetAlarm)
+    assert (call.type, call.status, answer.status) == ("function_call", "completed", "completed")
+    assert (answer.tools[0].name, answer.tools[0].strict) == ("GetWeather", True)
+    with client.responses.stream(**request) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        streamed = stream.get_final_response()
+    assert (streamed.output[0].name, streamed.output[0].arguments) == (call.name, call.arguments)
+    assert "".join(deltas) == call.arguments
+    history = [{"role": "user", "content": "How is the weather?"}, *answer.output]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    again = client.responses.create(
+        **RESPONSE | {"input": [*history, output], "tools": RESPONSE_TOOLS, "max_output_tokens": 2}
+    )
+    assert again.usage.input_tokens > answer.usage.input_tokens
+
+
+def test_a_response_has_its_thought_in_an_item(client):
+    request = {**RESPONSE, "text": {"format": {"type": "json_object"}}, "max_output_tokens": 20}
+    request["extra_body"] = {"chat_template_kwargs": {"enable_thinking": True}}
+    answer = client.responses.create(**request)
+    [thought] = answer.output
+    assert (thought.type, thought.status) == ("reasoning", "incomplete")
+    assert thought.content[0].text
+    assert answer.usage.output_tokens_details.reasoning_tokens == answer.usage.output_tokens == 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_of_a_response_that_cannot_be_compiled_is_refused_by_its_path(server, stream):
+    format = {"type": "json_schema", "name": "a", "schema": {"type": "foo"}}
+    status, answer = server.post("/v1/responses", {"input": "a", "stream": stream, "text": {"format": format}})
+    assert (status, answer["error"]["param"]) == (400, "text.format.schema")
+    assert "foo" in answer["error"]["message"]

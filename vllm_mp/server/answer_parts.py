@@ -1,5 +1,7 @@
 """The parts of an answer: its content, its reasoning and its calls of tools, as messages and as parts of a stream."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -71,6 +73,8 @@ class AnswerFormat:
     prompt: str = ""
     """The text of the prompt, whose end may begin the thought."""
     shows_reasoning: bool = True
+    reasoning_end: tuple[int, ...] = ()
+    """Token ids of the text that ends the thought."""
 
     @property
     def is_plain(self) -> bool:
@@ -96,6 +100,15 @@ class AnswerFormat:
     def keeps_call(self, index: int) -> bool:
         """Return whether the call is one of those that the request allows; `index` counts the calls of an answer."""
         return index == 0 or self.tools is None or not self.tools.is_single
+
+    def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens of the thought with which an answer begins, with its end; all if it has no end.
+
+        `token_ids` are those of the whole answer.
+        """
+        length = len(self.reasoning_end)
+        ends = range(length, len(token_ids) + 1)
+        return next((end for end in ends if tuple(token_ids[end - length : end]) == self.reasoning_end), len(token_ids))
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer."""
@@ -202,15 +215,19 @@ def read_answer_format(
     tokenizer = server.engine.get_tokenizer()
     if answer_format.markers & set(tokenizer.all_special_tokens):
         params.skip_special_tokens = False
+    if reasoning is None:
+        return answer_format
+    end = tokenizer.encode(reasoning.end, add_special_tokens=False)
+    answer_format = dataclasses.replace(answer_format, reasoning_end=tuple(end))
     form = params.structured_outputs
-    if reasoning is not None and form is not None:
+    if form is not None:
         parser = reasoning(answer_format.prompt)
         start = tokenizer.encode(parser.start, add_special_tokens=False)
         # A text that is no token cannot be told from an answer by its first token; then the answer has no reasoning.
         if parser.in_thought or (parser.may_think and len(start) == 1):
             params.structured_outputs = msgspec.structs.replace(
                 form,
-                reasoning_end=tokenizer.encode(parser.end, add_special_tokens=False),
+                reasoning_end=end,
                 reasoning_start=None if parser.in_thought else start[0],
             )
     return answer_format

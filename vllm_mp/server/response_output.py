@@ -1,5 +1,6 @@
 """The output of a response while it grows: the text of the answer becomes items, and the events that tell of them."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from vllm_mp.client.answer_pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece, ReasoningPiece
@@ -23,6 +24,9 @@ class ResponseOutput:
         self._parser = answer_format.new_parser()
         self._items: list[OutputItem] = []
         self._growing: GrowingItem | None = None
+        self._has_thought = False
+        self._token_ids: list[int] = []
+        """Of an answer that may have a thought."""
         self._events: list[Event] = []
         """Events that were not returned yet."""
 
@@ -30,8 +34,10 @@ class ResponseOutput:
         """Return the events before the first text."""
         return [Created(response=self._response), InProgress(response=self._response)]
 
-    def add(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
+    def add(self, text: str, token_ids: Sequence[int], logprobs: list[TokenLogprob]) -> list[Event]:
         """Return the events of more text; `logprobs` are those of its tokens, for an answer that is all content."""
+        if self._format.reasoning is not None:
+            self._token_ids += token_ids
         if logprobs:
             self._events += self._message().add_with_logprobs(text, logprobs)
         else:
@@ -44,6 +50,8 @@ class ResponseOutput:
         if not self._items and self._growing is None:
             self._message()
         self._close("completed" if end_status(finish_reason) == "completed" else "incomplete")
+        if self._has_thought:
+            usage.output_tokens_details.reasoning_tokens = self._format.num_reasoning_tokens(self._token_ids)
         self._response.end(self._items, finish_reason, usage)
         return [*self._take_events(), END_EVENTS[self._response.status](response=self._response)]
 
@@ -58,8 +66,10 @@ class ResponseOutput:
             match piece:
                 case ContentPiece(text):
                     self._events += self._message().add(text)
-                case ReasoningPiece(text) if self._format.shows_reasoning:
-                    self._events += self._reasoning().add(text)
+                case ReasoningPiece(text):
+                    self._has_thought = True
+                    if self._format.shows_reasoning:
+                        self._events += self._reasoning().add(text)
                 case CallStart(index, name) if self._format.tools is not None and self._format.keeps_call(index):
                     self._close("completed")
                     call_id = self._format.tools.new_call_id()

@@ -91,7 +91,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
         return _ResponseStream(events, output, encoder)
     [result] = await generation.results()
     [completion] = result.outputs
-    output.add(completion.text, await _logprobs(completion, response.top_logprobs))
+    output.add(completion.text, completion.token_ids, await _logprobs(completion, response.top_logprobs))
     output.end(completion.finish_reason, _usage(generation))
     return Response(msgspec.json.encode(response), media_type="application/json")
 
@@ -198,7 +198,7 @@ async def _events(
     # A constraint may turn out to be wrong, which the status of the response says if no event was sent before.
     async for _, result in generation.outputs():
         [completion] = result.outputs
-        events = output.add(completion.text, await _logprobs(completion, num_top))
+        events = output.add(completion.text, completion.token_ids, await _logprobs(completion, num_top))
         if result.finished:
             events += output.end(completion.finish_reason, _usage(generation))
         if begin or events:
