@@ -25,7 +25,7 @@ from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.stop_signal import StopSignal
-from vllm_mp.core.structured_output.backends import ModelGrammars
+from vllm_mp.core.structured_output.backends import grammar_compiler
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
@@ -91,7 +91,7 @@ class EngineCore:
         self._sleep = Sleep(self._scheduler, runner, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
-        self._grammars = ModelGrammars(model, config.decoding_config.backend)
+        self._grammars = grammar_compiler(model, config.decoding_config.backend)
         self._checks_invariants = scheduler_config.check_invariants
         self._num_ahead = int(bool(scheduler_config.async_scheduling))
         """Number of steps that stay pending while there is a next step to launch."""
@@ -104,7 +104,7 @@ class EngineCore:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(stop.fd, zmq.POLLIN)
         self._stop = stop
-        self._poller.register(self._grammars.compiler.fd, zmq.POLLIN)
+        self._poller.register(self._grammars.fd, zmq.POLLIN)
         if self._adapters is not None:
             self._poller.register(self._adapters.fd, zmq.POLLIN)
         tokenizer_files = TokenizerFiles(model.tokenizer)
@@ -123,7 +123,7 @@ class EngineCore:
             "collective_rpc": OperatorCall(self._between_steps(Worker(config, device, runner).call)),
         }
         handler.adapters = self._adapters
-        handler.grammars = self._grammars.compiler
+        handler.grammars = self._grammars
         handler.serve(self._scheduler, calls | _adapter_calls(self._adapters), page)
 
     def run(self) -> None:
@@ -193,7 +193,7 @@ class EngineCore:
 
     def _settle_grammars(self) -> None:
         """Let requests run whose constraints were compiled, and end requests whose constraints were refused."""
-        for constraint, grammar in self._grammars.compiler.take_compiled():
+        for constraint, grammar in self._grammars.take_compiled():
             self._handler.send_ends(self._scheduler.note_compiled(constraint, grammar))
 
     def _run_step(self) -> None:

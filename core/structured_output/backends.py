@@ -1,7 +1,9 @@
 """The choice of the library that compiles a constraint, and the compiler for a model."""
 
+import contextlib
 import importlib.util
 import logging
+from collections.abc import Callable, Sequence
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.structured_output.compiler import GrammarCompiler
@@ -16,6 +18,9 @@ from vllm_mp.structured_outputs import Constraint
 
 logger = logging.getLogger(__name__)
 
+_SIGNS_OF_LACKS = ("upported", "Unknown", "too ", "limit", "fuel", "Unable", "Failed to", "not disjoint")
+"""Parts of llguidance's errors for what it does not have or refuses to compute, rather than for what is wrong."""
+
 
 class Backends:
     """Compiles constraints with the library that they name, or with the first that does not refuse them."""
@@ -29,9 +34,12 @@ class Backends:
         if importlib.util.find_spec("xgrammar") is not None:
             self._backends["xgrammar"] = XGrammarBackend(self._tokenizer)
 
-    def load(self) -> None:
-        """Load the tokenizer, which the first compilation does otherwise. Raises GrammarError if that fails."""
-        self._tokenizer.llguidance()
+    def load(self, name: str = "llguidance") -> None:
+        """Load a library and its tokenizer, which the first compilation does otherwise.
+
+        Raises GrammarError if that fails.
+        """
+        self._backends[name].load()
 
     def names(self, constraint: Constraint) -> list[str]:
         """Return the libraries that may compile a constraint, in the order in which they are tried.
@@ -42,18 +50,24 @@ class Backends:
         if name == "auto":
             return list(self._backends)
         if name not in self._backends:
-            raise GrammarError(f"the backend {name!r} is not installed: pip install 'vllm_mp[{name}]'")
+            raise GrammarError(f"the backend {name!r} is not installed: pip install 'vllm-mp[{name}]'")
         return [name]
 
-    def prepare(self, constraint: Constraint, names: list[str]) -> tuple[PreparedConstraint, Grammar]:
+    def prepare(
+        self, constraint: Constraint, names: Sequence[str], before: Callable[[str], None] = lambda name: None
+    ) -> tuple[PreparedConstraint, Grammar]:
         """Compile a constraint with the first of the libraries `names` that does not refuse it.
 
-        Raises GrammarError, with the error of each library and the place in a JSON schema if it is known.
+        `before` is called with the name of a library before it compiles. Raises GrammarError, with the error of each
+        library and the place in a JSON schema if it is known.
         """
-        errors = []
+        errors: list[str] = []
         for name in names:
+            if errors and not self.may_fall_back(constraint, name, errors[-1]):
+                continue
             try:
                 prepared = self._backends[name].prepare(constraint)
+                before(name)
                 return prepared, self.compile(prepared)
             except GrammarError as error:
                 errors.append(with_place(str(error), constraint))
@@ -61,47 +75,50 @@ class Backends:
             raise GrammarError(errors[0])
         raise GrammarError("; ".join(f"{name}: {error}" for name, error in zip(names, errors, strict=True)))
 
+    def may_fall_back(self, constraint: Constraint, name: str, error: str) -> bool:
+        """Whether the library `name` may take a constraint that another has refused, as far as is known unloaded."""
+        if not any(sign in error for sign in _SIGNS_OF_LACKS):
+            return False
+        with contextlib.suppress(GrammarError):
+            self._backends[name].prepare(constraint)
+            return True
+        return False
+
     def compile(self, prepared: PreparedConstraint) -> Grammar:
         """Return the grammar of what `prepare` returned. Raises GrammarError if it cannot be compiled."""
         return self._backends[prepared.backend].compile(prepared)
 
 
-class ModelGrammars:
-    """Compiles constraints for a model, suspicious ones in a process of their own first."""
+class TrialCompilation:
+    """Compiles constraints, suspicious ones in a process of their own first."""
 
-    def __init__(self, config: ModelConfig, default: BackendName = "auto") -> None:
-        source = TokenizerSource.of(config)
+    def __init__(self, source: TokenizerSource, default: BackendName) -> None:
         self._backends = Backends(source, default)
         self._trials = TrialProcess(source, default)
-        self.compiler = GrammarCompiler(self._compile_plain, self._compile_suspicious)
 
     def load(self) -> None:
-        """Load the tokenizer, which the first compilation does otherwise.
-
-        Loading takes 0.3 s for a vocabulary of 49,000 tokens, and holds the interpreter lock. A model whose tokenizer
-        cannot be used is left to the constraints, each of which is refused.
-        """
         try:
             self._backends.load()
         except GrammarError as error:
             logger.info("%s", error)
 
-    def _compile_plain(self, constraint: Constraint) -> Grammar | None:
-        """Return the grammar of a plain constraint; None if another library must be asked, in the other process."""
-        names = self._backends.names(constraint)
+    def compile_plain(self, constraint: Constraint) -> Grammar | None:
+        first, *others = self._backends.names(constraint)
         try:
-            return self._backends.prepare(constraint, names[:1])[1]
-        except GrammarError:
-            if len(names) > 1:
+            return self._backends.prepare(constraint, [first])[1]
+        except GrammarError as error:
+            if any(self._backends.may_fall_back(constraint, name, str(error)) for name in others):
                 return None
             raise
 
-    def _compile_suspicious(self, constraint: Constraint) -> Grammar:
+    def compile_suspicious(self, constraint: Constraint) -> Grammar:
         self._backends.names(constraint)
         return self._backends.compile(self._trials.run(constraint))
 
-    def close(self) -> None:
-        """End the threads and the process."""
-        self._trials.kill()
-        self.compiler.close()
-        self._trials.close()
+    def stop(self) -> None:
+        self._trials.stop()
+
+
+def grammar_compiler(config: ModelConfig, default: BackendName = "auto") -> GrammarCompiler:
+    """Return the compiler of constraints for a model; `default` is the library for those that name none."""
+    return GrammarCompiler(TrialCompilation(TokenizerSource.of(config), default))

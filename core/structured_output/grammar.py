@@ -60,6 +60,13 @@ class PreparedConstraint(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     """A library that compiles constraints. Any thread may call it."""
 
+    def load(self) -> None:
+        """Import the library and load the tokenizer, which `compile` does otherwise.
+
+        Raises GrammarError if the library cannot use the tokenizer.
+        """
+        ...
+
     def prepare(self, constraint: Constraint) -> PreparedConstraint:
         """Return what `compile` takes. Raises GrammarError if the library does not have what the constraint needs."""
         ...

@@ -81,6 +81,9 @@ class LLGuidanceBackend:
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
 
+    def load(self) -> None:
+        self._tokenizer.llguidance()
+
     def prepare(self, constraint: Constraint) -> PreparedConstraint:
         """Return the constraint as a grammar in Lark's notation. Raises GrammarError if it has none."""
         if constraint.kind == "structural_tag":

@@ -79,8 +79,9 @@ class GrammarTokenizer:
                 "the model has no end-of-sequence token, without which no structured output ends; set eos_token_id in "
                 "its generation_config.json"
             )
+        text = self.text()
         try:
-            return LLTokenizer(self.text(), n_vocab=source.vocab_size, eos_token=list(source.eos_token_ids))
+            return LLTokenizer(text, n_vocab=source.vocab_size, eos_token=list(source.eos_token_ids))
         except ValueError as error:
             raise self._unusable(str(error)) from error
 

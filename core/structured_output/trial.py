@@ -46,16 +46,20 @@ def main() -> None:
     with contextlib.suppress(GrammarError):  # compiling raises it again
         backends.load()
     _answer(TrialResult())
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MAX_MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     threading.stack_size(_STACK_BYTES)
     for line in lines:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        end = int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_S
-        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
         thread = threading.Thread(target=lambda: _answer(_try(backends, line, eos_token_ids)))  # noqa: B023
         thread.start()
         thread.join()
+
+
+def _limit(memory: int, cpu_s: int) -> None:
+    """Limit what the process may take beyond what it has now; -1: without limit."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(used.ru_utime + used.ru_stime) + 1
+    resource.setrlimit(resource.RLIMIT_AS, (size + memory if memory >= 0 else -1, -1))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds + cpu_s if cpu_s >= 0 else -1, -1))
 
 
 def _answer(result: TrialResult) -> None:
@@ -65,14 +69,23 @@ def _answer(result: TrialResult) -> None:
 
 def _try(backends: Backends, line: bytes, eos_token_ids: frozenset[int]) -> TrialResult:
     """Compile a constraint and follow its grammar for some tokens."""
-    constraint = msgspec.json.decode(line, type=Constraint)
+
+    def load(name: str) -> None:
+        _limit(-1, -1)
+        backends.load(name)
+        _limit(MAX_MEMORY, MAX_CPU_S)
+
     try:
-        prepared, grammar = backends.prepare(constraint, backends.names(constraint))
+        constraint = msgspec.json.decode(line, type=Constraint)
+        _limit(MAX_MEMORY, MAX_CPU_S)
+        prepared, grammar = backends.prepare(constraint, backends.names(constraint), load)
         _walk(grammar, backends.vocab_size, eos_token_ids)
     except GrammarError as error:
         return TrialResult(error=str(error))
     except MemoryError:
         return TrialResult(error=f"compiling takes more than {MAX_MEMORY >> 20} MiB of memory; simplify the constraint")
+    except Exception as error:
+        return TrialResult(error=f"the constraint could not be compiled: {type(error).__name__}: {error}")
     return TrialResult(prepared)
 
 

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -17,8 +18,8 @@ MAX_CPU_S = 4
 """Processor time for a constraint, in seconds."""
 MAX_MEMORY = 2**30
 """Memory that compiling may take beyond the process's own, in bytes."""
-_MAX_WALL_S = 10.0
-"""Time for a constraint, in seconds: the processor time that it may take, and time in which other processes run."""
+_MAX_WALL_S = 30.0
+"""Time for a constraint, in seconds: loading of a library, and time in which other processes run, included."""
 _MAX_START_S = 60.0
 _END_S = 0.5
 """Time that a process without an answer has to end by itself."""
@@ -51,6 +52,8 @@ class TrialProcess:
         self._setup = TrialSetup(source, default)
         self._process: subprocess.Popen[bytes] | None = None
         self._num_trials = 0
+        self._is_stopped = False
+        self._lock = threading.Lock()
 
     def run(self, constraint: Constraint) -> PreparedConstraint:
         """Compile a constraint in the process, and return it in the form in which that succeeded.
@@ -66,13 +69,15 @@ class TrialProcess:
             raise GrammarError(result.error)
         return result.prepared
 
-    def kill(self) -> None:
-        """Have a compilation that runs fail; called by another thread."""
-        if process := self._process:
-            process.kill()
+    def stop(self) -> None:
+        """End the process, and start none any more; any thread may call this."""
+        with self._lock:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
 
-    def close(self) -> None:
-        """End the process, if there is one."""
+    def _end(self) -> None:
         process, self._process = self._process, None
         self._num_trials = 0
         if process is not None:
@@ -81,17 +86,19 @@ class TrialProcess:
 
     def _running(self) -> "subprocess.Popen[bytes]":
         """Return the process, started if need be."""
-        if self._process is not None and self._num_trials < _MAX_TRIALS and self._process.poll() is None:
-            return self._process
-        self.close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "vllm_mp.core.structured_output.trial"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        process = self._process
+        with self._lock:
+            if self._process is not None and self._num_trials < _MAX_TRIALS and self._process.poll() is None:
+                return self._process
+            self._end()
+            if self._is_stopped:
+                raise GrammarError("the engine stops")
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "vllm_mp.core.structured_output.trial"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+            )
         if self._exchange(process, self._setup, _MAX_START_S) is None:
             raise GrammarError(f"the constraint cannot be compiled now: {self._reason_of_end(process)}")
         return process
@@ -131,7 +138,9 @@ class TrialProcess:
             code = process.wait(_END_S)
         except subprocess.TimeoutExpired:
             code = None
-        self.close()
+        with self._lock:
+            if self._process is process:
+                self._end()
         if code is None or code == -signal.SIGXCPU:
             return f"compiling takes longer than {MAX_CPU_S} s"
         if code == -signal.SIGABRT:

@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,18 +13,12 @@ from vllm_mp.core.structured_output.lark import closed_schema, is_gbnf, parse_js
 from vllm_mp.core.structured_output.schema_place import schema_members
 from vllm_mp.core.structured_output.structural_tag import current_form
 from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer
+from vllm_mp.core.structured_output.xgrammar_schema import check_schema
 from vllm_mp.structured_outputs import Constraint
 
 if TYPE_CHECKING:
     import xgrammar
 
-_IGNORED = frozenset(
-    {
-        *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "dependentRequired"),
-        *("dependentSchemas", "dependencies", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
-    }
-)
-"""Keywords that the library does not enforce. A constraint that it would not hold is refused instead."""
 _SOURCE_LINE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 _MAX_ERROR = 1000
 
@@ -37,6 +31,7 @@ class XGrammarMatcher:
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(tokenizer.source.eos_token_ids)
         self._num_words = (tokenizer.source.vocab_size + 31) // 32
+        self._last_word = np.int32(-1 if (rest := tokenizer.source.vocab_size % 32) == 0 else (1 << rest) - 1)
 
     def accept(self, tokens: Sequence[int]) -> None:
         matcher = self._matcher
@@ -57,6 +52,7 @@ class XGrammarMatcher:
                 mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         else:
             self._matcher.fill_next_token_bitmask(mask.reshape(1, -1))
+            mask[-1] &= self._last_word  # the library allows the ids that do not exist
 
     def forced(self) -> list[int]:
         if self._matcher.is_terminated():
@@ -81,12 +77,19 @@ class XGrammarGrammar:
 
 
 class XGrammarBackend:
-    """Compiles constraints with XGrammar, which releases the interpreter lock meanwhile."""
+    """Compiles constraints with XGrammar, which releases the interpreter lock meanwhile.
+
+    Without any whitespace, JSON has a space after each comma and colon, because the library does not keep to other
+    separators in values without a schema.
+    """
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
+
+    def load(self) -> None:
+        self._loaded()
 
     def prepare(self, constraint: Constraint) -> PreparedConstraint:
         """Return the constraint in the library's form. Raises GrammarError if the library would not enforce it."""
@@ -95,7 +98,7 @@ class XGrammarBackend:
         text = constraint.text
         match constraint.kind:
             case "json":
-                _check_keywords(parse_json("the JSON schema", text))
+                check_schema(parse_json("the JSON schema", text))
                 return PreparedConstraint(
                     "xgrammar", text, "json", constraint.any_whitespace, constraint.additional_properties
                 )
@@ -110,7 +113,8 @@ class XGrammarBackend:
                 tag = parse_json("the structural tag", text)
                 if not constraint.additional_properties:
                     tag = closed_schema(tag)
-                _check_keywords(tag)
+                for place, schema in _schemas_of(tag):
+                    check_schema(schema, place)
                 if isinstance(tag, dict) and "structures" in tag:
                     tag = {"type": "structural_tag", "format": current_form(tag)}
                 return PreparedConstraint("xgrammar", json.dumps(tag), "structural_tag")
@@ -126,7 +130,6 @@ class XGrammarBackend:
                     compiled = compiler.compile_json_schema(
                         prepared.text,
                         any_whitespace=prepared.any_whitespace,
-                        separators=None if prepared.any_whitespace else (",", ":"),
                         strict_mode=not prepared.additional_properties,
                     )
                 case "regex":
@@ -164,8 +167,8 @@ class XGrammarBackend:
             return self._compiler
 
 
-def _check_keywords(schema: Any) -> None:
-    """Raise GrammarError if a JSON schema has a keyword that the library would ignore."""
-    for place, key, _ in schema_members(schema):
-        if key in _IGNORED:
-            raise GrammarError(f"at {place}: xgrammar does not enforce the keyword {key!r}")
+def _schemas_of(tag: Any) -> Iterator[tuple[str, Any]]:
+    """Return (place, schema) of the JSON schemas in a structural tag."""
+    for place, key, value in schema_members(tag):
+        if key in ("json_schema", "schema") and "/properties/" not in place:
+            yield place, value

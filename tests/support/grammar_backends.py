@@ -1,0 +1,63 @@
+"""Following a compiled grammar along a text, for tests of the libraries."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_mp.core.structured_output.backends import Backends
+from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
+from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.structured_outputs import Constraint
+
+
+@dataclass
+class Library:
+    """A library with the tokenizer of a model."""
+
+    source: TokenizerSource
+    backends: Backends
+    tokenizer: Any
+
+    @classmethod
+    def load(cls, name: str, source: TokenizerSource) -> "Library":
+        return cls(source, Backends(source, name), GrammarTokenizer(source).llguidance())
+
+    @property
+    def eos(self) -> int:
+        return self.source.eos_token_ids[0]
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        return self.backends.prepare(constraint, self.backends.names(constraint))[1]
+
+    def refusal(self, constraint: Constraint) -> str:
+        """Return the error of a constraint that must be refused."""
+        try:
+            self.compile(constraint)
+        except GrammarError as error:
+            return str(error)
+        raise AssertionError(f"{constraint} is accepted")
+
+    def tokens(self, text: str) -> list[int]:
+        return self.tokenizer.tokenize_str(text, parse_special=True)
+
+    def allowed(self, matcher: Matcher) -> set[int]:
+        """Return the tokens that a matcher's mask allows."""
+        mask = np.full((self.source.vocab_size + 31) // 32, -1, np.int32)
+        matcher.fill(mask)
+        return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+    def allows(self, constraint: Constraint, text: str) -> bool:
+        """Whether a grammar allows `text` and its end. What a mask allows must be accepted.
+
+        A mask may forbid what is accepted: a forced text has one form in tokens only, which may not be that of `text`.
+        """
+        matcher = self.compile(constraint).matcher()
+        for token in [*self.tokens(text), self.eos]:
+            is_allowed = token in self.allowed(matcher)
+            try:
+                matcher.accept([token])
+            except GrammarError:
+                assert not is_allowed, f"the mask allows {token} in {text!r}, and accept refuses it"
+                return False
+        return True
