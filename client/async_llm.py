@@ -175,8 +175,8 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         `messages` have a "role" and a "content" each, as in OpenAI's API. `chat_template` replaces the model's own.
         The prompt ends where the answer begins, without `add_generation_prompt` after the last message, and with
         `continue_final_message` inside of it. `tools` and `chat_template_kwargs` are what the template reads besides;
-        calls of tools are not parsed. The template writes the special tokens, unless `tokenization_kwargs` has
-        add_special_tokens=True.
+        calls of tools are not parsed (see `vllm_mp.client.answer_parser`). The template writes the special tokens,
+        unless `tokenization_kwargs` has add_special_tokens=True.
 
         Raises ValueError for messages or a template that cannot be used, and what `generate` raises.
         """

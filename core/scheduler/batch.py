@@ -46,6 +46,8 @@ class Batch:
         self.num_registered = np.zeros(max_num_seqs, np.int64)
         """Full blocks that are registered with the pool; `NEVER_REGISTERS` if the request registers none."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_forced_tokens = np.zeros(max_num_seqs, np.int64)
+        """Tokens at the end of the known tokens that a grammar has forced in the latest step."""
         self.max_total_tokens = np.zeros(max_num_seqs, np.int64)
         self.min_total_tokens = np.zeros(max_num_seqs, np.int64)
         """Number of tokens, prompt included, below which stop tokens are barred."""
@@ -99,6 +101,7 @@ class Batch:
         self.num_computed_tokens[row] = num_computed_tokens
         self.num_registered[row] = num_computed_tokens // self.block_size if request.hashes else NEVER_REGISTERS
         self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.num_forced_tokens[row] = 0
         self.max_total_tokens[row] = request.max_total_tokens
         self.has_logits_processors[row] = request.logits_processors is not None
         self.is_processed[row] = request.processed is not None

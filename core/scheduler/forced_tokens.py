@@ -63,6 +63,7 @@ class ForcedTokens:
         batch = self._batch
         batch.token_ids[row, start : start + len(tokens)] = tokens
         batch.num_tokens[row] = max(int(batch.num_tokens[row]), start + len(tokens))
+        batch.num_forced_tokens[row] = len(tokens)
 
     def _forced_tokens(self, request: Request, num_tokens: int) -> list[int]:
         """Return what must follow the first `num_tokens` tokens of a running request, and does not end it."""

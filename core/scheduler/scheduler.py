@@ -17,8 +17,9 @@ among these suspects divides them into groups. A group runs isolated: its suspec
 no other request until they are past that step. So a group with a culprit dies alone, and the status page names it. The
 groups run one after the other, in at most every second step as long as other requests can run.
 
-The last output token of a request is always computed by a decode, also when the tokens before it are computed again by
-a prefill. So a successor repeats the step during which a core died.
+The last output token of a request is computed by a decode, also when the tokens before it are computed again by a
+prefill. So a successor repeats the step during which a core died. Only forced tokens are computed together with the
+token before them.
 """
 
 import numpy as np
@@ -374,7 +375,9 @@ class Scheduler:
         for row in rows.tolist():
             computed = int(batch.num_computed_tokens[row])
             known = int(batch.num_tokens[row])
-            wanted = known - computed - (known > batch.num_prompt_tokens[row])  # A decode computes the last output.
+            wanted = known - computed
+            if known > batch.num_prompt_tokens[row] and wanted > batch.num_forced_tokens[row] + 1:
+                wanted -= 1  # A decode computes the last output.
             count = prefills.chunk(wanted)
             if count > 0:
                 self.cache.register(row, computed + count)

@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
 from vllm_mp.structured_outputs import Constraint
 
-_MIN_FORCED = 2
-"""Shorter runs of forced tokens are sampled: a run takes a chunk and a decode, so only longer runs save steps."""
-
 
 class ConstrainedOutput:
     """Where the output of a request stands in its grammar.
@@ -52,14 +49,13 @@ class ConstrainedOutput:
         return self._running_matcher()
 
     def forced(self, output: Sequence[int]) -> list[int]:
-        """Return the tokens that must follow `output`; none if there are too few of them to save a step."""
+        """Return the tokens that must follow `output`, if they may be taken without being sampled."""
         if not self._may_force:
             return []
         self._catch_up(output)
         if self.error is not None or not self._has_begun:
             return []
-        forced = self._running_matcher().forced()
-        return forced if len(forced) >= _MIN_FORCED else []
+        return self._running_matcher().forced()
 
     @property
     def _may_begin_reasoning(self) -> bool:

@@ -48,9 +48,11 @@ class Sampler:
         batch = self._batch
         if num_tokens is None:
             num_tokens = batch.num_tokens[rows]
+        if batch.is_constrained[rows].any():
+            logits = logits.contiguous()
+            apply_token_masks(logits, batch, rows, num_tokens)
         if self._changes_logits(rows, num_tokens):
             logits = logits.float().contiguous()
-            apply_token_masks(logits, batch, rows, num_tokens)
             apply_logits_processors(logits, batch, rows, num_tokens, self._registered)
         if not self._draws(rows):
             return ops.argmax(logits)
@@ -62,14 +64,14 @@ class Sampler:
     def is_argmax(self, rows: Rows, num_tokens: Counts | None = None) -> bool:
         """Return whether `sample` would give each of `rows` [n] the token that `ops.argmax` finds in its logits."""
         counts = self._batch.num_tokens[rows] if num_tokens is None else num_tokens
-        return not self._changes_logits(rows, counts) and not self._draws(rows)
+        is_changed = self._changes_logits(rows, counts) or bool(self._batch.is_constrained[rows].any())
+        return not is_changed and not self._draws(rows)
 
     def _changes_logits(self, rows: Rows, num_tokens: Counts) -> bool:
         batch = self._batch
         if self._registered is not None and batch.is_processed[rows].any():
             return True
-        is_changed = batch.has_logits_processors[rows] | batch.is_constrained[rows]
-        return bool((is_changed | (num_tokens < batch.min_total_tokens[rows])).any())
+        return bool((batch.has_logits_processors[rows] | (num_tokens < batch.min_total_tokens[rows])).any())
 
     def _draws(self, rows: Rows) -> bool:
         return bool((self._batch.sampling["temperature"][rows] > 0).any())
@@ -93,7 +95,7 @@ class Sampler:
 
 
 def apply_token_masks(logits: Tensor, batch: Batch, rows: Rows, num_tokens: Counts) -> None:
-    """Bar the tokens that grammars forbid in `logits` float32 [n, vocab], contiguous, of the batch's `rows` [n].
+    """Bar the tokens that grammars forbid in `logits` [n, vocab], contiguous, of the batch's `rows` [n].
 
     `num_tokens` [n] counts the known tokens of each row.
     """

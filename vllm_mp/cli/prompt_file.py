@@ -20,8 +20,6 @@ _SAMPLING_FIELDS = PARAMETERS.keys() - {
     "prompt_logprobs",
     "detokenize",
     "output_kind",
-    "guided_decoding",
-    "structured_outputs",
 }
 """The fields of `SamplingParams` that a line may have: those that leave a result one text."""
 
