@@ -190,6 +190,40 @@ def test_text_of_the_model_never_becomes_markup(page: Page) -> None:
     assert page.locator(".prompt b").count() == 0
 
 
+def test_thoughts_and_calls_are_shown_and_the_next_message_is_the_result(page: Page) -> None:
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    more = {"index": 0, "function": {"arguments": '{"city": "Bern"}'}}
+    deltas = [
+        {"reasoning_content": "I must "},
+        {"reasoning_content": "look."},
+        {"tool_calls": [call]},
+        {"tool_calls": [more]},
+    ]
+    bodies = []
+
+    def reply(route: Route) -> None:
+        bodies.append(route.request.post_data_json)
+        events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+        events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        route.fulfill(content_type="text/event-stream", body=body + "data: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", reply)
+    page.locator("#settings [name=tools]").evaluate("(field) => (field.value = '[{}]')")
+    ask(page, "How is the weather?", 16)
+    wait_for_answer(page)
+    expect(page.locator(".calls")).to_have_text('weather({"city": "Bern"})')
+    expect(page.locator(".thought-text")).to_be_hidden()
+    page.locator(".thought summary").click()
+    expect(page.locator(".thought-text")).to_have_text("I must look.")
+    ask(page, "Sunny.", 16)
+    expect(page.locator(".turn[data-state=done]")).to_have_count(2)
+    assert bodies[0]["tools"] == [{}]
+    question, answer, result = bodies[1]["messages"]
+    assert (question["role"], answer["tool_calls"][0]["id"]) == ("user", "call_1")
+    assert result == {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."}
+
+
 def test_nothing_is_wider_than_a_phone(open_page, server: ServedModel) -> None:
     page = open_page(server.url, **PHONE)
     wait_for_state(page, "Running")

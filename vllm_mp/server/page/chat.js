@@ -6,7 +6,7 @@ import { load, save } from "./storage.js";
 import { counted, latency, number } from "./units.js";
 
 const SETTINGS = "settings";
-const DEFAULTS = { system: "", temperature: "", max_tokens: "512" };
+const DEFAULTS = { system: "", tools: "", temperature: "", max_tokens: "512" };
 const COPIED_MS = 1500;
 
 const byId = (id) => document.getElementById(id);
@@ -91,15 +91,25 @@ export class Chat {
 
   /** Return the response that streams the answer of `turn`; ask for an API key if the server wants one. */
   async ask(turn) {
-    const { system, temperature, max_tokens } = this.fields();
+    const { system, tools, temperature, max_tokens } = this.fields();
     const messages = system.trim() ? [{ role: "system", content: system.trim() }] : [];
     for (const each of this.turns) {
-      if (each !== turn && !each.text) continue; // It failed before its answer began.
-      messages.push({ role: "user", content: each.prompt });
+      if (each !== turn && !each.text && !each.calls.length) continue; // It failed before its answer began.
+      const call = messages.at(-1)?.tool_calls?.[0];
+      messages.push(
+        call
+          ? { role: "tool", tool_call_id: call.id, content: each.prompt } // The message after a call is its result.
+          : { role: "user", content: each.prompt },
+      );
       if (each === turn) break;
-      messages.push({ role: "assistant", content: each.text });
+      const calls = each.calls.length ? { tool_calls: each.calls } : {};
+      messages.push({ role: "assistant", content: each.text, ...calls });
     }
     const body = { messages, stream: true, stream_options: { include_usage: true } };
+    if (tools.trim()) {
+      body.tools = parsedTools(tools);
+      body.parallel_tool_calls = false;
+    }
     if (temperature !== "") body.temperature = Number(temperature);
     if (max_tokens !== "") body.max_completion_tokens = Number(max_tokens);
     for (let isRefused = false; ; isRefused = true) {
@@ -197,22 +207,25 @@ class Turn {
   }
 
   begin(incarnation) {
-    Object.assign(this, { text: "", numTokens: 0, finishReason: null, firstAt: null, lastAt: null, incarnation });
+    Object.assign(this, { text: "", thought: "", calls: [], numTokens: 0 });
+    Object.assign(this, { finishReason: null, firstAt: null, lastAt: null, incarnation });
     this.abort = new AbortController();
     this.startedAt = performance.now();
     this.element.dataset.state = "answering";
     this.part("error-text").hidden = true;
     this.part("restart-mark").hidden = true;
     this.part("stats").textContent = "";
-    showText(this.part("answer"), "");
+    this.show();
   }
 
   /** Take in a chunk of the answer. */
   take({ choices = [], usage, error }) {
     if (error) throw new Error(error.message);
     for (const { delta, finish_reason } of choices) {
-      if (delta?.content) {
-        this.text += delta.content;
+      if (delta?.content || delta?.reasoning_content || delta?.tool_calls) {
+        this.text += delta.content ?? "";
+        this.thought += delta.reasoning_content ?? "";
+        for (const call of delta.tool_calls ?? []) this.takeCall(call);
         this.numTokens += 1; // An estimate, until the usage is known.
         this.lastAt = performance.now();
         this.firstAt ??= this.lastAt;
@@ -221,6 +234,12 @@ class Turn {
     }
     if (usage) this.numTokens = usage.completion_tokens;
     this.frame ??= requestAnimationFrame(() => this.show());
+  }
+
+  /** Take in what is new of a call: its name first, then its arguments in pieces. */
+  takeCall({ index, id, function: { name, arguments: text = "" } }) {
+    this.calls[index] ??= { id, type: "function", function: { name, arguments: "" } };
+    this.calls[index].function.arguments += text;
   }
 
   /** End the answer; `error` is a message, or null. */
@@ -235,6 +254,16 @@ class Turn {
     cancelAnimationFrame(this.frame);
     this.frame = undefined;
     showText(this.part("answer"), this.text);
+    this.part("thought").hidden = !this.thought;
+    this.part("thought-text").textContent = this.thought;
+    this.part("calls").hidden = !this.calls.length;
+    this.part("calls").replaceChildren(
+      ...this.calls.map(({ function: { name, arguments: text } }) => {
+        const call = document.createElement("code");
+        call.textContent = `${name}(${text})`;
+        return call;
+      }),
+    );
     this.part("stats").replaceChildren(
       ...this.stats().map((words) => {
         const statistic = document.createElement("span");
@@ -265,6 +294,15 @@ class Turn {
     const button = this.part("copy");
     button.textContent = (await copyText(this.text)) ? "Copied" : "Not copied";
     setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
+  }
+}
+
+/** Return the tools of the settings. */
+function parsedTools(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`Tools in the settings are not JSON: ${error.message}`);
   }
 }
 
