@@ -2,9 +2,9 @@
 
 A suite is a folder of JSON files. A file holds a list of objects with `schema` and `tests`, as in the JSON Schema Test
 Suite, or one such object, as in MaskBench; each test has `data` and `valid`. For each library the figures are: the
-schemas that are accepted, those of them for which no invalid instance is allowed, the valid instances that are allowed,
-the invalid instances that are refused, and times of compiling and of the masks along the instances. An instance is
-written as `json.dumps` writes it, so a library that fixes the order of properties refuses some valid instances.
+schemas that are accepted, the accepted schemas for which no invalid instance is allowed, the valid instances that are
+allowed, the invalid instances that are refused, and times of compiling and of the masks along the instances. Instances
+are written as `json.dumps` writes them, so a library that fixes the order of properties refuses some valid instances.
 """
 
 import argparse

@@ -31,7 +31,7 @@ class ConstrainedOutput:
 
     @property
     def also_allowed(self) -> int | None:
-        """The token that may come next beside those of the matcher, because it begins the reasoning; None: no token."""
+        """The token that may come next although the matcher may forbid it: it begins the reasoning. None: no token."""
         return self.constraint.reasoning_start if self._may_begin_reasoning else None
 
     def begin(self, grammar: Grammar) -> None:

@@ -1,6 +1,6 @@
 """Structural tags, which mix free text and constrained parts, as grammars in Lark's notation.
 
-Names and meanings are those of vLLM and XGrammar. Each part of a grammar is a terminal, whose text the lexer finds, or
+Names and meanings are as in vLLM and XGrammar. Each part of a grammar is a terminal, whose text the lexer finds, or
 an expression of rules. The lexer takes the longest text that a terminal matches, so terminals that follow one another
 are joined to one: a regular expression before an end tag would else swallow the tag. Free text is lazy: it ends at the
 first trigger, or at the first end tag.

@@ -92,6 +92,7 @@ def test_request_that_allows_no_token_fails_alone(llm):
 
 def test_core_survives_hostile_values_from_a_client(llm):
     changes = [
+        {"structured_outputs": {"regex": "a"}},  # valid, but not the constraint of the message
         {"structured_outputs": functools.reduce(lambda inner, _: [inner], range(900), [])},
         {"stop_token_ids": [2**63]},
         {"seed": 2**63},

@@ -50,7 +50,7 @@ def named(name):
 
 
 def checked(calls):
-    """Return the parsed arguments of calls, which must be those of a tool."""
+    """Return the parsed arguments of calls, which must be the arguments of a tool."""
     kinds = {kind.__name__: kind for kind in (GetWeather, SetAlarm)}
     return [kinds[call.function.name].model_validate_json(call.function.arguments) for call in calls]
 

@@ -24,7 +24,7 @@ def flags_in(text):
 
 
 def parsers(parser):
-    """Yield `parser` and those of the commands below it, each with its arguments."""
+    """Yield `parser` and the parsers of the commands below it, each with its arguments."""
     parser.load()
     yield parser
     for action in parser._actions:

@@ -22,7 +22,7 @@ class CommandParser(FlexibleArgumentParser):
     """
 
     def __init__(self, load: "Callable[[CommandParser], None] | None" = None, **options: Any) -> None:
-        """`load` adds the arguments when they are needed; `options` are those of the base class."""
+        """`load` adds the arguments when they are needed; the base class takes `options`."""
         super().__init__(add_help=False, **options)
         self._load = load
         self.add_argument("-h", "--help", action="help", help="Show this help and exit.")

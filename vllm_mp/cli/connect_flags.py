@@ -28,7 +28,7 @@ def add_connect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="Use the running core at ADDRESS; of the engine options, only those of the client are allowed then ("
+        help="Use the running core at ADDRESS; of the engine options, only the client options are allowed then ("
         + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS))
         + "). Default: a core is started.",
     )
@@ -75,7 +75,7 @@ def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLL
         config = engine_args.create_engine_config()
         _check_model(config.model_config, for_chat)
         return AsyncLLM.from_vllm_config(config)
-    # The same command gives the same answers, whoever else uses the core.
+    # The same command gives the same answers, also if others use the core.
     options = engine_args.client_options() | {"seed": engine_args.seed}
     timeout = _CONNECT_TIMEOUT_S if _listens(args.connect) else _ABSENT_TIMEOUT_S
     return AsyncLLM.connect(

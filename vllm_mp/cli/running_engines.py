@@ -131,7 +131,7 @@ def _dead_cores(alive: Collection[int | None]) -> Iterator[RunningEngine]:
 
 
 def _joined(cores: list[RunningEngine], dead: Iterable[RunningEngine]) -> list[RunningEngine]:
-    """Return the engines of `cores`, and those of the `dead` cores that have no successor.
+    """Return the engines of `cores`, and the engines of the `dead` cores that have no successor.
 
     A successor that has not described itself yet is described by its predecessor.
     """

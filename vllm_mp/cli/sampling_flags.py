@@ -83,7 +83,7 @@ def parse_parameter(name: str, text: str) -> tuple[str, Any]:
 
 
 def _default_text(name: str, parameter: Parameter, defaults: Mapping[str, Any]) -> str:
-    """Return the default of a parameter in words; `defaults` are those of the command."""
+    """Return the default of a parameter in words; `defaults` are the defaults of the command."""
     value = defaults.get(name, getattr(SamplingParams(), name))
     text = f"{value:g}" if type(value) in (int, float) else _NO_VALUE.get(name, "off")
     return f"the model's own, or {text}" if parameter.generation_config else text

@@ -104,7 +104,7 @@ class AnswerFormat:
     def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens of the thought with which an answer begins, with its end; all if it has no end.
 
-        `token_ids` are those of the whole answer.
+        `token_ids` are the tokens of the whole answer.
         """
         length = len(self.reasoning_end)
         ends = range(length, len(token_ids) + 1)

@@ -35,7 +35,7 @@ class ResponseOutput:
         return [Created(response=self._response), InProgress(response=self._response)]
 
     def add(self, text: str, token_ids: Sequence[int], logprobs: list[TokenLogprob]) -> list[Event]:
-        """Return the events of more text; `logprobs` are those of its tokens, for an answer that is all content."""
+        """Return the events of more text; `logprobs` belong to its tokens, for an answer that is all content."""
         if self._format.reasoning is not None:
             self._token_ids += token_ids
         if logprobs:

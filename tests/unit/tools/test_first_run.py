@@ -1,0 +1,116 @@
+"""The programs of a first run from a clone: setup.py's choice of builds, tools/setup-venv and tools/quickstart."""
+
+import os
+import platform
+import pty
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).parents[3]
+
+PYTHON_STUB = """#!/bin/bash
+case "$*" in
+    "- "*) exec "{python}" "$@" ;;
+    *"install"*" -r "*)
+        echo "Downloading torch-2.6.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.manylinux_2_28_x86_64.whl (178.7 MB)"
+        {wait} ;;
+    *"install"*" -e "* | *model_store.fetch) {wait} ;;
+esac
+"""
+
+
+def kernel_builds(monkeypatch: pytest.MonkeyPatch, runnable: list[str], **environment: str) -> set[str]:
+    """Return the names of the builds that setup.py compiles on a processor with these builds."""
+    found: list[setuptools.Extension] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: found.extend(arguments["ext_modules"]))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(runpy, "run_path", lambda path: {"runnable_builds": lambda: runnable})
+    monkeypatch.delenv("VLLM_MP_NATIVE_BUILD", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run_path("setup.py")
+    prefix = "vllm_mp.kernels.cpu._"
+    return {module.name.removeprefix(prefix) for module in found if module.name.startswith(prefix)}
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with the files that tools/setup-venv reads, whose path has a space."""
+    folder = tmp_path / "a b"
+    for name in ("pyproject.toml", "setup.py", "constraints.txt", "tools/setup-venv", "tools/quickstart"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("kernels/cpu", "client/outputs", "core"):
+        shutil.copytree(ROOT / name / "csrc", folder / name / "csrc")
+    return folder
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def quickstart(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([clone / "tools/quickstart", *arguments], capture_output=True, text=True)
+
+
+def test_a_native_build_is_the_fastest_that_the_processor_runs_and_the_compiler_knows(monkeypatch):
+    accepts_all, accepts_none = "true", "false"
+    builds = ["avx512", "avx2", "portable"]
+    assert kernel_builds(monkeypatch, builds, VLLM_MP_NATIVE_BUILD="1", CXX=accepts_all) == {"avx512"}
+    assert kernel_builds(monkeypatch, builds[1:], VLLM_MP_NATIVE_BUILD="1", CXX=accepts_all) == {"avx2"}
+    assert kernel_builds(monkeypatch, builds, VLLM_MP_NATIVE_BUILD="1", CXX=accepts_none) == {"portable"}
+
+
+def test_a_wheel_has_all_builds_whatever_processor_compiles_it(monkeypatch):
+    assert kernel_builds(monkeypatch, ["portable"]) == {"portable", "avx2", "avx512"}
+
+
+def test_quickstart_passes_the_question_on_even_if_it_looks_like_an_option(clone):
+    program(clone / "tools/setup-venv", "#!/bin/bash\n")
+    program(clone / ".venv/bin/vllm-mp", "#!/bin/bash\nprintf '%s|' \"$@\"\n")
+    assert quickstart(clone, "--why so").stdout == "generate|--chat|--|--why so|"
+    answer = quickstart(clone)
+    assert answer.stdout == "generate|--chat|--|Why is the sky blue?|"
+    assert "asking: Why is the sky blue?" in answer.stderr
+
+
+def test_quickstart_refuses_several_questions_and_stops_when_the_installation_fails(clone):
+    program(clone / "tools/setup-venv", "#!/bin/bash\necho 'setup-venv: no network' >&2\nexit 1\n")
+    program(clone / ".venv/bin/vllm-mp", "#!/bin/bash\necho started\n")
+    for arguments, message in ((("why", "so"), 'usage: tools/quickstart ["question"]'), (("why",), "no network")):
+        result = quickstart(clone, *arguments)
+        assert result.returncode == 1
+        assert message in result.stderr
+        assert not result.stdout
+
+
+def test_setup_venv_says_on_one_line_of_80_columns_what_it_does(clone, tmp_path):
+    done = tmp_path / "done"
+    wait = f'for ((i = 0; i < 200; i++)); do [[ ! -e "{done}" ]] || exit 0; sleep 0.05; done'
+    program(clone / ".venv/bin/python", PYTHON_STUB.format(python=sys.executable, wait=wait))
+    terminal, other_end = pty.openpty()
+    command = [clone / "tools/setup-venv", "--with-model"]
+    with subprocess.Popen(command, stderr=other_end, env={**os.environ, "TERM": "dumb", "COLUMNS": "80"}) as process:
+        os.close(other_end)
+        shown = b""
+        try:
+            while b"\r" not in shown.partition(b"torch")[2]:
+                shown += os.read(terminal, 4096)
+        finally:
+            done.touch()
+            assert process.wait(timeout=30) == 0
+            os.close(terminal)
+    line = next(line for line in shown.decode().split("\r\033[K") if "torch" in line)
+    assert line.endswith("s · downloading torch (178.7 MB) · compiling C++ · fetching the model")
+    assert len(line) < 80
+    assert (clone / ".venv/.installed").exists()
