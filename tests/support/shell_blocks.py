@@ -91,7 +91,9 @@ class Shell:
     def replaced(self, text: str) -> str:
         """Return `text` with the addresses, tools and programs of this test in place of the page's."""
         text = text.replace("ipc:///run/user/1000/", f"ipc://{self._folder}/").replace("tcp://HOST:PORT", self._tcp)
-        text = text.replace(".venv/bin/vllm-mp", "vllm-mp").replace(" tools/", f" {shlex.quote(str(ROOT))}/tools/")
+        text = text.replace(".venv/bin/vllm-mp", "vllm-mp")
+        for folder in ("tools", "tests"):
+            text = text.replace(f" {folder}/", f" {shlex.quote(str(ROOT))}/{folder}/")
         return text.replace(_SERVER, self._server().url) if _SERVER in text else text
 
     def run(self, block: CodeBlock) -> None:
