@@ -209,7 +209,7 @@ def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with standalone_core(default_model, address) as process:
         _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 1
+        assert process.returncode == 2
         assert "vllm-mp keys server" in stderr
     server, own = make_keys(tmp_path)
     other = tmp_path / "other"

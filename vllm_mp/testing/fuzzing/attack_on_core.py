@@ -297,7 +297,7 @@ async def attack_core(
                     answer(engine, {"prompt_token_ids": list(prompt)}, greedy(40, ignore_eos=True)), _ANSWER_TIMEOUT_S
                 )
             except (EngineError, TimeoutError, ValueError) as error:
-                report.breaches.append(f"a calm stream failed: {error!r}")
+                report.breaches.append(f"a calm stream failed: {error!r}; {await _state(engine)}")
                 await asyncio.sleep(0.1)
                 continue
             report.calm_answers += 1
@@ -328,6 +328,14 @@ async def attack_core(
     await _check_resources(engine, target, report)
     engine.shutdown()
     return report
+
+
+async def _state(engine: AsyncLLM) -> str:
+    """Return what the core says of itself, or why it does not."""
+    try:
+        return str(await engine.core_status())
+    except EngineError as error:
+        return repr(error)
 
 
 async def _check_resources(engine: AsyncLLM, target: AttackedCore, report: CampaignReport) -> None:
