@@ -20,4 +20,3 @@ def llguidance(source):
 @pytest.fixture(scope="session", params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
 def library(request, source, llguidance):
     return llguidance if request.param == "llguidance" else Library.load("xgrammar", source)
-
