@@ -20,7 +20,7 @@ from vllm_mp.kernels import reference
 from vllm_mp.kernels.adapter_stack import AdapterStack, Factors
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.cpu import attention as cpu_attention
-from vllm_mp.kernels.cpu import token_masks as cpu_token_masks
+from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
@@ -201,14 +201,16 @@ def apply_token_masks(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     num_words >= ceil(vocab_size / 32): bit t % 32 of word t // 32 is set if token t is allowed. `rows` int64 [m],
     distinct and in range: mask i applies to row `rows[i]` of the logits. All other logits keep their bits.
     """
-    if cpu_token_masks.can_mask(logits) and (kernels := library()):
-        cpu_token_masks.apply_token_masks(kernels, logits, masks, rows)
+    if cpu_logits.can_read(logits) and (kernels := library()):
+        cpu_logits.apply_token_masks(kernels, logits, masks, rows)
     else:
         _operations(logits).apply_token_masks(logits, masks, rows)
 
 
 def argmax(scores: Tensor) -> Tensor:
     """See `kernels.sampling.argmax`."""
+    if cpu_logits.can_read(scores) and (kernels := library()):
+        return cpu_logits.argmax(kernels, scores)
     places: Tensor = _operations(scores).argmax(scores)
     return places
 
