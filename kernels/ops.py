@@ -226,6 +226,8 @@ def argmax(scores: Tensor) -> Tensor:
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
     """See `kernels.sampling.sample`."""
+    if cpu_logits.can_read(logits) and (kernels := library()):
+        return cpu_logits.sample(kernels, logits, params)
     tokens: Tensor = _operations(logits).sample(logits, params)
     return tokens
 

@@ -113,12 +113,19 @@ class CLayerAdapters(ctypes.Structure):
     _fields_ = tuple((name, POINTER(CAdapterStack)) for name in ("qkv", "o", "gate_up", "down"))
 
 
+class CDraws(ctypes.Structure):
+    """Mirrors `Draws` of csrc/sampling.h."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("temperature", "min_p", "top_k", "top_p", "uniform"))
+
+
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "argmax_rows": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
+    "sample": (c_void_p, c_int64, c_int64, c_int64, POINTER(CDraws), c_void_p, c_int),
     "apply_token_masks": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int),
     "attention": (
         POINTER(CAttentionMetadata),

@@ -1,14 +1,12 @@
 """Every build of the C++ kernels that this processor runs, compared with kernels/reference.py."""
 
 import itertools
-import shutil
 from typing import Any
 
 import pytest
 import torch
 from support.covering import covering
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
-from support.token_masks import VOCAB_SIZES, masked_case, same_bits
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from vllm_mp.core.lora.targets import projections
@@ -25,17 +23,6 @@ LONG = [(1, 1500), (1, 513), (1, 512), (300, 1200), (5, 600)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 """The greatest error, relative to the largest value."""
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-
-
-@pytest.fixture(params=runnable_builds())
-def build(request, monkeypatch):
-    found = load(request.param)
-    if found is None and shutil.which("g++") is None:
-        pytest.skip("no compiler is installed, so the kernels are not built")
-    assert found is not None, "the kernels are not built although a compiler is installed"
-    monkeypatch.setattr(ops, "library", lambda: found)
-    torch.manual_seed(0)
-    return found
 
 
 def assert_near(got, expected, dtype):
@@ -131,35 +118,6 @@ def test_argmax_of_a_row_that_is_not_finite_is_no_place(build, quantization):
     expected[[3, 17]] = ops.NO_PLACE
     assert torch.equal(product.argmax(x), expected)
     assert torch.equal(reference.argmax(product(x)), expected)
-
-
-@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16], ids=str)
-@pytest.mark.parametrize(("vocab_size", "num_words"), [*VOCAB_SIZES, (4133, 130)])
-def test_token_masks_forbid_what_the_reference_forbids(build, dtype, vocab_size, num_words):
-    logits, masks, rows = masked_case(vocab_size, num_words, dtype)
-    expected = logits.clone()
-    reference.apply_token_masks(expected, masks, rows)
-    ops.apply_token_masks(logits, masks, rows)
-    assert same_bits(logits, expected)
-
-
-@DTYPES
-@pytest.mark.parametrize("size", [1, 15, 16, 4133])
-def test_argmax_finds_the_first_of_the_highest_scores(build, dtype, size):
-    wide = torch.randint(-9, 9, (7, size + 5)).to(dtype)
-    wide[2, size // 2], wide[3, size - 1], wide[4] = float("nan"), float("inf"), -float("inf")
-    wide[:, size:] = 99
-    scores = wide[:, :size]
-    assert torch.equal(ops.argmax(scores), reference.argmax(scores))
-    assert ops.argmax(scores)[2:5].tolist() == [ops.NO_PLACE] * 3
-
-
-@DTYPES
-def test_no_token_mask_leaves_all_logits(build, dtype):
-    logits, masks, rows = masked_case(200, 7, dtype)
-    expected = logits.clone()
-    ops.apply_token_masks(logits, masks[:0], rows[:0])
-    assert same_bits(logits, expected)
 
 
 def adapted_case(build, dtype, part_sizes, inputs, quantization=None):

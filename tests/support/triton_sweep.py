@@ -14,12 +14,12 @@ from torch import Tensor
 from support.covering import covering
 from support.gpu_device import DEVICE as GPU_DEVICE
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.sampling_logits import EQUAL_TO_REFERENCE, impossible_tokens_at_the_end
 from support.token_masks import VOCAB_SIZES, masked_case, same_bits
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import FLOAT8
-from vllm_mp.kernels.sampling import NO_PLACE, DrawParams
+from vllm_mp.kernels.sampling import DrawParams
 from vllm_mp.kernels.triton import launch, operations
-from vllm_mp.testing.sampling_cases import DRAWS, draw_params
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else GPU_DEVICE
@@ -509,62 +509,13 @@ def on_device(params: DrawParams) -> DrawParams:
     return DrawParams(*at(DEVICE, *params[:-1]), filters=params.filters)
 
 
-KNOBS: list[dict[str, float]] = [{}, {"temperature": 0}, {"temperature": 1e-4}, *DRAWS]
-
-
-def uniforms(count: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2**52, (count,), generator=generator).double() * 2.0**-52
-
-
-@pytest.mark.parametrize("size", [40, 150])
-def test_draws_equal_the_definition(size: int) -> None:
-    knobs = KNOBS * 3
-    logits = 3 * torch.randn(len(knobs), size)
-    inputs = draw_params(knobs, uniforms(len(knobs)))
-    got = operations.sample(logits.to(DEVICE), on_device(inputs))
-    assert got.tolist() == reference.sample(logits, inputs).tolist()
-
-
-@pytest.mark.parametrize("top_p", [0.2, 0.55, 0.9])
-def test_first_of_equally_likely_tokens_are_kept(top_p: float) -> None:
-    # A few values, each many times over, so that the sum reaches `top_p` among equally likely tokens.
-    logits = torch.tensor([0.0, 1.0, 3.0, 4.0])[
-        torch.randint(0, 4, (24, 100), generator=torch.Generator().manual_seed(1))
-    ]
-    uniform = torch.linspace(0, 1 - 2**-40, 24, dtype=torch.float64)
-    inputs = draw_params([{"top_p": top_p, "temperature": 0.9}] * 24, uniform)
-    got = operations.sample(logits.to(DEVICE), on_device(inputs))
-    assert got.tolist() == reference.sample(logits, inputs).tolist()
-
-
-def test_ties_with_the_last_of_the_top_k_stay() -> None:
-    logits = torch.randint(0, 6, (30, 90), generator=torch.Generator().manual_seed(2)).float()
-    inputs = draw_params([{"top_k": k} for k in range(1, 31)], uniforms(30))
-    got = operations.sample(logits.to(DEVICE), on_device(inputs))
-    assert got.tolist() == reference.sample(logits, inputs).tolist()
-
-
-def test_rows_that_are_not_finite_get_no_token_and_other_rows_get_theirs() -> None:
-    logits = torch.randn(6, 130)
-    logits[1, 5], logits[2, -1], logits[3] = torch.nan, torch.inf, -torch.inf
-    logits[4, 1:] = -torch.inf
-    inputs = draw_params([{"top_k": 20, "top_p": 0.8}] * 6, uniforms(6))
-    got = operations.sample(logits.to(DEVICE), on_device(inputs))
-    assert got.tolist() == reference.sample(logits, inputs).tolist()
-    assert got.tolist()[1:5] == [NO_PLACE] * 3 + [0]
-
-
-def test_draws_at_both_ends_of_the_distribution_have_probability() -> None:
-    logits = torch.full((2, 150), -torch.inf)
-    logits[:, 4] = logits[:, 70] = 0
-    uniform = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
-    got = operations.sample(logits.to(DEVICE), on_device(draw_params([{}, {}], uniform)))
-    assert got.tolist() == [4, 70]
+@pytest.mark.parametrize("case", EQUAL_TO_REFERENCE)
+def test_draws_equal_the_definition(case: str) -> None:
+    logits, params = EQUAL_TO_REFERENCE[case]()
+    got = operations.sample(logits.to(DEVICE), on_device(params))
+    assert got.tolist() == reference.sample(logits, params).tolist()
 
 
 def test_draw_ends_at_the_last_possible_token_even_if_sums_differ_in_their_last_bit() -> None:
-    logits = 8 * torch.randn(60, 64)
-    logits[:, 55:] = -torch.inf
-    uniform = torch.full((60,), 1 - 2.0**-52, dtype=torch.float64)
-    assert operations.sample(logits.to(DEVICE), on_device(draw_params([{}] * 60, uniform))).max() < 55
+    logits, params = impossible_tokens_at_the_end()
+    assert operations.sample(logits.to(DEVICE), on_device(params)).max() < 55
