@@ -81,8 +81,9 @@ AnyAdapterStack = AdapterStack | PackedAdapterStack
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square over the last dimension, times `weight` (Zhang & Sennrich 2019).
 
-    `x` [..., dim], `weight` [dim] of the same dtype. The statistics are float32; the normalised value is
-    rounded to `x.dtype` before the weight multiplies it, as transformers does.
+    `x` [..., dim], `weight` [dim] of the same dtype, or float32. The statistics are float32; the normalised value is
+    rounded to `x.dtype` before the weight multiplies it, as transformers does, but a float32 weight multiplies it first
+    (Gemma, OLMo 2).
     """
     normed: Tensor = _operations(x).rms_norm(x, weight, eps)
     return normed
@@ -104,8 +105,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
     """Rotate by positions in the half-split (NeoX) layout (Su et al. 2021): return the rotated `(q, k)`.
 
     `q` [num_tokens, num_heads, head_dim], `k` [num_tokens, num_kv_heads, head_dim], `positions` int64
-    [num_tokens], `cos_sin_cache` [max_position, head_dim] in the dtype of `q`: the cosines of the head_dim / 2
-    frequencies, then the sines. An implementation may rotate in place: use the result, not the inputs.
+    [num_tokens], `cos_sin_cache` [max_position, rotary_dim] in the dtype of `q`: the cosines of the rotary_dim / 2
+    frequencies, then the sines. The elements of a head after the first rotary_dim stay as they are. An implementation
+    may rotate in place: use the result, not the inputs.
     """
     rotated: tuple[Tensor, Tensor] = _operations(q).rotary(q, k, positions, cos_sin_cache)
     return rotated
