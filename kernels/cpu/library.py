@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 TRITON: Final = "triton"
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
+DRAW_COLUMNS: Final = ("temperature", "min_p", "top_k", "top_p", "uniform")
+"""The fields of `kernels.sampling.DrawParams` that `CDraws` points to."""
+
 
 class CLinear(ctypes.Structure):
     """Mirrors `Linear` of csrc/linear.h."""
@@ -116,7 +119,7 @@ class CLayerAdapters(ctypes.Structure):
 class CDraws(ctypes.Structure):
     """Mirrors `Draws` of csrc/sampling.h."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("temperature", "min_p", "top_k", "top_p", "uniform"))
+    _fields_ = tuple((name, c_void_p) for name in DRAW_COLUMNS)
 
 
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from vllm_mp.kernels.cpu.library import DTYPES, CDraws, Library
+from vllm_mp.kernels.cpu.library import DRAW_COLUMNS, DTYPES, CDraws, Library
 from vllm_mp.kernels.sampling import DrawParams, filter_logits
 
 _FUSED_FILTERS: Final = frozenset({"min_p", "top_k", "top_p"})
@@ -46,7 +46,7 @@ def sample(library: Library, logits: Tensor, params: DrawParams) -> Tensor:
     if remaining := [cut for cut in params.filters if cut.name not in _FUSED_FILTERS]:
         logits = filter_logits(logits, params, remaining)
     is_on = {"temperature", "uniform", *(cut.name for cut in params.filters)}
-    columns = [getattr(params, name).data_ptr() if name in is_on else None for name, _ in CDraws._fields_]
+    columns = [getattr(params, name).data_ptr() if name in is_on else None for name in DRAW_COLUMNS]
     num_rows, size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
     library.function("sample", logits.dtype)(
