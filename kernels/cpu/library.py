@@ -118,6 +118,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
+    "argmax_rows": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
     "apply_token_masks": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int),
     "attention": (
         POINTER(CAttentionMetadata),

@@ -150,6 +150,17 @@ def test_token_masks_forbid_what_the_reference_forbids(build, dtype, vocab_size,
 
 
 @DTYPES
+@pytest.mark.parametrize("size", [1, 15, 16, 4133])
+def test_argmax_finds_the_first_of_the_highest_scores(build, dtype, size):
+    wide = torch.randint(-9, 9, (7, size + 5)).to(dtype)
+    wide[2, size // 2], wide[3, size - 1], wide[4] = float("nan"), float("inf"), -float("inf")
+    wide[:, size:] = 99
+    scores = wide[:, :size]
+    assert torch.equal(ops.argmax(scores), reference.argmax(scores))
+    assert ops.argmax(scores)[2:5].tolist() == [ops.NO_PLACE] * 3
+
+
+@DTYPES
 def test_no_token_mask_leaves_all_logits(build, dtype):
     logits, masks, rows = masked_case(200, 7, dtype)
     expected = logits.clone()

@@ -216,6 +216,7 @@ def test_norms_agree_with_the_reference(shape: tuple[int, int], dtype: torch.dty
     for operation, *inputs in (
         ("rms_norm", x, weight),
         ("add_rms_norm", x, residual, weight),
+        ("add_rms_norm", x, residual, torch.randn(shape[1])),
         ("layer_norm", x, weight, bias),
     ):
         for got, expected in results_of_both(operation, *inputs, 1e-5):
@@ -231,9 +232,10 @@ def test_norm_of_heads_that_are_part_of_a_projection(heads: int) -> None:
             assert_near(got, expected, torch.float32)
 
 
-def test_norms_round_where_the_reference_rounds() -> None:
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])
+def test_norms_round_where_the_reference_rounds(weight_dtype: torch.dtype) -> None:
     x, residual = (torch.randn(2, 40, 512) * 3).half().unbind()
-    weight = torch.randn(512).half()
+    weight = torch.randn(512).to(weight_dtype)
     got = operations.add_rms_norm(*at(DEVICE, x, residual, weight), 1e-5)
     expected = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(got[1].cpu(), expected[1])
@@ -264,8 +266,13 @@ def test_activation_of_half_a_projection() -> None:
         assert_near(got, expected, torch.float32)
 
 
-def rotary_inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Any:
-    """Return q, k and v (parts of one projection if their sizes allow), positions, and the table."""
+def rotary_inputs(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, rotary_dim: int = 0
+) -> Any:
+    """Return q, k and v (parts of one projection if their sizes allow), positions, and the table.
+
+    The table is for the first `rotary_dim` elements of a head; 0: for all.
+    """
     if value_dim == head_dim:
         q, k, v = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype).split((heads, kv_heads, kv_heads), 1)
     else:
@@ -273,23 +280,24 @@ def rotary_inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, value_d
             torch.randn(tokens, n, dim).to(dtype)
             for n, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
         )
-    angles = torch.outer(torch.arange(64.0), 100.0 ** (-torch.arange(0, head_dim, 2) / head_dim))
+    rotary_dim = rotary_dim or head_dim
+    angles = torch.outer(torch.arange(64.0), 100.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim))
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     return q, k, v, torch.randint(0, 64, (tokens,)), table
 
 
 ROTARY_SHAPES = pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "value_dim"),
-    [(6, 2, 8, 8), (32, 4, 64, 64), (9, 3, 80, 80), (4, 2, 192, 128), (14, 2, 256, 256)],
+    ("heads", "kv_heads", "head_dim", "value_dim", "rotary_dim"),
+    [(6, 2, 8, 8, 8), (32, 4, 64, 64, 64), (9, 3, 80, 80, 60), (4, 2, 192, 128, 128), (14, 2, 256, 256, 256)],
 )
 
 
 @DTYPES
 @ROTARY_SHAPES
 def test_rotary_and_cache_writes_agree_with_the_reference(
-    heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
+    heads: int, kv_heads: int, head_dim: int, value_dim: int, rotary_dim: int, dtype: torch.dtype
 ) -> None:
-    q, k, v, positions, table = rotary_inputs(5, heads, kv_heads, head_dim, value_dim, dtype)
+    q, k, v, positions, table = rotary_inputs(5, heads, kv_heads, head_dim, value_dim, dtype, rotary_dim)
     for got, expected in results_of_both("rotary", q, k, positions, table):
         assert got.dtype == dtype
         assert_near(got, expected, dtype)
