@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, runnable_builds
+from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, refusal, runnable_builds
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +203,8 @@ def library() -> Library | None:
         check_interpreter()
         return None
     if chosen is None:
+        for reason in filter(None, map(refusal, KERNEL_BUILDS)):
+            logger.warning("the fastest build of the C++ kernels cannot run: %s", reason)
         found = next((build for name in runnable_builds() if (build := load(name)) is not None), None)
         if found is None:
             logger.warning("the C++ kernels are not built, so torch computes, several times slower; %s", _REMEDY)
@@ -210,8 +212,8 @@ def library() -> Library | None:
     if chosen not in KERNEL_BUILDS:
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: give one of {', '.join(KERNEL_BUILDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
-        builds = ", ".join(runnable_builds())
-        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: this processor cannot run that build; give one of {builds}")
+        reason = refusal(chosen) or "this processor cannot run that build"
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: {reason}; give one of {', '.join(runnable_builds())}")
     if (build := load(chosen)) is None:
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
     return build
