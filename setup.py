@@ -1,7 +1,9 @@
 """Builds the C++ kernels, and in C the client's output path and a signal handler of the core.
 
 Everything else about the package is in pyproject.toml. `VLLM_MP_NATIVE_BUILD=1` limits the kernels to the build that is
-the fastest on this machine, which takes a third of the processor time; wheels for other machines need all builds.
+the fastest on this machine, which takes at most a third of the processor time; wheels for other machines need all
+builds. `VLLM_MP_TILE_MODEL=1` adds the build `amx_model` for tests, in which a model of the tile instructions in C++
+stands in for them.
 """
 
 import copy
@@ -20,6 +22,7 @@ BUILDS = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     BUILDS["avx2"] = ["-march=x86-64-v3"]
     BUILDS["avx512"] = ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"]
+    BUILDS["amx"] = [*BUILDS["avx512"], "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 
 
 class ParallelBuild(build_ext):
@@ -54,6 +57,9 @@ def compiler_knows(flags):
 if os.environ.get("VLLM_MP_NATIVE_BUILD") == "1":
     name = native_build()
     BUILDS = {name: BUILDS[name]}
+
+if os.environ.get("VLLM_MP_TILE_MODEL") == "1":
+    BUILDS["amx_model"] = ["-march=native", "-DVMP_TILE_MODEL"]
 
 setup(
     cmdclass={"build_ext": ParallelBuild},

@@ -13,14 +13,17 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.adapter_stack import AdapterStack, Factors
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
+from vllm_mp.kernels.block_linear import TorchBlockLinear
+from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockType, BlockWeight, quantize_blocks
 from vllm_mp.kernels.cpu import attention as cpu_attention
-from vllm_mp.kernels.cpu import token_masks as cpu_token_masks
+from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
@@ -31,6 +34,7 @@ from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
     "ACTIVATIONS",
+    "BLOCK_TYPES",
     "FLOAT8",
     "FLOAT8_GROUP",
     "NO_PLACE",
@@ -38,6 +42,8 @@ __all__ = [
     "AdapterStack",
     "AnyAdapterStack",
     "AttentionMetadata",
+    "BlockType",
+    "BlockWeight",
     "DrawParams",
     "Factors",
     "LayerWeights",
@@ -47,6 +53,8 @@ __all__ = [
     "add_rms_norm",
     "apply_token_masks",
     "argmax",
+    "block_embedding",
+    "block_linear",
     "encoder_attention",
     "fp8_linear",
     "fuse_decoder",
@@ -55,6 +63,7 @@ __all__ = [
     "layer_norm",
     "pack_linear",
     "paged_attention",
+    "quantize_blocks",
     "quantize_rows",
     "rms_norm",
     "rotary",
@@ -72,8 +81,9 @@ AnyAdapterStack = AdapterStack | PackedAdapterStack
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square over the last dimension, times `weight` (Zhang & Sennrich 2019).
 
-    `x` [..., dim], `weight` [dim] of the same dtype. The statistics are float32; the normalised value is
-    rounded to `x.dtype` before the weight multiplies it, as transformers does.
+    `x` [..., dim], `weight` [dim] of the same dtype, or float32. The statistics are float32; the normalised value is
+    rounded to `x.dtype` before the weight multiplies it, as transformers does, but a float32 weight multiplies it first
+    (Gemma, OLMo 2).
     """
     normed: Tensor = _operations(x).rms_norm(x, weight, eps)
     return normed
@@ -95,8 +105,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
     """Rotate by positions in the half-split (NeoX) layout (Su et al. 2021): return the rotated `(q, k)`.
 
     `q` [num_tokens, num_heads, head_dim], `k` [num_tokens, num_kv_heads, head_dim], `positions` int64
-    [num_tokens], `cos_sin_cache` [max_position, head_dim] in the dtype of `q`: the cosines of the head_dim / 2
-    frequencies, then the sines. An implementation may rotate in place: use the result, not the inputs.
+    [num_tokens], `cos_sin_cache` [max_position, rotary_dim] in the dtype of `q`: the cosines of the rotary_dim / 2
+    frequencies, then the sines. The elements of a head after the first rotary_dim stay as they are. An implementation
+    may rotate in place: use the result, not the inputs.
     """
     rotated: tuple[Tensor, Tensor] = _operations(q).rotary(q, k, positions, cos_sin_cache)
     return rotated
@@ -201,20 +212,24 @@ def apply_token_masks(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     num_words >= ceil(vocab_size / 32): bit t % 32 of word t // 32 is set if token t is allowed. `rows` int64 [m],
     distinct and in range: mask i applies to row `rows[i]` of the logits. All other logits keep their bits.
     """
-    if cpu_token_masks.can_mask(logits) and (kernels := library()):
-        cpu_token_masks.apply_token_masks(kernels, logits, masks, rows)
+    if cpu_logits.can_read(logits) and (kernels := library()):
+        cpu_logits.apply_token_masks(kernels, logits, masks, rows)
     else:
         _operations(logits).apply_token_masks(logits, masks, rows)
 
 
 def argmax(scores: Tensor) -> Tensor:
     """See `kernels.sampling.argmax`."""
+    if cpu_logits.can_read(scores) and (kernels := library()):
+        return cpu_logits.argmax(kernels, scores)
     places: Tensor = _operations(scores).argmax(scores)
     return places
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
     """See `kernels.sampling.sample`."""
+    if cpu_logits.can_read(logits) and (kernels := library()):
+        return cpu_logits.sample(kernels, logits, params)
     tokens: Tensor = _operations(logits).sample(logits, params)
     return tokens
 
@@ -269,6 +284,20 @@ def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = 
             f"a matrix {list(weight.shape)} of {weight.dtype} on {weight.device}; leave it out"
         )
     return None if kernels is None else PackedLinear(kernels, weight, bias, quantization)
+
+
+def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch.dtype) -> TorchBlockLinear:
+    """Return the product with `parts`, one below another, and `bias` [outputs], for rows and results of `dtype`.
+
+    The weights stay where they are: `parts` are never copied, and must not change or vanish.
+    """
+    return TorchBlockLinear(parts, bias, dtype)
+
+
+def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows `ids` of `weight`, dequantized, as `dtype` [*ids.shape, inputs]."""
+    rows = BlockWeight(weight.data[ids.flatten()], weight.type, weight.inputs)
+    return rows.dequantized().to(dtype).view(*ids.shape, -1)
 
 
 def fuse_decoder(

@@ -32,7 +32,9 @@ MASK_WORD = 32
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `ops.rms_norm`."""
-    return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, None, eps) * weight
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -50,8 +52,10 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
     """See `ops.rotary`."""
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, -1)
     # q and k share each operation, because the cost of a decode is the number of calls.
-    low, high = torch.cat((q, k), 1).chunk(2, -1)
-    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    both = torch.cat((q, k), 1)
+    rotary_dim = cos_sin_cache.shape[-1]
+    low, high = both[..., :rotary_dim].chunk(2, -1)
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin, both[..., rotary_dim:]), -1)
     return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
 
 

@@ -1,17 +1,25 @@
 """The name and the features of this machine's processor, as the Linux kernel states them, and the kernels for it."""
 
+import ctypes
+import os
 from pathlib import Path
 from typing import Final
 
 KERNELS_VARIABLE: Final = "VLLM_MP_CPU_KERNELS"
 """Environment variable: the name of a build of the C++ kernels, `none` for torch, or `triton` for Triton's kernels in
 its interpreter."""
+_AVX512: Final = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}
 KERNEL_BUILDS: Final = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
+    "amx": {*_AVX512, "amx_tile", "amx_bf16", "amx_int8"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }
 """The builds of the C++ kernels, the fastest first, and the processor flags that each needs."""
+
+_SYS_ARCH_PRCTL: Final = 158
+_ARCH_REQ_XCOMP_PERM: Final = 0x1023
+_XFEATURE_XTILEDATA: Final = 18
 
 
 def cpu_flags() -> frozenset[str]:
@@ -20,9 +28,23 @@ def cpu_flags() -> frozenset[str]:
 
 
 def runnable_builds() -> list[str]:
-    """Return the names of the builds of the C++ kernels that this processor runs, the fastest first."""
+    """Return the names of the builds of the C++ kernels that this process can run, the fastest first."""
     flags = cpu_flags()
-    return [name for name, needs in KERNEL_BUILDS.items() if needs <= flags]
+    return [name for name, needs in KERNEL_BUILDS.items() if needs <= flags and refusal(name) is None]
+
+
+def refusal(build: str) -> str | None:
+    """Return why the system refuses what a build needs besides processor flags; None if it refuses nothing.
+
+    A process must ask Linux for permission to use tiles, which has no effect on other processes. Virtual machines and
+    containers may be refused it.
+    """
+    if build != "amx" or not KERNEL_BUILDS[build] <= cpu_flags():
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0:
+        return None
+    return f"{build}: the system refuses permission for tiles ({os.strerror(ctypes.get_errno())})"
 
 
 def cpu_name() -> str | None:

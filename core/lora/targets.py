@@ -38,10 +38,16 @@ def _llama_layer(arch: NativeArchitecture, layer: int) -> list[Projection]:
     hidden, inner = arch.hidden_size, arch.intermediate_size
     queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     attention, mlp = f"layers.{layer}.self_attn.", f"layers.{layer}.mlp."
+    if arch.has_fused_projections:
+        qkv = Projection((f"{attention}qkv_proj",), hidden, (queries + 2 * keys,))
+        gate_up = Projection((f"{mlp}gate_up_proj",), hidden, (2 * inner,))
+    else:
+        qkv = Projection(tuple(f"{attention}{part}_proj" for part in "qkv"), hidden, (queries, keys, keys))
+        gate_up = Projection((f"{mlp}gate_proj", f"{mlp}up_proj"), hidden, (inner, inner))
     return [
-        Projection(tuple(f"{attention}{part}_proj" for part in "qkv"), hidden, (queries, keys, keys)),
+        qkv,
         Projection((f"{attention}o_proj",), queries, (hidden,)),
-        Projection((f"{mlp}gate_proj", f"{mlp}up_proj"), hidden, (inner, inner)),
+        gate_up,
         Projection((f"{mlp}down_proj",), inner, (hidden,)),
     ]
 

@@ -1,8 +1,10 @@
-"""The Llama family: Llama, SmolLM, Mistral, Qwen2 and Qwen3 (Touvron et al. 2023 and descendants).
+"""The Llama family (Touvron et al. 2023 and descendants): Llama, SmolLM, Mistral, Qwen2, Qwen3, Gemma, Phi-3, Granite
+and OLMo 2.
 
-One decoder for all; its members differ by fields of `NativeArchitecture`: biases, query/key norms, windows, scaling.
+One decoder for all; its members differ by fields of `NativeArchitecture`: biases, norms, windows, scaling, soft caps.
 """
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +22,8 @@ from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
 
+logger = logging.getLogger(__name__)
+
 
 class Attention(AttentionLayer):
     """Grouped-query self-attention over the paged cache, with q, k and v in one projection."""
@@ -31,15 +35,21 @@ class Attention(AttentionLayer):
         self.eps = arch.norm_eps
         self.scale = arch.attention_scale[layer]
         self.window = arch.sliding_window[layer]
+        self.soft_cap = arch.attention_soft_cap
         self.kv_scales = [1.0, 1.0]
         """Scales of the keys and of the values; a cache of 8-bit floats holds each divided by its scale."""
         sizes = [heads * arch.head_dim for heads in self.heads]
-        self.qkv_proj = Linear(arch.hidden_size, sizes, arch.attention_bias, dtype, device, arch.fp8)
+        parts = [sum(sizes)] if arch.has_fused_projections else sizes
+        self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, dtype, device, arch.fp8)
         self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, dtype, device, arch.fp8)
-        self.qk_norm = arch.qk_norm
+        self.norms_all_heads = arch.norms_all_heads
+        self.q_norm: nn.Parameter | None = None
+        self.k_norm: nn.Parameter | None = None
         if arch.qk_norm:
-            self.q_norm = nn.Parameter(torch.empty(arch.head_dim, dtype=dtype, device=device))
-            self.k_norm = nn.Parameter(torch.empty(arch.head_dim, dtype=dtype, device=device))
+            self.q_norm, self.k_norm = (
+                norm_weight(arch, heads * arch.head_dim if arch.norms_all_heads else arch.head_dim, dtype, device)
+                for heads in self.heads[:2]
+            )
 
     def forward(
         self,
@@ -51,18 +61,23 @@ class Attention(AttentionLayer):
     ) -> Tensor:
         slots = metadata.adapter_slots
         q, k, v = self.qkv_proj(x, slots).view(x.shape[0], -1, self.head_dim).split(self.heads, 1)
-        if self.qk_norm:
-            q = ops.rms_norm(q, self.q_norm, self.eps)
-            k = ops.rms_norm(k, self.k_norm, self.eps)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         k_scale, v_scale = self.kv_scales if kv_cache[0].dtype == ops.FLOAT8 else (1.0, 1.0)
         # Rotating keys commutes with scaling them.
         k, v = (k if k_scale == 1.0 else k / k_scale), (v if v_scale == 1.0 else v / v_scale)
         q = ops.rotary_write_kv(q, k, v, positions, cos_sin, *kv_cache, metadata.cell_mapping)
-        attended = self.attend(q, *kv_cache, metadata, self.scale * k_scale, self.window)
+        attended = self.attend(q, *kv_cache, metadata, self.scale * k_scale, self.window, self.soft_cap)
         if v_scale != 1.0:
             attended = attended * v_scale
         out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1), slots)
         return out
+
+    def _normed(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Return the norm of `heads` [num_tokens, num_heads, head_dim], over each head or all heads of a token."""
+        if not self.norms_all_heads:
+            return ops.rms_norm(heads, weight, self.eps)
+        return ops.rms_norm(heads.flatten(1), weight, self.eps).view(heads.shape)
 
     def kv_scale(self, part: int) -> Destination:
         """Return the destination of a checkpoint's optional scale of keys (`part` 0) or values (1)."""
@@ -84,7 +99,8 @@ class MLP(nn.Module):
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         inner, hidden = arch.intermediate_size, arch.hidden_size
-        self.gate_up_proj = Linear(hidden, [inner, inner], arch.mlp_bias, dtype, device, arch.fp8)
+        parts = [2 * inner] if arch.has_fused_projections else [inner, inner]
+        self.gate_up_proj = Linear(hidden, parts, arch.mlp_bias, dtype, device, arch.fp8)
         self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device, arch.fp8)
         self.activation = None if arch.activation in ("silu", "swish") else ops.ACTIVATIONS[arch.activation]
 
@@ -100,15 +116,20 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention and MLP, whose outputs are added to the residual stream, with norms before or after each, or both."""
 
     def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps = arch.norm_eps
-        self.input_norm = nn.Parameter(torch.empty(arch.hidden_size, dtype=dtype, device=device))
-        self.post_attention_norm = nn.Parameter(torch.empty(arch.hidden_size, dtype=dtype, device=device))
+        self.multiplier = arch.residual_multiplier
+        has_norms = (arch.norm_place != "after", arch.norm_place != "before")
+        self.input_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = (
+            norm_weight(arch, arch.hidden_size, dtype, device) if has_norm else None for has_norm in has_norms * 2
+        )
         self.attention = Attention(arch, layer, dtype, device)
         self.mlp = MLP(arch, dtype, device)
+        self.table = int(arch.local_rope is not None and arch.sliding_window[layer] is not None)
+        """The index of the layer's table of rotary angles."""
 
     def forward(
         self,
@@ -120,13 +141,39 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         """Return the next `(x, residual)`; `x` is the output of the layer before, not yet added to `residual`."""
-        if residual is None:
-            x, residual = ops.rms_norm(x, self.input_norm, self.eps), x
-        else:
-            x, residual = ops.add_rms_norm(x, residual, self.input_norm, self.eps)
+        x, residual = self._added(x, residual, self.input_norm)
         x = self.attention(x, positions, cos_sin, kv_cache, metadata)
-        x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
-        return self.mlp(x, metadata.adapter_slots), residual
+        x = self._output(x, self.attention_output_norm)
+        x, residual = self._added(x, residual, self.mlp_norm)
+        x = self.mlp(x, metadata.adapter_slots)
+        return self._output(x, self.mlp_output_norm), residual
+
+    def _added(self, x: Tensor, residual: Tensor | None, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum of both, normed if there is a norm, and the sum."""
+        if norm is not None and residual is not None:
+            return ops.add_rms_norm(x, residual, norm, self.eps)
+        total = x if residual is None else x + residual
+        return (total if norm is None else ops.rms_norm(total, norm, self.eps)), total
+
+    def _output(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """Return the output `x` of attention or MLP as it is added to the residual stream."""
+        if norm is not None:
+            x = ops.rms_norm(x, norm, self.eps)
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+    def norms_by_name(self, at: str) -> dict[str, Tensor | None]:
+        """Return the weights of the norms by their names in checkpoints, which begin with `at`."""
+        # Llama calls the norm before the MLP as others call the norm after attention.
+        after_attention = self.mlp_norm if self.attention_output_norm is None else self.attention_output_norm
+        before_mlp = None if self.attention_output_norm is None else self.mlp_norm
+        return {
+            f"{at}input_layernorm": self.input_norm,
+            f"{at}post_attention_layernorm": after_attention,
+            f"{at}pre_feedforward_layernorm": before_mlp,
+            f"{at}post_feedforward_layernorm": self.mlp_output_norm,
+            f"{at}self_attn.q_norm": self.attention.q_norm,
+            f"{at}self_attn.k_norm": self.attention.k_norm,
+        }
 
     def projections(self) -> list[Linear]:
         """Return the projections in the order of `core.lora.targets.projections`."""
@@ -135,11 +182,13 @@ class DecoderLayer(nn.Module):
     def weights(self) -> ops.LayerWeights:
         """Return the weights and shapes of this layer, for `ops.fuse_decoder`."""
         attention, mlp = self.attention, self.mlp
+        assert self.input_norm is not None
+        assert self.mlp_norm is not None
         return ops.LayerWeights(
             input_norm=self.input_norm,
-            post_attention_norm=self.post_attention_norm,
-            q_norm=attention.q_norm if attention.qk_norm else None,
-            k_norm=attention.k_norm if attention.qk_norm else None,
+            post_attention_norm=self.mlp_norm,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
             qkv_proj=attention.qkv_proj.parts,
             o_proj=attention.o_proj.parts,
             gate_up_proj=mlp.gate_up_proj.parts,
@@ -157,9 +206,9 @@ class Decoder(nn.Module):
 
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.eps = arch.norm_eps
+        self.arch = arch
         self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
-        self.norm = nn.Parameter(torch.empty(arch.hidden_size, dtype=dtype, device=device))
+        self.norm = norm_weight(arch, arch.hidden_size, dtype, device)
 
     def forward(
         self,
@@ -169,19 +218,22 @@ class Decoder(nn.Module):
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Return the normed hidden states of the embeddings `x`, both [num_tokens, hidden_size]."""
+        """Return the normed hidden states of the embeddings `x`, both [num_tokens, hidden_size].
+
+        `cos_sin` holds the tables of rotary angles: [num_tables, max_position, rotary_dim].
+        """
         residual: Tensor | None = None
+        tables = cos_sin.unbind()
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, positions, cos_sin, kv_cache, metadata)
+            assert isinstance(layer, DecoderLayer)
+            x, residual = layer(x, residual, positions, tables[layer.table], kv_cache, metadata)
         assert residual is not None
-        return ops.add_rms_norm(x, residual, self.norm, self.eps)[0]
+        return ops.add_rms_norm(x, residual, self.norm, self.arch.norm_eps)[0]
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
-        first = self.layers[0]
-        assert isinstance(first, DecoderLayer)
-        if first.mlp.activation is None and cache_dtype == self.norm.dtype:
-            fused = ops.fuse_decoder(self._weights(), self.norm, self.eps, quantization)
+        if _is_plain(self.arch) and cache_dtype == self.norm.dtype:
+            fused = ops.fuse_decoder(self._weights(), self.norm, self.arch.norm_eps, quantization)
             if fused is not None:
                 return fused
         pack_projections(self, quantization)
@@ -203,12 +255,42 @@ class Decoder(nn.Module):
             self.layers[i] = nn.Module()
 
 
+def _is_plain(arch: NativeArchitecture) -> bool:
+    """Tell whether `ops.fuse_decoder` computes the layers of `arch`: those of Llama, Qwen2 and Qwen3."""
+    return (
+        arch.activation in ("silu", "swish")
+        and arch.norm_place == "before"
+        and arch.norm_offset is None
+        and arch.residual_multiplier == 1.0
+        and arch.attention_soft_cap is None
+        and arch.local_rope is None
+        and arch.rope is not None
+        and arch.rope.partial_factor == 1.0
+        and not arch.norms_all_heads
+        and not arch.has_fused_projections
+    )
+
+
+def norm_weight(arch: NativeArchitecture, size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return the uninitialised weight [size] of a norm: float32 if the norm multiplies in float32."""
+    of_norm = dtype if arch.norm_offset is None else torch.float32
+    return nn.Parameter(torch.empty(size, dtype=of_norm, device=device))
+
+
 class LlamaForCausalLM(nn.Module):
     """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
 
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         assert arch.rope is not None
+        if arch.rope.type == "longrope" and arch.max_position > arch.rope.original_max_position:
+            logger.warning(
+                "max_model_len=%d is above the original context of the model, %d tokens, so that requests of any "
+                "length are computed with LongRoPE's factors for long contexts; if no request is longer than the "
+                "original context, set max_model_len to at most that",
+                arch.max_position,
+                arch.rope.original_max_position,
+            )
         self.arch = arch
         self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -218,9 +300,11 @@ class LlamaForCausalLM(nn.Module):
         if not arch.tie_word_embeddings:
             head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
         self.lm_head = VocabularyHead(head)
-        table = cos_sin_cache(arch.rope, arch.head_dim, arch.max_position, dtype, device)
+        ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
+        tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
         self.cos_sin: Tensor
-        self.register_buffer("cos_sin", table, persistent=False)
+        self.register_buffer("cos_sin", torch.stack(tables), persistent=False)
+        self.embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
 
     def forward(
         self,
@@ -231,17 +315,24 @@ class LlamaForCausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.arch.input_multiplier != 1.0:
+            x = x * self.arch.input_multiplier
         hidden: Tensor = self.decoder(x, positions, self.cos_sin, kv_caches, metadata)
         return hidden
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.embed_tokens)
+        embeds = F.embedding(input_ids, self.embed_tokens)
+        return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
-        return logits
+        if self.arch.logits_divisor != 1.0:
+            logits = logits / self.arch.logits_divisor
+        cap = self.arch.logits_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def argmax(self, hidden: Tensor) -> Tensor:
+        # Dividing logits and capping them keeps their order.
         return self.lm_head.argmax(hidden)
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
@@ -268,36 +359,50 @@ class LlamaForCausalLM(nn.Module):
         """Return the name of a tensor in `_destinations`; some checkpoints use another name."""
         if self.arch.fp8 == "tensor":
             name = re.sub(r"\.weight_scale_inv$", ".weight_scale", name)
+        # Checkpoints of models of text and images name the text part.
+        name = re.sub(r"^(model\.)?language_model\.(model\.)?", "", name)
         return re.sub(r"\.[kv]_proj\.([kv]_scale)$", r".\1", name)
 
     def _ignores(self, name: str) -> bool:
-        """Tell whether a tensor is skipped: rotary frequencies, which are computed, or static activation scales."""
+        """Tell whether a tensor is skipped: of images, rotary frequencies, or static activation scales."""
         is_input_scale = name.endswith((".input_scale", ".activation_scale"))
-        return name.endswith("rotary_emb.inv_freq") or (self.arch.fp8 is not None and is_input_scale)
+        return (
+            name.startswith(("vision_tower.", "multi_modal_projector."))
+            or name.endswith("rotary_emb.inv_freq")
+            or (self.arch.fp8 is not None and is_input_scale)
+        )
 
     def _destinations(self) -> dict[str, Tensor | Destination]:
         """Map checkpoint names (without `model.`) to the parameters, or rows of fused ones, that they fill."""
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
-        places: dict[str, Tensor | Destination] = {
-            "embed_tokens.weight": self.embed_tokens,
-            "norm.weight": decoder.norm,
-        }
+        fused = arch.has_fused_projections
+        places: dict[str, Tensor | Destination] = {"embed_tokens.weight": self.embed_tokens}
         if not arch.tie_word_embeddings:
             places["lm_head.weight"] = self.lm_head.weight
+        norms: dict[str, Tensor | None] = {"norm": decoder.norm}
         for i, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)
             at = f"layers.{i}."
             attention, mlp = layer.attention, layer.mlp
-            places[at + "input_layernorm.weight"] = layer.input_norm
-            places[at + "post_attention_layernorm.weight"] = layer.post_attention_norm
-            if arch.qk_norm:
-                places[at + "self_attn.q_norm.weight"] = attention.q_norm
-                places[at + "self_attn.k_norm.weight"] = attention.k_norm
-            places |= attention.qkv_proj.destinations([f"{at}self_attn.{part}_proj" for part in "qkv"])
+            norms |= layer.norms_by_name(at)
+            qkv = ["qkv_proj"] if fused else ["q_proj", "k_proj", "v_proj"]
+            gate_up = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
+            places |= attention.qkv_proj.destinations([f"{at}self_attn.{name}" for name in qkv])
             places |= attention.o_proj.destinations([at + "self_attn.o_proj"])
-            places |= mlp.gate_up_proj.destinations([f"{at}mlp.{part}_proj" for part in ("gate", "up")])
+            places |= mlp.gate_up_proj.destinations([f"{at}mlp.{name}" for name in gate_up])
             places |= mlp.down_proj.destinations([at + "mlp.down_proj"])
             for part, name in enumerate("kv"):
                 places[f"{at}self_attn.{name}_scale"] = attention.kv_scale(part)
-        return places
+        return places | {f"{name}.weight": self._norm(weight) for name, weight in norms.items() if weight is not None}
+
+    def _norm(self, weight: Tensor) -> Tensor | Destination:
+        """Return the destination of the weight of a norm."""
+        offset = self.arch.norm_offset
+        if not offset:
+            return weight
+
+        def add(tensor: Tensor) -> None:
+            weight.copy_(tensor).add_(offset)
+
+        return Destination([weight.shape], FLOAT_DTYPES, add)

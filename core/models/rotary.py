@@ -11,25 +11,34 @@ from torch import Tensor
 from vllm_mp.model_config.rope import Rope
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the radians per token of each rotated pair: float32 [head_dim / 2], on the CPU."""
-    base = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+def inverse_frequencies(rope: Rope, head_dim: int, max_position: int) -> Tensor:
+    """Return the radians per token of each rotated pair: float32 [rotary_dim / 2], on the CPU.
+
+    LongRoPE's frequencies depend on `max_position`, the length of the context in tokens.
+    """
+    dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    if rope.type == "longrope":
+        factors = rope.long_factor if max_position > rope.original_max_position else rope.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
+    base = 1.0 / (rope.theta**exponents)
     if rope.type == "linear":
         return base / rope.factor
     if rope.type == "llama3":
         return _llama3(rope, base)
     if rope.type == "yarn":
-        return _yarn(rope, head_dim)
+        return _yarn(rope, dim)
     return base
 
 
 def cos_sin_cache(rope: Rope, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the table for `ops.rotary`: [max_position, head_dim], cosines of each frequency, then sines."""
+    """Return the table for `ops.rotary`: [max_position, rotary_dim], cosines of each frequency, then sines."""
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim).to(device))
-    table = torch.empty(max_position, head_dim, dtype=dtype, device=device)
-    table[:, : head_dim // 2] = angles.cos().mul_(rope.attention_factor)
-    table[:, head_dim // 2 :] = angles.sin().mul_(rope.attention_factor)
+    frequencies = inverse_frequencies(rope, head_dim, max_position).to(device)
+    angles = torch.outer(positions, frequencies)
+    table = torch.empty(max_position, 2 * len(frequencies), dtype=dtype, device=device)
+    table[:, : len(frequencies)] = angles.cos().mul_(rope.attention_factor)
+    table[:, len(frequencies) :] = angles.sin().mul_(rope.attention_factor)
     return table
 
 

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _CONFIG_FILE = "tokenizer_config.json"
+_STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+"""A character of a JSON string that is written as it is."""
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_STRING_CHARACTER}{{1,{length}}}" for length in (1, 2, 3, 4, 6, 8, 11, 15, 30)),
+    f"{_STRING_CHARACTER}+",
+]
+"""Kinds of tokens that llguidance allows or forbids together, without looking at each.
+
+Its own slices have only the lengths 10 and 30, so it looks at most tokens where a string's `maxLength` is near.
+"""
 
 
 class _Model(msgspec.Struct):
@@ -81,7 +92,7 @@ class GrammarTokenizer:
             )
         text = self.text()
         try:
-            return LLTokenizer(text, n_vocab=source.vocab_size, eos_token=list(source.eos_token_ids))
+            return LLTokenizer(text, n_vocab=source.vocab_size, eos_token=list(source.eos_token_ids), slices=_SLICES)
         except ValueError as error:
             raise self._unusable(str(error)) from error
 

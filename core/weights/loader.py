@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import nn
 
@@ -29,6 +30,9 @@ def load_model(
     """
     arch = config.architecture
     if isinstance(arch, NativeArchitecture):
+        if arch.rope is not None:
+            # Rotary angles are computed for the positions that requests can have, and LongRoPE's for that context.
+            arch = msgspec.structs.replace(arch, max_position=config.max_model_len)
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.weights_seed, progress)
         native = cast("NativeModel", model)

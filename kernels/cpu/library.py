@@ -12,12 +12,15 @@ from typing import Any, Final
 
 import torch
 
-from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, runnable_builds
+from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, refusal, runnable_builds
 
 logger = logging.getLogger(__name__)
 
 TRITON: Final = "triton"
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+DRAW_COLUMNS: Final = ("temperature", "min_p", "top_k", "top_p", "uniform")
+"""The fields of `kernels.sampling.DrawParams` that `CDraws` points to."""
 
 
 class CLinear(ctypes.Structure):
@@ -113,11 +116,19 @@ class CLayerAdapters(ctypes.Structure):
     _fields_ = tuple((name, POINTER(CAdapterStack)) for name in ("qkv", "o", "gate_up", "down"))
 
 
+class CDraws(ctypes.Structure):
+    """Mirrors `Draws` of csrc/sampling.h."""
+
+    _fields_ = tuple((name, c_void_p) for name in DRAW_COLUMNS)
+
+
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
+    "argmax_rows": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
+    "sample": (c_void_p, c_int64, c_int64, c_int64, POINTER(CDraws), c_void_p, c_int),
     "apply_token_masks": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int),
     "attention": (
         POINTER(CAttentionMetadata),
@@ -192,6 +203,8 @@ def library() -> Library | None:
         check_interpreter()
         return None
     if chosen is None:
+        for reason in filter(None, map(refusal, KERNEL_BUILDS)):
+            logger.warning("the fastest build of the C++ kernels cannot run: %s", reason)
         found = next((build for name in runnable_builds() if (build := load(name)) is not None), None)
         if found is None:
             logger.warning("the C++ kernels are not built, so torch computes, several times slower; %s", _REMEDY)
@@ -199,8 +212,8 @@ def library() -> Library | None:
     if chosen not in KERNEL_BUILDS:
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: give one of {', '.join(KERNEL_BUILDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
-        builds = ", ".join(runnable_builds())
-        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: this processor cannot run that build; give one of {builds}")
+        reason = refusal(chosen) or "this processor cannot run that build"
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: {reason}; give one of {', '.join(runnable_builds())}")
     if (build := load(chosen)) is None:
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
     return build

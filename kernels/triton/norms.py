@@ -126,8 +126,10 @@ def _rms_norm_kernel(
         tl.store(total + row[:, None] * DIM + column[None, :], rounded, mask=mask)
         value = rounded.to(tl.float32)
     mean_square = tl.sum(value * value, 1) / DIM
-    # Rounded before the weight multiplies it, as in kernels/reference.py.
-    normed = (value * tl.rsqrt(mean_square + eps)[:, None]).to(dtype).to(tl.float32)
+    normed = value * tl.rsqrt(mean_square + eps)[:, None]
+    if weight.dtype.element_ty == dtype:
+        # Rounded before the weight multiplies it, as in kernels/reference.py.
+        normed = normed.to(dtype).to(tl.float32)
     scaled = normed * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
     tl.store(out + row[:, None] * DIM + column[None, :], scaled.to(dtype), mask=mask)
 

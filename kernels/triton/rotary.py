@@ -25,8 +25,8 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
                 x.stride(0),
                 x.stride(1),
                 num_heads,
-                HALF=dim // 2,
-                HALF_TILE=triton.next_power_of_2(dim // 2),
+                DIM=dim,
+                **_rotated_part(dim, cos_sin_cache),
                 HEADS=heads,
                 **launch,
             )
@@ -98,8 +98,8 @@ def rotary_write_kv(
         num_heads,
         num_kv_heads,
         QUERY_TILES=tiles,
-        HALF=key_dim // 2,
-        HALF_TILE=triton.next_power_of_2(key_dim // 2),
+        DIM=key_dim,
+        **_rotated_part(key_dim, cos_sin_cache),
         VALUE_DIM=value_dim,
         VALUE_TILE=triton.next_power_of_2(value_dim),
         HEADS=heads,
@@ -110,6 +110,13 @@ def rotary_write_kv(
 
 def _with_contiguous_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _rotated_part(dim: int, cos_sin_cache: Tensor) -> dict[str, int]:
+    """Return the sizes of the halves that are rotated, and of the rest of a head of `dim` elements."""
+    half = cos_sin_cache.shape[1] // 2
+    rest = dim - 2 * half
+    return {"HALF": half, "HALF_TILE": triton.next_power_of_2(half), "REST_TILE": triton.next_power_of_2(rest)}
 
 
 def _tiles(num_heads: int, dim: int, device: torch.device) -> tuple[int, int, dict[str, int]]:
@@ -137,15 +144,17 @@ def _rotated(heads, mask, position, cos_sin_cache, HALF: tl.constexpr, HALF_TILE
 
 @triton.jit(do_not_specialize=["num_heads"])
 def _rotary_kernel(
-    x,  # [num_tokens, num_heads, 2 * HALF]
+    x,  # [num_tokens, num_heads, DIM]
     positions,
     cos_sin_cache,
     out,  # like x, contiguous
     token_stride,
     head_stride,
     num_heads,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Rotate HEADS heads of one token."""
@@ -161,18 +170,22 @@ def _rotary_kernel(
         HALF,
         HALF_TILE,
     )
-    place = out + (token * num_heads + head)[:, None] * (2 * HALF) + column[None, :]
+    own = out + token * num_heads * DIM
+    place = own + head[:, None] * DIM + column[None, :]
     tl.store(place, low, mask=mask)
     tl.store(place + HALF, high, mask=mask)
+    if REST_TILE:
+        rest = x + token * token_stride + 2 * HALF
+        _copy_heads(rest, head_stride, own + 2 * HALF, DIM, head, num_heads, DIM - 2 * HALF, REST_TILE)
 
 
 @triton.jit
-def _copy_heads(x, head_stride, out, head, num_heads, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Copy the existing heads among `head` of one token from `x` to `out`, where they are contiguous."""
+def _copy_heads(x, head_stride, out, out_stride, head, num_heads, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Copy DIM elements of the existing heads among `head` of one token from `x` to `out`."""
     column = tl.arange(0, TILE)
     mask = (head < num_heads)[:, None] & (column < DIM)[None, :]
     value = tl.load(x + head[:, None] * head_stride + column[None, :], mask=mask)
-    tl.store(out + head[:, None] * DIM + column[None, :], stored(value, out), mask=mask)
+    tl.store(out + head[:, None] * out_stride + column[None, :], stored(value, out), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -200,18 +213,15 @@ def _write_kernel(
     if cell < 0:
         return
     start = cell * num_heads
-    _copy_heads(
-        k + token * k_token_stride, k_head_stride, k_cache + start * KEY_DIM, head, num_heads, KEY_DIM, KEY_TILE
-    )
-    _copy_heads(
-        v + token * v_token_stride, v_head_stride, v_cache + start * VALUE_DIM, head, num_heads, VALUE_DIM, VALUE_TILE
-    )
+    keys, values = k_cache + start * KEY_DIM, v_cache + start * VALUE_DIM
+    _copy_heads(k + token * k_token_stride, k_head_stride, keys, KEY_DIM, head, num_heads, KEY_DIM, KEY_TILE)
+    _copy_heads(v + token * v_token_stride, v_head_stride, values, VALUE_DIM, head, num_heads, VALUE_DIM, VALUE_TILE)
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
 def _rotary_write_kernel(
-    q,  # [num_tokens, num_heads, 2 * HALF]
-    k,  # [num_tokens, num_kv_heads, 2 * HALF]
+    q,  # [num_tokens, num_heads, DIM]
+    k,  # [num_tokens, num_kv_heads, DIM]
     v,  # [num_tokens, num_kv_heads, VALUE_DIM]
     positions,
     cos_sin_cache,
@@ -228,8 +238,10 @@ def _rotary_write_kernel(
     num_heads,
     num_kv_heads,
     QUERY_TILES: tl.constexpr,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -243,9 +255,13 @@ def _rotary_write_kernel(
         mask = (head < num_heads)[:, None] & (column < HALF)[None, :]
         heads = q + token * q_token_stride + head[:, None] * q_head_stride + column[None, :]
         low, high = _rotated(heads, mask, position, cos_sin_cache, HALF, HALF_TILE)
-        place = out + (token * num_heads + head)[:, None] * (2 * HALF) + column[None, :]
+        own = out + token * num_heads * DIM
+        place = own + head[:, None] * DIM + column[None, :]
         tl.store(place, low, mask=mask)
         tl.store(place + HALF, high, mask=mask)
+        if REST_TILE:
+            rest = q + token * q_token_stride + 2 * HALF
+            _copy_heads(rest, q_head_stride, own + 2 * HALF, DIM, head, num_heads, DIM - 2 * HALF, REST_TILE)
     else:
         cell = tl.load(cell_mapping + token)
         if cell >= 0:
@@ -253,8 +269,14 @@ def _rotary_write_kernel(
             mask = (head < num_kv_heads)[:, None] & (column < HALF)[None, :]
             heads = k + token * k_token_stride + head[:, None] * k_head_stride + column[None, :]
             low, high = _rotated(heads, mask, position, cos_sin_cache, HALF, HALF_TILE)
-            place = k_cache + (cell * num_kv_heads + head)[:, None] * (2 * HALF) + column[None, :]
+            keys = k_cache + cell * num_kv_heads * DIM
+            place = keys + head[:, None] * DIM + column[None, :]
             tl.store(place, stored(low, k_cache), mask=mask)
             tl.store(place + HALF, stored(high, k_cache), mask=mask)
+            if REST_TILE:
+                rest = k + token * k_token_stride + 2 * HALF
+                _copy_heads(rest, k_head_stride, keys + 2 * HALF, DIM, head, num_kv_heads, DIM - 2 * HALF, REST_TILE)
             values = v_cache + cell * num_kv_heads * VALUE_DIM
-            _copy_heads(v + token * v_token_stride, v_head_stride, values, head, num_kv_heads, VALUE_DIM, VALUE_TILE)
+            _copy_heads(
+                v + token * v_token_stride, v_head_stride, values, VALUE_DIM, head, num_kv_heads, VALUE_DIM, VALUE_TILE
+            )

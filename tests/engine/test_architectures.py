@@ -47,7 +47,13 @@ def assert_equal(found, expected):
     assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
-@pytest.fixture(scope="module", params=NATIVE)
+# They share their code with others here; test_model_parity.py runs them all.
+SLOW = ("gemma2", "granite", "olmo2")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NATIVE]
+)
 def random_model(request, tmp_path_factory):
     """The configuration of an architecture, the folder of a random model of it, and the same model in transformers."""
     folder = tmp_path_factory.mktemp(request.param)

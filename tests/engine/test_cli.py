@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_mp import AsyncLLM, __version__, cli
+from vllm_mp import AsyncLLM, __version__, cli, cpu_info
 from vllm_mp.cli.generate import chat_prompt
 from vllm_mp.cli.running_engines import running_engines
 from vllm_mp.model_store import DEFAULT_MODEL
@@ -279,7 +279,12 @@ def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(m
     assert report["cpu"]["features"] == {"AVX2": True, "AVX-512": True, "VNNI": False, "BF16": False, "AMX": False}
     assert report["kernels"]["build"] == "avx2"
     assert report["kernels"]["others"]["avx512"].startswith("avx512 needs avx512_bf16, ")
+    assert report["kernels"]["others"]["amx"].startswith("amx needs amx_bf16, amx_int8, amx_tile, avx512_bf16, ")
     assert 0 < report["memory"]["available_bytes"] <= report["memory"]["total_bytes"]
+    monkeypatch.setattr("vllm_mp.cli.env.cpu_flags", lambda: flags | cpu_info.KERNEL_BUILDS["amx"])
+    monkeypatch.setattr("vllm_mp.cli.env.refusal", lambda name: "amx: refused" if name == "amx" else None)
+    assert cli.main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kernels"] == {"build": "avx512", "others": {"amx": "amx: refused"}}
     monkeypatch.setenv("VLLM_MP_CPU_KERNELS", "none")
     assert cli.main(["env"]) == 0
     assert "none, chosen by VLLM_MP_CPU_KERNELS" in capsys.readouterr().out

@@ -1,16 +1,18 @@
-"""Every build of the C++ kernels that this processor runs, compared with kernels/reference.py."""
+"""Every build of the C++ kernels that this processor runs, and the kernels for tiles with a model of the tile
+instructions, compared with kernels/reference.py."""
 
+import functools
 import itertools
-import shutil
+import re
 from typing import Any
 
 import pytest
 import torch
 from support.covering import covering
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
-from support.token_masks import VOCAB_SIZES, masked_case, same_bits
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from vllm_mp import cpu_info
 from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models import build_model
 from vllm_mp.core.models.linear import pack_projections
@@ -28,31 +30,20 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-@pytest.fixture(params=runnable_builds())
-def build(request, monkeypatch):
-    found = load(request.param)
-    if found is None and shutil.which("g++") is None:
-        pytest.skip("no compiler is installed, so the kernels are not built")
-    assert found is not None, "the kernels are not built although a compiler is installed"
-    monkeypatch.setattr(ops, "library", lambda: found)
-    torch.manual_seed(0)
-    return found
-
-
 def assert_near(got, expected, dtype):
     assert got.isfinite().all()
     assert (got.float() - expected.float()).abs().max() <= TOLERANCE[dtype] * expected.float().abs().max()
 
 
 @DTYPES
-@pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (576, 1536), (33, 2), (1, 10)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (576, 1536), (33, 2), (1, 10), (64, 46)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_agree_with_torch(build, dtype, outputs, inputs, has_bias):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
     product = PackedLinear(build, weight, bias)
-    for rows in (1, 2, 5, 12, 13, 40):
+    for rows in (1, 5, 12, 13, 16, 17, 33, 70):
         x = torch.randn(rows, inputs, generator=generator).to(dtype)
         exact = torch.nn.functional.linear(x.double(), weight.double(), bias if bias is None else bias.double())
         assert_near(product(x), exact, dtype)
@@ -62,12 +53,14 @@ def test_products_agree_with_torch(build, dtype, outputs, inputs, has_bias):
 
 
 @DTYPES
-def test_products_are_batch_invariant(build, dtype):
-    x = torch.randn(64, 576).to(dtype)
-    product = PackedLinear(build, torch.randn(100, 576).to(dtype), None)
-    together = product(x)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("inputs", [576, 68])
+def test_products_are_batch_invariant(build, dtype, quantization, inputs):
+    x = torch.randn(64, inputs).to(dtype)
+    product = PackedLinear(build, torch.randn(100, inputs).to(dtype), None, quantization)
+    together = product(x, torch.float32)
     for first, last in ((0, 1), (3, 8), (10, 27), (40, 64)):
-        assert torch.equal(product(x[first:last]), together[first:last])
+        assert torch.equal(product(x[first:last], torch.float32), together[first:last])
 
 
 def rotated(matrix):
@@ -90,14 +83,14 @@ def rounded_to_8_bits(matrix):
 
 
 @DTYPES
-@pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (40, 1020), (33, 4)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (40, 1020), (33, 4), (64, 68)])
 def test_int8_products_are_those_of_rotated_and_rounded_weights_and_rows(build, dtype, outputs, inputs):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
     rounded = rounded_to_8_bits(rotated(weight))
     product = PackedLinear(build, weight, bias, "int8")
-    for rows in (1, 7, 30):
+    for rows in (1, 7, 9, 30):
         x = torch.randn(rows, inputs, generator=generator).to(dtype)
         exact = torch.nn.functional.linear(rounded_to_8_bits(rotated(x)), rounded, bias.double())
         # A value that lies between two integers may become the other one, because the kernels rotate in float32.
@@ -153,24 +146,6 @@ def test_argmax_of_a_row_that_is_not_finite_is_no_place(build, quantization):
     expected[[3, 17]] = ops.NO_PLACE
     assert torch.equal(product.argmax(x), expected)
     assert torch.equal(reference.argmax(product(x)), expected)
-
-
-@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16], ids=str)
-@pytest.mark.parametrize(("vocab_size", "num_words"), [*VOCAB_SIZES, (4133, 130)])
-def test_token_masks_forbid_what_the_reference_forbids(build, dtype, vocab_size, num_words):
-    logits, masks, rows = masked_case(vocab_size, num_words, dtype)
-    expected = logits.clone()
-    reference.apply_token_masks(expected, masks, rows)
-    ops.apply_token_masks(logits, masks, rows)
-    assert same_bits(logits, expected)
-
-
-@DTYPES
-def test_no_token_mask_leaves_all_logits(build, dtype):
-    logits, masks, rows = masked_case(200, 7, dtype)
-    expected = logits.clone()
-    ops.apply_token_masks(logits, masks[:0], rows[:0])
-    assert same_bits(logits, expected)
 
 
 def adapted_case(build, dtype, part_sizes, inputs, quantization=None):
@@ -242,6 +217,16 @@ def attend(batch, dtype, *options):
     return ops.paged_attention(batch.q.to(dtype), batch.k_cache.to(dtype), batch.v_cache.to(dtype), *options)
 
 
+@functools.cache
+def attention_case(rows, sizes, dtype, window, soft_cap):
+    """Return a batch and the reference's attention, which are computed once for all builds."""
+    batch = PagedBatch(list(rows), *sizes)
+    batch.round_to(dtype)
+    return batch, reference.paged_attention(
+        batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.11, window, soft_cap
+    )
+
+
 @DTYPES
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "head_dim", "block_size", "value_dim", "window", "soft_cap"),
@@ -255,9 +240,8 @@ def attend(batch, dtype, *options):
 def test_attention_agrees_with_the_reference(
     build, dtype, rows, heads, kv_heads, head_dim, block_size, value_dim, window, soft_cap
 ):
-    batch = PagedBatch(rows, heads, kv_heads, head_dim, block_size, value_dim)
-    batch.round_to(dtype)
-    expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.11, window, soft_cap)
+    sizes = (heads, kv_heads, head_dim, block_size, value_dim)
+    batch, expected = attention_case(tuple(rows), sizes, dtype, window, soft_cap)
     got = attend(batch, dtype, batch.metadata, 0.11, window, soft_cap)
     assert got.dtype == dtype
     assert_near(got, expected, dtype)
@@ -267,8 +251,8 @@ def test_attention_agrees_with_the_reference(
 @pytest.mark.parametrize("window", [None, 90])
 def test_attention_is_batch_invariant_and_the_same_in_any_chunk(build, dtype, window):
     whole = PagedBatch([(700, 700), (30, 50)], 6, 2, 64, 16)
-    together = attend(whole, dtype, whole.metadata, 0.125, window)
-    for first, last in itertools.pairwise([0, 1, 2, 100, 163, 500, 699, 700]):
+    together = attend(whole, dtype, whole.metadata, 1.0, window)
+    for first, last in itertools.pairwise([0, 1, 2, 100, 163, *range(500, 512), 699, 700]):
         metadata = whole.metadata._replace(
             query_start=torch.tensor([0, last - first], dtype=torch.int32),
             seq_lens=torch.tensor([last], dtype=torch.int32),
@@ -280,7 +264,7 @@ def test_attention_is_batch_invariant_and_the_same_in_any_chunk(build, dtype, wi
             max_seq_len=last,
         )
         caches = (whole.k_cache.to(dtype), whole.v_cache.to(dtype))
-        alone = ops.paged_attention(whole.q[first:last].to(dtype), *caches, metadata, 0.125, window)
+        alone = ops.paged_attention(whole.q[first:last].to(dtype), *caches, metadata, 1.0, window)
         assert torch.equal(alone, together[first:last])
 
 
@@ -391,7 +375,31 @@ def test_environment_chooses_the_build_and_an_unknown_name_is_refused(monkeypatc
         assert ops.pack_linear(torch.zeros(4, 4), None) is None
         monkeypatch.setenv(KERNELS_VARIABLE, "fastest")
         library.cache_clear()
-        with pytest.raises(ValueError, match=f"{KERNELS_VARIABLE}='fastest': give one of avx512, avx2, portable, none"):
+        with pytest.raises(
+            ValueError, match=f"{KERNELS_VARIABLE}='fastest': give one of amx, avx512, avx2, portable, none"
+        ):
+            library()
+    finally:
+        monkeypatch.undo()
+        library.cache_clear()
+
+
+def test_another_build_runs_and_the_log_says_why_if_the_system_refuses_tiles(monkeypatch, caplog):
+    flags = cpu_info.cpu_flags() | cpu_info.KERNEL_BUILDS["amx"]
+    monkeypatch.setattr(cpu_info, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(cpu_info, "_XFEATURE_XTILEDATA", 62)  # a feature that no processor has
+    monkeypatch.setattr(library_module, "load", lambda name: name)
+    refusal = cpu_info.refusal("amx")
+    assert refusal.startswith("amx: the system refuses permission for tiles (")
+    try:
+        library.cache_clear()
+        assert library() == "avx512"
+        assert [record.getMessage() for record in caplog.records if refusal in record.getMessage()] == [
+            f"the fastest build of the C++ kernels cannot run: {refusal}"
+        ]
+        monkeypatch.setenv(KERNELS_VARIABLE, "amx")
+        library.cache_clear()
+        with pytest.raises(ValueError, match=f"{KERNELS_VARIABLE}='amx': {re.escape(refusal)}; give one of avx512, "):
             library()
     finally:
         monkeypatch.undo()

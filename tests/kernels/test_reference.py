@@ -1,10 +1,15 @@
 """kernels/reference.py compared with naive arithmetic and with transformers."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from vllm_mp.kernels import ops, reference
 from vllm_mp.model_config.architecture import ACTIVATIONS as SUPPORTED_ACTIVATIONS
@@ -81,12 +86,14 @@ def test_write_kv_fills_the_named_cells_and_no_other() -> None:
     assert not v_cache.view(16, 2, 8)[untouched].any()
 
 
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, Olmo2RMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rms_norm_rounds_where_transformers_rounds(dtype: torch.dtype) -> None:
-    theirs = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+def test_rms_norm_rounds_where_transformers_rounds(norm: type[Any], dtype: torch.dtype) -> None:
+    theirs = norm(96, eps=1e-5).to(dtype)
     torch.nn.init.normal_(theirs.weight, mean=1.0, std=0.3)
     x = (torch.randn(50, 96) * 3).to(dtype)
-    got, expected = reference.rms_norm(x, theirs.weight, 1e-5), theirs(x)
+    weight = theirs.weight if norm is LlamaRMSNorm else theirs.weight.float() + (norm is Gemma3RMSNorm)
+    got, expected = reference.rms_norm(x, weight, 1e-5), theirs(x)
     assert got.dtype == dtype
     # The float32 statistics may differ in their last bit, which sometimes changes a rounding.
     assert (got != expected).float().mean() < (0.01 if dtype != torch.float32 else 1.0)
@@ -100,12 +107,13 @@ def test_add_rms_norm_returns_the_norm_of_the_sum_and_the_sum() -> None:
     torch.testing.assert_close(normed, reference.rms_norm(x + residual, weight, 1e-6))
 
 
+@pytest.mark.parametrize("head_dim", [32, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotary_equals_transformers(dtype: torch.dtype) -> None:
+def test_rotary_of_a_head_or_its_first_part_equals_transformers(dtype: torch.dtype, head_dim: int) -> None:
     positions = torch.tensor([3, 0, 49, 7])
     angles = torch.arange(50).float()[:, None] / 10_000.0 ** (torch.arange(0, 32, 2) / 32)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    q, k = torch.randn(4, 6, 32).to(dtype), torch.randn(4, 2, 32).to(dtype)
+    q, k = torch.randn(4, 6, head_dim).to(dtype), torch.randn(4, 2, head_dim).to(dtype)
     full = [torch.cat((half, half), -1)[positions] for half in (cos, sin)]
     expected = apply_rotary_pos_emb(q, k, *full, unsqueeze_dim=1)
     got = reference.rotary(q.clone(), k.clone(), positions, torch.cat((cos, sin), -1))

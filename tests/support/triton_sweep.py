@@ -14,12 +14,12 @@ from torch import Tensor
 from support.covering import covering
 from support.gpu_device import DEVICE as GPU_DEVICE
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.sampling_logits import EQUAL_TO_REFERENCE, impossible_tokens_at_the_end
 from support.token_masks import VOCAB_SIZES, masked_case, same_bits
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import FLOAT8
-from vllm_mp.kernels.sampling import NO_PLACE, DrawParams
+from vllm_mp.kernels.sampling import DrawParams
 from vllm_mp.kernels.triton import launch, operations
-from vllm_mp.testing.sampling_cases import DRAWS, draw_params
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else GPU_DEVICE
@@ -216,6 +216,7 @@ def test_norms_agree_with_the_reference(shape: tuple[int, int], dtype: torch.dty
     for operation, *inputs in (
         ("rms_norm", x, weight),
         ("add_rms_norm", x, residual, weight),
+        ("add_rms_norm", x, residual, torch.randn(shape[1])),
         ("layer_norm", x, weight, bias),
     ):
         for got, expected in results_of_both(operation, *inputs, 1e-5):
@@ -231,9 +232,10 @@ def test_norm_of_heads_that_are_part_of_a_projection(heads: int) -> None:
             assert_near(got, expected, torch.float32)
 
 
-def test_norms_round_where_the_reference_rounds() -> None:
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])
+def test_norms_round_where_the_reference_rounds(weight_dtype: torch.dtype) -> None:
     x, residual = (torch.randn(2, 40, 512) * 3).half().unbind()
-    weight = torch.randn(512).half()
+    weight = torch.randn(512).to(weight_dtype)
     got = operations.add_rms_norm(*at(DEVICE, x, residual, weight), 1e-5)
     expected = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(got[1].cpu(), expected[1])
@@ -264,8 +266,13 @@ def test_activation_of_half_a_projection() -> None:
         assert_near(got, expected, torch.float32)
 
 
-def rotary_inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Any:
-    """Return q, k and v (parts of one projection if their sizes allow), positions, and the table."""
+def rotary_inputs(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, rotary_dim: int = 0
+) -> Any:
+    """Return q, k and v (parts of one projection if their sizes allow), positions, and the table.
+
+    The table is for the first `rotary_dim` elements of a head; 0: for all.
+    """
     if value_dim == head_dim:
         q, k, v = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype).split((heads, kv_heads, kv_heads), 1)
     else:
@@ -273,23 +280,24 @@ def rotary_inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, value_d
             torch.randn(tokens, n, dim).to(dtype)
             for n, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
         )
-    angles = torch.outer(torch.arange(64.0), 100.0 ** (-torch.arange(0, head_dim, 2) / head_dim))
+    rotary_dim = rotary_dim or head_dim
+    angles = torch.outer(torch.arange(64.0), 100.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim))
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     return q, k, v, torch.randint(0, 64, (tokens,)), table
 
 
 ROTARY_SHAPES = pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "value_dim"),
-    [(6, 2, 8, 8), (32, 4, 64, 64), (9, 3, 80, 80), (4, 2, 192, 128), (14, 2, 256, 256)],
+    ("heads", "kv_heads", "head_dim", "value_dim", "rotary_dim"),
+    [(6, 2, 8, 8, 8), (32, 4, 64, 64, 64), (9, 3, 80, 80, 60), (4, 2, 192, 128, 128), (14, 2, 256, 256, 256)],
 )
 
 
 @DTYPES
 @ROTARY_SHAPES
 def test_rotary_and_cache_writes_agree_with_the_reference(
-    heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
+    heads: int, kv_heads: int, head_dim: int, value_dim: int, rotary_dim: int, dtype: torch.dtype
 ) -> None:
-    q, k, v, positions, table = rotary_inputs(5, heads, kv_heads, head_dim, value_dim, dtype)
+    q, k, v, positions, table = rotary_inputs(5, heads, kv_heads, head_dim, value_dim, dtype, rotary_dim)
     for got, expected in results_of_both("rotary", q, k, positions, table):
         assert got.dtype == dtype
         assert_near(got, expected, dtype)
@@ -509,62 +517,13 @@ def on_device(params: DrawParams) -> DrawParams:
     return DrawParams(*at(DEVICE, *params[:-1]), filters=params.filters)
 
 
-KNOBS: list[dict[str, float]] = [{}, {"temperature": 0}, {"temperature": 1e-4}, *DRAWS]
-
-
-def uniforms(count: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2**52, (count,), generator=generator).double() * 2.0**-52
-
-
-@pytest.mark.parametrize("size", [40, 150])
-def test_draws_equal_the_definition(size: int) -> None:
-    knobs = KNOBS * 3
-    logits = 3 * torch.randn(len(knobs), size)
-    inputs = draw_params(knobs, uniforms(len(knobs)))
-    got = operations.sample(logits.to(DEVICE), on_device(inputs))
-    assert got.tolist() == reference.sample(logits, inputs).tolist()
-
-
-@pytest.mark.parametrize("top_p", [0.2, 0.55, 0.9])
-def test_first_of_equally_likely_tokens_are_kept(top_p: float) -> None:
-    # A few values, each many times over, so that the sum reaches `top_p` among equally likely tokens.
-    logits = torch.tensor([0.0, 1.0, 3.0, 4.0])[
-        torch.randint(0, 4, (24, 100), generator=torch.Generator().manual_seed(1))
-    ]
-    uniform = torch.linspace(0, 1 - 2**-40, 24, dtype=torch.float64)
-    inputs = draw_params([{"top_p": top_p, "temperature": 0.9}] * 24, uniform)
-    got = operations.sample(logits.to(DEVICE), on_device(inputs))
-    assert got.tolist() == reference.sample(logits, inputs).tolist()
-
-
-def test_ties_with_the_last_of_the_top_k_stay() -> None:
-    logits = torch.randint(0, 6, (30, 90), generator=torch.Generator().manual_seed(2)).float()
-    inputs = draw_params([{"top_k": k} for k in range(1, 31)], uniforms(30))
-    got = operations.sample(logits.to(DEVICE), on_device(inputs))
-    assert got.tolist() == reference.sample(logits, inputs).tolist()
-
-
-def test_rows_that_are_not_finite_get_no_token_and_other_rows_get_theirs() -> None:
-    logits = torch.randn(6, 130)
-    logits[1, 5], logits[2, -1], logits[3] = torch.nan, torch.inf, -torch.inf
-    logits[4, 1:] = -torch.inf
-    inputs = draw_params([{"top_k": 20, "top_p": 0.8}] * 6, uniforms(6))
-    got = operations.sample(logits.to(DEVICE), on_device(inputs))
-    assert got.tolist() == reference.sample(logits, inputs).tolist()
-    assert got.tolist()[1:5] == [NO_PLACE] * 3 + [0]
-
-
-def test_draws_at_both_ends_of_the_distribution_have_probability() -> None:
-    logits = torch.full((2, 150), -torch.inf)
-    logits[:, 4] = logits[:, 70] = 0
-    uniform = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
-    got = operations.sample(logits.to(DEVICE), on_device(draw_params([{}, {}], uniform)))
-    assert got.tolist() == [4, 70]
+@pytest.mark.parametrize("case", EQUAL_TO_REFERENCE)
+def test_draws_equal_the_definition(case: str) -> None:
+    logits, params = EQUAL_TO_REFERENCE[case]()
+    got = operations.sample(logits.to(DEVICE), on_device(params))
+    assert got.tolist() == reference.sample(logits, params).tolist()
 
 
 def test_draw_ends_at_the_last_possible_token_even_if_sums_differ_in_their_last_bit() -> None:
-    logits = 8 * torch.randn(60, 64)
-    logits[:, 55:] = -torch.inf
-    uniform = torch.full((60,), 1 - 2.0**-52, dtype=torch.float64)
-    assert operations.sample(logits.to(DEVICE), on_device(draw_params([{}] * 60, uniform))).max() < 55
+    logits, params = impossible_tokens_at_the_end()
+    assert operations.sample(logits.to(DEVICE), on_device(params)).max() < 55

@@ -4,13 +4,15 @@ Nothing here needs torch or transformers, so the client can read a model's shape
 makes it from the contents of a `config.json`.
 """
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from vllm_mp.model_config.quantization import Fp8Scales
 from vllm_mp.model_config.rope import Rope
 
+NormPlace = Literal["before", "after", "around"]
+"""Where norms stand: before each attention and MLP (Llama), after each (OLMo 2), or both (Gemma)."""
 CLASS_ACTIVATIONS: Final = ("softmax", "sigmoid", "none")
 ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
@@ -40,7 +42,8 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
 
     `sliding_window` and `attention_scale` have one entry per layer: the window in tokens (None: the whole
     context), and the factor of the query-key products. `rope` is None for learned positions. Lowering
-    `max_position` (`msgspec.structs.replace`) changes no rotary frequency.
+    `max_position` (`msgspec.structs.replace`) changes no rotary frequency, except that LongRoPE uses its short factors
+    if the context is no longer than the original context.
     """
 
     intermediate_size: int
@@ -58,6 +61,26 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     sliding_window: tuple[int | None, ...]
     attention_scale: tuple[float, ...]
     rope: Rope | None
+    local_rope: Rope | None = None
+    """Rotary parameters of the layers with a window; None: those of `rope`."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings of tokens, rounded to the model's dtype."""
+    input_multiplier: float = 1.0
+    """Factor of what the first layer gets: embeddings of tokens, or given in their place."""
+    residual_multiplier: float = 1.0
+    """Factor of the output of each attention and each MLP, before it is added to the residual stream."""
+    logits_divisor: float = 1.0
+    attention_soft_cap: float | None = None
+    """Limit of the scores of attention (see `ops.paged_attention`)."""
+    logits_soft_cap: float | None = None
+    """Limit of the logits, which become cap * tanh(logit / cap)."""
+    norm_place: NormPlace = "before"
+    norm_offset: float | None = None
+    """Not None: norms multiply in float32 by their weights in the checkpoint plus this number, and round once."""
+    norms_all_heads: bool = False
+    """True: a query/key norm (`qk_norm`) runs over all heads together, not over each."""
+    has_fused_projections: bool = False
+    """True: the checkpoint has one matrix for q, k and v, and one for gate and up."""
     num_token_types: int = 0
     """Rows of an encoder's table of token types: the first row is of all tokens, except that the second is of the
     second text of a pair; 0: no table."""

@@ -1,7 +1,9 @@
-"""Read the `config.json` of the Llama family: Llama, SmolLM, Mistral, Qwen2 and Qwen3.
+"""Read the `config.json` of the Llama family: Llama, SmolLM, Mistral, Qwen2, Qwen3, Phi-3, Granite and OLMo 2.
 
 A field that a configuration leaves out takes the default of the transformers class that would have read it.
 """
+
+from typing import Any
 
 from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
 from vllm_mp.model_config.config_json import (
@@ -20,7 +22,7 @@ from vllm_mp.model_config.rope import read_rope
 
 def read_llama(name: str, config: Config) -> NativeArchitecture:
     bias = flag(config, "attention_bias", False)
-    return _llama_family(
+    return llama_family(
         name,
         config,
         max_position=2048,
@@ -33,11 +35,11 @@ def read_llama(name: str, config: Config) -> NativeArchitecture:
 def read_mistral(name: str, config: Config) -> NativeArchitecture:
     layers = integer(config, "num_hidden_layers")
     window = optional_integer(config, "sliding_window", 4096)
-    return _llama_family(name, config, max_position=131_072, num_kv_heads=8, sliding_window=(window,) * layers)
+    return llama_family(name, config, max_position=131_072, num_kv_heads=8, sliding_window=(window,) * layers)
 
 
 def read_qwen2(name: str, config: Config) -> NativeArchitecture:
-    return _llama_family(
+    return llama_family(
         name,
         config,
         max_position=32_768,
@@ -49,7 +51,7 @@ def read_qwen2(name: str, config: Config) -> NativeArchitecture:
 
 def read_qwen3(name: str, config: Config) -> NativeArchitecture:
     bias = flag(config, "attention_bias", False)
-    return _llama_family(
+    return llama_family(
         name,
         config,
         max_position=32_768,
@@ -62,20 +64,76 @@ def read_qwen3(name: str, config: Config) -> NativeArchitecture:
     )
 
 
-def _llama_family(
+def read_phi3(name: str, config: Config) -> NativeArchitecture:
+    """Read Phi-3 and Phi-4."""
+    layers = integer(config, "num_hidden_layers")
+    window = optional_integer(config, "sliding_window", None)
+    config = {"original_max_position_embeddings": 4096, **config}
+    for field in ("rope_scaling", "rope_parameters"):
+        given = config.get(field)
+        if isinstance(given, dict) and given.get("rope_type", given.get("type")) in ("su", "yarn"):
+            # As in transformers: the first files of Phi-3 have other names for LongRoPE.
+            config[field] = {**given, "rope_type": "longrope"}
+    return llama_family(
+        name,
+        config,
+        max_position=4096,
+        norm_eps=1e-5,
+        may_be_partial=True,
+        has_fused_projections=True,
+        sliding_window=(window,) * layers,
+    )
+
+
+def read_granite(name: str, config: Config) -> NativeArchitecture:
+    layers = integer(config, "num_hidden_layers")
+    bias = flag(config, "attention_bias", False)
+    return llama_family(
+        name,
+        config,
+        max_position=2048,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        mlp_bias=flag(config, "mlp_bias", False),
+        attention_scale=(number(config, "attention_multiplier", 1.0),) * layers,
+        input_multiplier=number(config, "embedding_multiplier", 1.0),
+        residual_multiplier=number(config, "residual_multiplier", 1.0),
+        logits_divisor=number(config, "logits_scaling", 1.0),
+    )
+
+
+def read_olmo2(name: str, config: Config) -> NativeArchitecture:
+    bias = flag(config, "attention_bias", False)
+    return llama_family(
+        name,
+        config,
+        max_position=2048,
+        norm_eps=1e-5,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        norm_place="after",
+        norm_offset=0.0,
+        qk_norm=True,
+        norms_all_heads=True,
+    )
+
+
+def llama_family(
     name: str,
     config: Config,
     *,
     max_position: int,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
-    attention_bias: bool = False,
-    attention_output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    sliding_window: tuple[int | None, ...] | None = None,
+    norm_eps: float = 1e-6,
+    may_be_partial: bool = False,
+    **variations: Any,
 ) -> NativeArchitecture:
-    """Read the fields that the whole Llama family has; the keywords are the defaults and variations of one class."""
+    """Read the fields that the whole Llama family has.
+
+    The named keywords are the defaults of one class, the `variations` fields of its `NativeArchitecture` that differ
+    from those of Llama.
+    """
     hidden_size = integer(config, "hidden_size")
     num_layers = integer(config, "num_hidden_layers")
     num_heads = integer(config, "num_attention_heads")
@@ -88,10 +146,21 @@ def _llama_family(
         )
     if dim % 2:
         raise ValueError(f"config field 'head_dim' is {dim}; rotary positions need an even number")
-    rope = read_rope(config, max_position)
+    rope = variations.get("rope") or read_rope(config, max_position, dim, may_be_partial=may_be_partial)
     if rope.type == "yarn":
         # A checkpoint may state the stretched length only through the factor (Qwen2.5 does).
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
+    fields: dict[str, Any] = {
+        "activation": choice(config, "hidden_act", "silu", ACTIVATIONS),
+        "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
+        "attention_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "sliding_window": (None,) * num_layers,
+        "attention_scale": (dim**-0.5,) * num_layers,
+        "rope": rope,
+    }
     return NativeArchitecture(
         name=name,
         vocab_size=integer(config, "vocab_size"),
@@ -102,17 +171,9 @@ def _llama_family(
         num_kv_heads=kv_heads,
         head_dim=dim,
         max_position=max_position,
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        activation=choice(config, "hidden_act", "silu", ACTIVATIONS),
-        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
-        attention_bias=attention_bias,
-        attention_output_bias=attention_output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        sliding_window=sliding_window or (None,) * num_layers,
-        attention_scale=(dim**-0.5,) * num_layers,
-        rope=rope,
+        norm_eps=number(config, "rms_norm_eps", norm_eps),
         dtype=dtype(config),
+        **{**fields, **variations},
     )
 
 
@@ -122,16 +183,10 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
     window = None
     if flag(config, "use_sliding_window", False):
         window = optional_integer(config, "sliding_window", 4096)
-    types = config.get("layer_types")
+    types = layer_types(config, layers)
     if types is None:
         first = integer(config, "max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(layers))
-    allowed = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != layers or any(kind not in allowed for kind in types):
-        raise ValueError(
-            f"config field 'layer_types' is {shorten(types)}; it must list {layers} entries "
-            f"(num_hidden_layers), each one of {', '.join(allowed)}"
-        )
     if window is None and "sliding_attention" in types:
         raise ValueError(
             "config field 'layer_types' names 'sliding_attention' but no window is set: set "
@@ -139,3 +194,17 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
             "'full_attention'"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def layer_types(config: Config, num_layers: int) -> list[str] | None:
+    """Return `layer_types`: "full_attention" or "sliding_attention" for each layer; None if the field is absent."""
+    types = config.get("layer_types")
+    allowed = ("full_attention", "sliding_attention")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in allowed for kind in types):
+        raise ValueError(
+            f"config field 'layer_types' is {shorten(types)}; it must list {num_layers} entries "
+            f"(num_hidden_layers), each one of {', '.join(allowed)}"
+        )
+    return types

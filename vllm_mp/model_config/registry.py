@@ -12,8 +12,17 @@ import msgspec
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.bert import read_bert, read_distilbert, read_roberta
 from vllm_mp.model_config.config_json import Config
+from vllm_mp.model_config.gemma import read_gemma2, read_gemma3
 from vllm_mp.model_config.gpt2 import read_gpt2
-from vllm_mp.model_config.llama import read_llama, read_mistral, read_qwen2, read_qwen3
+from vllm_mp.model_config.llama import (
+    read_granite,
+    read_llama,
+    read_mistral,
+    read_olmo2,
+    read_phi3,
+    read_qwen2,
+    read_qwen3,
+)
 from vllm_mp.model_config.other_decoder import read_other_decoder
 from vllm_mp.model_config.quantization import read_fp8_scales
 
@@ -36,6 +45,12 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
     "MistralForCausalLM": NativeEntry(read_mistral, "llama:LlamaForCausalLM", "mistral", has_fp8=True),
     "Qwen2ForCausalLM": NativeEntry(read_qwen2, "llama:LlamaForCausalLM", "qwen2", has_fp8=True),
     "Qwen3ForCausalLM": NativeEntry(read_qwen3, "llama:LlamaForCausalLM", "qwen3", has_fp8=True),
+    "Gemma2ForCausalLM": NativeEntry(read_gemma2, "llama:LlamaForCausalLM", "gemma2", has_fp8=True),
+    "Gemma3ForCausalLM": NativeEntry(read_gemma3, "llama:LlamaForCausalLM", "gemma3_text", has_fp8=True),
+    "Gemma3ForConditionalGeneration": NativeEntry(read_gemma3, "llama:LlamaForCausalLM", "gemma3", has_fp8=True),
+    "Phi3ForCausalLM": NativeEntry(read_phi3, "llama:LlamaForCausalLM", "phi3", has_fp8=True),
+    "GraniteForCausalLM": NativeEntry(read_granite, "llama:LlamaForCausalLM", "granite", has_fp8=True),
+    "Olmo2ForCausalLM": NativeEntry(read_olmo2, "llama:LlamaForCausalLM", "olmo2", has_fp8=True),
     "GPT2LMHeadModel": NativeEntry(read_gpt2, "gpt2:GPT2LMHeadModel", "gpt2"),
     "BertModel": NativeEntry(read_bert, "bert:BertModel", "bert"),
     "BertForMaskedLM": NativeEntry(read_bert, "bert:BertModel"),

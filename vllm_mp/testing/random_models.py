@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM as HubModel
 from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -62,7 +67,10 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = rope("yarn", factor=2.0, original_max_position_embeddings=64)
+LONGROPE = rope("longrope", short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[2.0, 3.0, 4.0, 6.0])
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
@@ -81,15 +89,58 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen2-windowed": Qwen2Config(**SIZES, **WINDOWED, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES),
-    "qwen3-windowed": Qwen3Config(
-        **SIZES, **WINDOWED, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    "qwen3-windowed": Qwen3Config(**SIZES, **WINDOWED, layer_types=ALTERNATING),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        **TOKENS,
+        sliding_window=9,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        query_pre_attn_scalar=12,
+        layer_types=ALTERNATING,
     ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        **TOKENS,
+        sliding_window=9,
+        layer_types=ALTERNATING,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+        },
+    ),
+    "phi3": Phi3Config(**SIZES, **TOKENS, sliding_window=9),
+    "phi3-partial": Phi3Config(**SIZES, **TOKENS, partial_rotary_factor=0.5, tie_word_embeddings=True),
+    # For prompts longer than the original context, transformers uses the long factors too.
+    "phi3-long": Phi3Config(**SIZES, **TOKENS, **LONGROPE, original_max_position_embeddings=20),
+    "phi3-short": Phi3Config(**SIZES, **TOKENS, **LONGROPE, original_max_position_embeddings=128),
+    "granite": GraniteConfig(
+        **SIZES,
+        **TOKENS,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.5,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+    ),
+    "olmo2": Olmo2Config(**SIZES, **TOKENS),
     "gpt2": GPT2Config(**GPT2_SIZES),
     "gpt2-scaled": GPT2Config(
         **GPT2_SIZES, n_inner=64, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False
     ),
 }
-NATIVE = ("llama", "llama-llama3", "mistral-windowed", "qwen2", "qwen3", "gpt2")
+NATIVE = (
+    "llama",
+    "llama-llama3",
+    "mistral-windowed",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "granite",
+    "olmo2",
+    "gpt2",
+)
 """One configuration of each native architecture, and Llama with the rotary scaling of Llama 3.1."""
 
 WHOLE_PROMPTS: dict[str, Any] = {

@@ -156,9 +156,14 @@ struct SoonRows {
             if (at < tile.to) prefetch(at++);
     }
 
+    ALWAYS_INLINE void ask(int64_t steps) {
+        const int end = int(std::min<int64_t>(tile.to, at + steps * ROWS_A_STEP));
+        while (at < end) prefetch(at++);
+    }
+
     // Prefetches the rows that are left after `steps` steps.
     ALWAYS_INLINE void ask_rest(int64_t steps) const {
-        for (int64_t i = tile.from + steps * ROWS_A_STEP; i < tile.to; ++i) prefetch(int(i));
+        for (int64_t i = at + steps * ROWS_A_STEP; i < tile.to; ++i) prefetch(int(i));
     }
 
    private:
@@ -319,19 +324,26 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
     k.rows(keys, count, s.zeros.data(), rows_of_keys);
     pack_keys(rows_of_keys, count, k.dim, s.k.data());
     auto put_scores = [&](int64_t row, int64_t column, vf some) { store(s.scores.data() + row * KEYS + column, some); };
-    if (rows <= MR) {
+    if constexpr (ON_TILES<T>) {
+        SoonRows<T> soon = soon_keys;
+        for (int panel = 0; panel < count; panel += NR)
+            multiply_blocks(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, soon, s.scores.data() + panel, KEYS,
+                            false);
+        soon.ask_rest(0);
+    } else if (rows <= MR) {
         auto panel_at = [&](int64_t column) {
             return Packed{s.k.data() + column * k.dim, NR * k.dim * int64_t(sizeof(T))};
         };
         multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
+        soon_keys.ask_rest(k.dim / KP<T>);
     } else {
         for (int panel = 0; panel < count; panel += NR)
             multiply_panel(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, [&](int64_t row, vf first, vf second) {
                 put_scores(row, panel, first);
                 put_scores(row, panel + W, second);
             });
+        soon_keys.ask_rest(0);
     }
-    soon_keys.ask_rest(rows <= MR ? k.dim / KP<T> : 0);
     const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t position = first_position + row / group;
@@ -373,12 +385,21 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
         }
         running.sums[row] = running.sums[row] * kept + sum(sums);
     }
+    const T* values[KEYS];
+    v.rows(keys, count, s.zeros.data(), values);
+    if constexpr (ON_TILES<T>) {
+        pack_values(values, count, v.dim, dim, s.v.data());
+        SoonRows<T> soon = soon_values;
+        for (int64_t column = 0; column < dim; column += NR)
+            multiply_blocks(rows, s.p.data(), KEYS, s.v.data() + column * count, count, soon, running.part + column, dim,
+                            true);
+        soon.ask_rest(0);
+        return;
+    }
     auto add = [&](int64_t row, int64_t column, vf some) {
         float* out = running.part + row * dim + column;
         store(out, load(out) + some);
     };
-    const T* values[KEYS];
-    v.rows(keys, count, s.zeros.data(), values);
     if (rows <= MR && v.dim == dim) {
         auto part = [&](int64_t key, int64_t from) { return read<vi>(values[key] + from); };
         auto panel_at = [&](int64_t column) { return Values<T, decltype(part)>{part, column}; };

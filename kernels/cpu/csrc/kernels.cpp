@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "decoder.h"
+#include "sampling.h"
 #include "token_masks.h"
 
 namespace vmp {
@@ -127,7 +128,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xb9328921u; }
+uint32_t vmp_interface() { return 0xd4bf1883u; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -154,6 +155,14 @@ int64_t vmp_panel_columns() { return NR; }
     }                                                                                                                 \
     void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {              \
         argmax(*w, x, rows, places, threads);                                                                         \
+    }                                                                                                                 \
+    void vmp_argmax_rows_##NAME(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* places,        \
+                                int threads) {                                                                        \
+        argmax_rows(scores, stride, size, count, places, threads);                                                    \
+    }                                                                                                                 \
+    void vmp_sample_##NAME(const T* logits, int64_t stride, int64_t size, int64_t count, const Draws* draws,          \
+                           int64_t* tokens, int threads) {                                                            \
+        sample_rows(logits, stride, size, count, *draws, tokens, threads);                                            \
     }                                                                                                                 \
     void vmp_apply_token_masks_##NAME(T* logits, int64_t vocab_size, const uint32_t* masks, int64_t num_words,        \
                                       const int64_t* rows, int64_t count, int threads) {                              \

@@ -12,6 +12,7 @@
 
 #include "simd.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace vmp {
 
@@ -22,6 +23,10 @@ constexpr int MR = 12;
 #else
 constexpr int MR = 6;
 #endif
+
+// The most rows that are multiplied with a panel at a time.
+template <class T>
+constexpr int MOST_ROWS = ON_TILES<T> ? BLOCK_ROWS : MR;
 
 // The bytes of a panel that are multiplied with one 32-bit word of each row.
 constexpr int64_t STEP = 4 * NR;
@@ -38,6 +43,13 @@ struct Soon {
         __builtin_prefetch(at);
         __builtin_prefetch(at + STEP / 2);
         at += stride;
+    }
+
+    // Does what so many steps do, with each cache line once.
+    ALWAYS_INLINE void ask(int64_t steps) {
+        const char* const end = at + steps * stride;
+        for (const char* line = at; line < end; line += 64) __builtin_prefetch(line);
+        at = end;
     }
 };
 
@@ -347,19 +359,25 @@ inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_a
     }
 }
 
-// Does the same for one panel and any number of rows, in tiles of about the same height. With more than one tile, the
-// later tiles read the weights from a cache, and meanwhile the next panel is prefetched.
+// Does the same for one panel and any number of rows, in blocks of about the same height. With more than one block, the
+// later blocks read the weights from a cache, and meanwhile the next panel is prefetched.
 template <class T, class Weight, class Take>
 inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
-    const int64_t tiles = (rows + MR - 1) / MR;
+    const int64_t blocks = (rows + MOST_ROWS<T> - 1) / MOST_ROWS<T>;
     const char* bytes = (const char*)panel;
     const int64_t size = inputs * NR * int64_t(sizeof(Weight));
-    for (int64_t i = 0, row = 0; i < tiles; ++i) {
-        const int64_t end = rows * (i + 1) / tiles;
-        const Soon soon = tiles > 1 ? Soon{bytes + size + size * i / tiles, (STEP + tiles - 1) / tiles}
-                                    : Soon{bytes + AHEAD, STEP};
-        multiply_rows<MR, 2>(int(end - row), x + row * stride, stride, Packed{panel}, inputs, soon,
-                             [&](int r, const Sum<T>(&sums)[2]) { take(row + r, sums[0], sums[1]); });
+    for (int64_t i = 0, row = 0; i < blocks; ++i) {
+        const int64_t end = rows * (i + 1) / blocks;
+        Soon soon = blocks > 1 ? Soon{bytes + size + size * i / blocks, (STEP + blocks - 1) / blocks}
+                               : Soon{bytes + AHEAD, STEP};
+        auto take_row = [&](int r, const Sum<T>(&sums)[2]) { take(row + r, sums[0], sums[1]); };
+        if constexpr (ON_TILES<T>) {
+            Sum<T> sums[BLOCK_ROWS][2];
+            multiply_block(int(end - row), x + row * stride, stride, panel, inputs, soon, sums, NR, false);
+            for (int r = 0; r < end - row; ++r) take_row(r, sums[r]);
+        } else {
+            multiply_rows<MR, 2>(int(end - row), x + row * stride, stride, Packed{panel}, inputs, soon, take_row);
+        }
         row = end;
     }
 }
@@ -387,11 +405,11 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
     }
 }
 
-// Calls `f(i)` for each panel. With several tiles of rows, a thread keeps to a range of its own, so that it prefetches
+// Calls `f(i)` for each panel. With several blocks of rows, a thread keeps to a range of its own, so that it prefetches
 // its own next panel.
 template <class T, class F>
 inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) {
-    if (rows > MR)
+    if (rows > (w.scales ? MOST_ROWS<uint8_t> : MOST_ROWS<T>))
         member.each(w.panels(), f);
     else
         member.each_guided(w.panels(), f);

@@ -16,7 +16,7 @@
 namespace vmp {
 
 // The number of 32-bit elements of a vector.
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(VMP_TILE_MODEL)
 constexpr int W = 16;
 #elif defined(__AVX2__)
 constexpr int W = 8;

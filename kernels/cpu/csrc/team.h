@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "tiles.h"
+
 namespace vmp {
 
 inline double seconds(clockid_t clock) {
@@ -96,6 +98,7 @@ class Team {
             const double start = seconds(CLOCK_THREAD_CPUTIME_ID);
             Member member(*this);
             body(member);
+            release_tiles();
             least = seconds(CLOCK_THREAD_CPUTIME_ID) - start;
         }
         const double now = seconds(CLOCK_MONOTONIC);

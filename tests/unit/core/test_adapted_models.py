@@ -19,7 +19,7 @@ from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_m
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-MODELS = ("llama-biased", "qwen3", "gpt2")
+MODELS = ("llama-biased", "qwen3", "gemma3", "phi3", "gpt2")
 PROMPTS = random_prompts((9, 3, 30, 2, 12, 5, 26, 4))
 SLOTS = (2, -1, 0, 1, 0, 2, 1, -1)
 """The slot of each prompt."""
@@ -38,7 +38,7 @@ class Case:
         self.arch = read_architecture(save_random_model(CONFIGS[name], folder).config.to_dict())
         is_gpt2 = name == "gpt2"
         ranks = {"c_fc" if is_gpt2 else "down_proj": 12}
-        alphas = {"h.1.attn.c_attn" if is_gpt2 else r"layers\.1\.self_attn\.v_proj": 4}
+        alphas = {"h.1.attn.c_attn" if is_gpt2 else r"layers\.1\.self_attn\.q?k?v_proj": 4}
         adapters = [
             (adapter_tensors(self.arch, 8, seed=1), {}),
             (adapter_tensors(self.arch, 3, seed=2, ranks=ranks), {"r": 3, "use_rslora": True, "rank_pattern": ranks}),

@@ -194,7 +194,7 @@ def test_dummy_8_bit_weights_have_the_usual_deviation(
     assert torch.equal(model.decoder.norm, torch.ones(HIDDEN))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2-windowed"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2-windowed", "phi3"])
 @pytest.mark.parametrize(("weights", "cache"), [(True, False), (False, True), (True, True)])
 def test_model_agrees_with_transformers_with_the_same_roundings(
     name: str, weights: bool, cache: bool, tmp_path: Path

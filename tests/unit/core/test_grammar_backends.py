@@ -169,7 +169,6 @@ def test_what_cannot_be_compiled_is_refused_with_the_place(llguidance, constrain
     assert "\n" not in error
 
 
-@pytest.mark.usefixtures("xgrammar_or_skip")
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
@@ -187,7 +186,6 @@ def test_xgrammar_gets_no_schema_that_it_would_not_enforce(source, schema, place
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("xgrammar_or_skip")
 def test_auto_falls_back_to_xgrammar_and_tells_both_errors(source):
     auto = Library.load("auto", source)
     huge = Constraint("json", '{"type":"number","minimum":1.23456789012345e-300,"maximum":9.87654321e300}')

@@ -200,9 +200,11 @@ def test_missing_size_is_named(field: str) -> None:
         ({"attention_bias": "yes"}, r"'attention_bias' is 'yes'; it must be true or false"),
         ({"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; supported are silu"),
         ({"torch_dtype": "float8_e4m3fn"}, r"'torch_dtype' is 'float8_e4m3fn'; supported are float32"),
+        ({"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.rope_type' is 'mrope'; supported are default"),
+        ({"rope_scaling": {"type": "longrope"}}, r"'rope_scaling\.short_factor' is None; it must list 8 numbers"),
         (
-            {"rope_scaling": {"type": "longrope"}},
-            r"rope_scaling\.rope_type' is 'longrope'; supported are default",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1, "x"] * 4}},
+            r"'rope_scaling\.short_factor\[1\]' is 'x'; it must be a finite number above 0",
         ),
         ({"rope_scaling": {"type": "linear"}}, r"'rope_scaling\.factor' is missing"),
         (
@@ -224,3 +226,81 @@ def test_windowed_layers_without_a_window_are_refused() -> None:
         as_class("Qwen2ForCausalLM", num_key_value_heads=2, layer_types=["sliding_attention"] * 3)
     with pytest.raises(ValueError, match=r"'layer_types'.*3 entries"):
         as_class("Qwen2ForCausalLM", num_key_value_heads=2, layer_types=["full_attention"])
+
+
+GEMMA: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16}
+
+
+def test_gemma_2_alternates_windows_and_caps_scores() -> None:
+    arch = as_class("Gemma2ForCausalLM", **GEMMA, sliding_window=8, query_pre_attn_scalar=64)
+    assert arch.sliding_window == (8, None, 8)
+    assert (arch.attention_soft_cap, arch.logits_soft_cap) == (50.0, 30.0)
+    assert arch.attention_scale == (0.125,) * 3
+    assert (arch.norm_place, arch.norm_offset, arch.embedding_scale) == ("around", 1.0, 8.0)
+    uncapped = as_class("Gemma2ForCausalLM", **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (uncapped.attention_soft_cap, uncapped.logits_soft_cap) == (None, None)
+
+
+def test_both_generations_of_the_format_of_gemma_3_give_the_same_result() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = as_class(
+        "Gemma3ForCausalLM",
+        **GEMMA,
+        sliding_window_pattern=2,
+        rope_theta=5e5,
+        rope_local_base_freq=1e3,
+        rope_scaling=scaling,
+    )
+    new = as_class(
+        "Gemma3ForCausalLM",
+        **GEMMA,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {**scaling, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    )
+    assert old == new
+    assert (new.rope, new.local_rope) == (Rope(theta=5e5, type="linear", factor=8.0), Rope(theta=1e3))
+    assert new.sliding_window == (4096, None, 4096)
+
+
+def test_phi_3_reads_longrope_under_its_first_names_and_derives_its_attention_factor() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi = {"max_position_embeddings": 4096 * 32, "partial_rotary_factor": 0.5, "sliding_window": 2047}
+    su, longrope = (
+        as_class("Phi3ForCausalLM", **phi, rope_scaling={"type": kind, **factors}) for kind in ("su", "longrope")
+    )
+    assert su == longrope
+    assert su.has_fused_projections
+    assert su.sliding_window == (2047,) * 3
+    assert su.rope is not None
+    assert (su.rope.original_max_position, su.rope.rotary_dim(16)) == (4096, 8)
+    assert su.rope.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": -1.0}, r"'attn_logit_softcapping' is -1\.0; .*above 0"),
+        ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 0}, r"'query_pre_attn_scalar' is 0; .*above 0"),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"]}, r"'layer_types' .*3 entries"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"'use_bidirectional_attention' is true"),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, r"'sliding_window_pattern' is 0; .*at least 1"),
+        ("Gemma3ForCausalLM", {"rope_parameters": [1]}, r"'rope_parameters' is \[1\]; .*each type of layer"),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+            r"'rope_parameters\.full_attention\.factor' is missing",
+        ),
+        ("Gemma3ForConditionalGeneration", {"text_config": [1]}, r"'text_config' is \[1\]; it must be an object"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.2}, r"partial_rotary_factor' is 0\.2; .*even number of the 16"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": "half"}, r"partial_rotary_factor' is 'half'; .*number above 0"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, r"'logits_scaling' is 0; it must be a finite number above 0"),
+        ("Olmo2ForCausalLM", {"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; supported are silu"),
+    ],
+)
+def test_bad_field_of_a_family_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    gemma = GEMMA if name.startswith("Gemma") else {}
+    with pytest.raises(ValueError, match=message):
+        as_class(name, **gemma, **changes)

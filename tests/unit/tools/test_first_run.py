@@ -65,14 +65,15 @@ def quickstart(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def test_a_native_build_is_the_fastest_that_the_processor_runs_and_the_compiler_knows(monkeypatch):
     accepts_all, accepts_none = "true", "false"
-    builds = ["avx512", "avx2", "portable"]
-    assert kernel_builds(monkeypatch, builds, VLLM_MP_NATIVE_BUILD="1", CXX=accepts_all) == {"avx512"}
-    assert kernel_builds(monkeypatch, builds[1:], VLLM_MP_NATIVE_BUILD="1", CXX=accepts_all) == {"avx2"}
+    builds = ["amx", "avx512", "avx2", "portable"]
+    assert kernel_builds(monkeypatch, builds, VLLM_MP_NATIVE_BUILD="1", CXX=accepts_all) == {"amx"}
+    assert kernel_builds(monkeypatch, builds[2:], VLLM_MP_NATIVE_BUILD="1", CXX=accepts_all) == {"avx2"}
     assert kernel_builds(monkeypatch, builds, VLLM_MP_NATIVE_BUILD="1", CXX=accepts_none) == {"portable"}
 
 
 def test_a_wheel_has_all_builds_whatever_processor_compiles_it(monkeypatch):
-    assert kernel_builds(monkeypatch, ["portable"]) == {"portable", "avx2", "avx512"}
+    monkeypatch.delenv("VLLM_MP_TILE_MODEL", raising=False)
+    assert kernel_builds(monkeypatch, ["portable"]) == {"portable", "avx2", "avx512", "amx"}
 
 
 def test_quickstart_passes_the_question_on_even_if_it_looks_like_an_option(clone):

@@ -1,0 +1,61 @@
+"""Operations on stored logits by the C++ kernels."""
+
+import ctypes
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from vllm_mp.kernels.cpu.library import DRAW_COLUMNS, DTYPES, CDraws, Library
+from vllm_mp.kernels.sampling import DrawParams, filter_logits
+
+_FUSED_FILTERS: Final = frozenset({"min_p", "top_k", "top_p"})
+"""The filters that the kernel applies itself; they are the last of `SAMPLING_FILTERS`."""
+
+
+def can_read(logits: Tensor) -> bool:
+    """Tell whether the kernels take these logits [n, vocab_size]: on the CPU, of a supported dtype, rows in order."""
+    return logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(-1) == 1
+
+
+def apply_token_masks(library: Library, logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    """Compute `ops.apply_token_masks` for logits that `can_read` accepts."""
+    library.function("apply_token_masks", logits.dtype)(
+        logits.data_ptr(),
+        logits.shape[1],
+        masks.data_ptr(),
+        masks.shape[1],
+        rows.data_ptr(),
+        len(rows),
+        torch.get_num_threads(),
+    )
+
+
+def argmax(library: Library, scores: Tensor) -> Tensor:
+    """Compute `ops.argmax` for scores that `can_read` accepts."""
+    num_rows, size = scores.shape
+    places = torch.empty(num_rows, dtype=torch.int64)
+    library.function("argmax_rows", scores.dtype)(
+        scores.data_ptr(), scores.stride(0), size, num_rows, places.data_ptr(), torch.get_num_threads()
+    )
+    return places
+
+
+def sample(library: Library, logits: Tensor, params: DrawParams) -> Tensor:
+    """Compute `ops.sample` for logits that `can_read` accepts."""
+    if remaining := [cut for cut in params.filters if cut.name not in _FUSED_FILTERS]:
+        logits = filter_logits(logits, params, remaining)
+    is_on = {"temperature", "uniform", *(cut.name for cut in params.filters)}
+    columns = [getattr(params, name).data_ptr() if name in is_on else None for name in DRAW_COLUMNS]
+    num_rows, size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    library.function("sample", logits.dtype)(
+        logits.data_ptr(),
+        logits.stride(0),
+        size,
+        num_rows,
+        ctypes.byref(CDraws(*columns)),
+        tokens.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return tokens

@@ -1,0 +1,198 @@
+"""The model of the tile instructions computes and faults as Intel's manual says, and as processors with tiles do."""
+
+import ctypes
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support.paged_batch import MIXED, PREFILLS, PagedBatch
+
+from vllm_mp.cpu_info import runnable_builds
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.cpu.library import load
+from vllm_mp.kernels.cpu.packed import PackedLinear
+
+ROOT = Path(__file__).parents[2]
+LEAST_NORMAL = np.finfo(np.float32).tiny
+Multiply = Callable[..., str | None]
+
+on_tiles = pytest.mark.skipif("amx" not in runnable_builds(), reason="this process cannot use tiles")
+
+
+def compiled(folder: Path, *flags: str) -> Multiply:
+    """Return `multiply` of tile_product.cpp, compiled with `flags`."""
+    library = folder / f"tile_product{len(flags)}.so"
+    source, include = ROOT / "tests/kernels/tile_product.cpp", ROOT / "kernels/cpu/csrc"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{include}", *flags, source, "-o", library]
+    try:
+        subprocess.run(command, check=True)
+    except FileNotFoundError:
+        pytest.skip("no compiler is installed")
+    function = ctypes.CDLL(str(library)).multiply
+    function.restype = ctypes.c_char_p
+
+    def multiply(
+        config: bytes, a: NDArray[Any], b: NDArray[Any], sums: NDArray[Any], *, is_bf16: bool = True
+    ) -> str | None:
+        fault = function(config, *(x.ctypes.data_as(ctypes.c_void_p) for x in (a, b, sums)), int(is_bf16))
+        return None if fault is None else fault.decode()
+
+    return multiply
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
+    return compiled(tmp_path_factory.mktemp("model"), "-DVMP_TILE_MODEL", "-march=native")
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
+    return compiled(tmp_path_factory.mktemp("processor"), "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+
+
+def configuration(
+    sizes: list[tuple[int, int]], palette: int = 1, start_row: int = 0, reserved: int | None = None
+) -> bytes:
+    """Return a configuration in which tile i has `sizes[i]` rows and bytes per row."""
+    sizes = [*sizes, *[(0, 0)] * (8 - len(sizes))]
+    rows, row_bytes = zip(*sizes, strict=True)
+    config = bytearray(struct.pack("<BB14x8H16x8B8x", palette, start_row, *row_bytes, *rows))
+    if reserved is not None:
+        config[reserved] = 1
+    return bytes(config)
+
+
+def sizes_of(rows: int, inputs: int, columns: int) -> list[tuple[int, int]]:
+    """Return the sizes of tiles for sums, `a` and `b`; `inputs` counts 32-bit words."""
+    return [(rows, 4 * columns), (rows, 4 * inputs), (inputs, 4 * columns)]
+
+
+def flushed(x: NDArray[Any]) -> NDArray[np.float32]:
+    x = x.astype(np.float32)
+    return np.where(np.abs(x) < LEAST_NORMAL, np.copysign(np.float32(0), x), x)
+
+
+def bf16_sums(a: NDArray[Any], b: NDArray[Any], sums: NDArray[Any]) -> NDArray[np.float32]:
+    """Return what TDPBF16PS makes of `sums` [16, 16], for bits `a` [16, 32] and `b` [16, 32]; sums of pairs in turn."""
+    wide_a, wide_b = (flushed((x.astype(np.uint32) << 16).view(np.float32)).astype(np.longdouble) for x in (a, b))
+    halves = []
+    for half in (0, 1):
+        total = np.zeros((16, 16), np.float32)
+        for k in range(16):
+            total = flushed(wide_a[:, 2 * k + half, None] * wide_b[None, k, half::2] + total)
+        halves.append(total)
+    return flushed(flushed(sums) + flushed(halves[0] + halves[1]))
+
+
+def bf16_case(generator: np.random.Generator, scale: float) -> tuple[NDArray[Any], ...]:
+    """Return `a` and `b` [16, 32], bits of bfloat16, and `sums` [16, 16]; with a small `scale` products underflow."""
+    factors = (generator.standard_normal((2, 16, 32)) * scale).astype(np.float32)
+    a, b = (factors.view(np.uint32) >> 16).astype(np.uint16)
+    return a, b, (generator.standard_normal((16, 16)) * scale * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize("scale", [1, 2e-19, 3e-38])
+def test_bf16_products_sum_the_halves_of_pairs_separately_and_flush_small_numbers(
+    model: Multiply, scale: float
+) -> None:
+    a, b, sums = bf16_case(np.random.default_rng(0), scale)
+    expected = bf16_sums(a, b, sums)
+    assert model(configuration(sizes_of(16, 16, 16)), a, b, sums) is None
+    assert np.array_equal(sums, expected)
+    assert bool(expected.any()) == (scale > 1e-20)
+
+
+def test_int8_products_are_exact_and_wrap(model: Multiply) -> None:
+    generator = np.random.default_rng(0)
+    a = generator.integers(0, 256, (16, 64), np.uint8)
+    b = generator.integers(-128, 128, (16, 64), np.int8)
+    sums = generator.choice([-(2**31), 5, 2**31 - 1], (16, 16)).astype(np.int32)
+    exact = sums + np.einsum("mki,kni->mn", a.reshape(16, 16, 4).astype(int), b.reshape(16, 16, 4).astype(int))
+    assert model(configuration(sizes_of(16, 16, 16)), a, b, sums, is_bf16=False) is None
+    assert np.array_equal(sums, exact.astype(np.int32))
+    assert not np.array_equal(sums, exact)
+
+
+def test_rows_and_bytes_past_the_configuration_are_neither_read_nor_written(model: Multiply) -> None:
+    a, b, sums = bf16_case(np.random.default_rng(0), 1)
+    before = sums.copy()
+    a[3:], b[5:] = 0x7FC0, 0x7FC0
+    a[:, 10:], b[:, 14:] = 0x7FC0, 0x7FC0
+    assert model(configuration(sizes_of(3, 5, 7)), a, b, sums) is None
+    used = (slice(3), slice(7))
+    assert np.isfinite(sums).all()
+    assert not np.array_equal(sums[used], before[used])
+    sums[used] = before[used]
+    assert np.array_equal(sums, before)
+
+
+GOOD = sizes_of(16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (configuration(GOOD, palette=2), "palette 2 is unknown"),
+        (configuration(GOOD, palette=0), "no configuration is loaded"),
+        (configuration(GOOD, start_row=1), "start row 1"),
+        (configuration(GOOD, reserved=5), "reserved byte 5"),
+        (configuration(GOOD, reserved=33), "reserved byte 33"),
+        (configuration([*GOOD, (17, 64)]), "tile 3 is too large"),
+        (configuration([*GOOD, (16, 65)]), "tile 3 is too large"),
+        (configuration([*GOOD, (16, 0)]), "tile 3 has rows without bytes"),
+        (configuration(GOOD[:2]), "tile 2 is not configured"),
+        (configuration([(16, 64), (8, 64), (16, 64)]), "rows differ"),
+        (configuration([(16, 60), (16, 64), (16, 64)]), "columns differ"),
+        (configuration([(16, 64), (16, 64), (15, 64)]), "other columns than the second rows"),
+        (configuration([(16, 62), (16, 64), (16, 62)]), "not a multiple of four bytes"),
+    ],
+)
+def test_what_a_processor_refuses_is_a_fault(model: Multiply, config: bytes, message: str) -> None:
+    fault = model(config, *bf16_case(np.random.default_rng(0), 1))
+    assert fault is not None
+    assert fault.startswith("a tile instruction faults: ")
+    assert message in fault
+
+
+@on_tiles
+@pytest.mark.parametrize("scale", [1, 2e-19, 3e-38])
+def test_processor_computes_what_the_model_computes(model: Multiply, processor: Multiply, scale: float) -> None:
+    generator = np.random.default_rng(1)
+    for rows, inputs, columns in ((16, 16, 16), (1, 16, 16), (7, 3, 5)):
+        for is_bf16 in (True, False):
+            a, b, sums = bf16_case(generator, scale)
+            expected = sums.copy()
+            config = configuration(sizes_of(rows, inputs, columns))
+            assert model(config, a, b, expected, is_bf16=is_bf16) is None
+            assert processor(config, a, b, sums, is_bf16=is_bf16) is None
+            assert np.array_equal(sums.view(np.int32), expected.view(np.int32))
+
+
+@on_tiles
+def test_kernels_on_tiles_compute_what_they_compute_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[list[torch.Tensor]] = []
+    for name in ("amx", "amx_model"):
+        build = load(name)
+        assert build is not None
+        monkeypatch.setattr(ops, "library", lambda build=build: build)
+        generator = torch.Generator().manual_seed(0)
+        computed = []
+        for inputs in (576, 36):
+            weight = torch.randn(70, inputs, generator=generator).bfloat16()
+            for quantization in (None, "int8"):
+                product = PackedLinear(build, weight, None, quantization)
+                x = torch.randn(100, inputs, generator=generator).bfloat16()
+                computed += [product(x[:rows]) for rows in (1, 16, 17, 33, 100)]
+        for steps in (MIXED, PREFILLS):
+            batch = PagedBatch(steps, 6, 2, 72, 16)
+            caches = (batch.k_cache.bfloat16(), batch.v_cache.bfloat16())
+            computed.append(ops.paged_attention(batch.q.bfloat16(), *caches, batch.metadata, 0.125))
+        outputs.append(computed)
+    for got, expected in zip(*outputs, strict=True):
+        assert torch.equal(got, expected)
