@@ -93,9 +93,10 @@ def test_int8_products_are_those_of_rotated_and_rounded_weights_and_rows(build, 
     for rows in (1, 7, 9, 30):
         x = torch.randn(rows, inputs, generator=generator).to(dtype)
         exact = torch.nn.functional.linear(rounded_to_8_bits(rotated(x)), rounded, bias.double())
-        # A value that lies between two integers may become the other one, because the kernels rotate in float32.
-        assert (product(x, torch.float32) - exact).norm() <= 3e-4 * exact.norm()
-        assert_near(product(x), exact, torch.bfloat16)
+        # A value between two integers may become the other one, because the kernels rotate in float32.
+        bound = (3e-4 if inputs > 4 else 0.01) * exact.norm()
+        assert (product(x, torch.float32) - exact).norm() <= bound
+        assert (product(x) - exact).norm() <= bound + TOLERANCE[dtype] * exact.norm()
 
 
 @DTYPES
