@@ -1,9 +1,9 @@
 """Measure what a format of the weights costs in accuracy: the perplexity of a text for each of several formats.
 
 A format is made of words joined by "+": a dtype (bfloat16, float32), a value of --quantization (int8, int4, fp8, ...),
-kv-fp8 for an FP8 KV cache, or a model to use in place of --model, such as a GGUF file. The text is split into windows of
-tokens, which the engine scores by its log-probabilities of a prompt. The first format is what the others are compared
-with: the standard error is that of the difference of the scores of the same tokens.
+kv-fp8 for an FP8 KV cache, or a model to use in place of --model, such as a GGUF file. The text is split into windows
+of tokens, which the engine scores by its log-probabilities of a prompt. All formats are compared with the first; the
+standard error is that of the mean difference between the scores of the same tokens.
 """
 
 import argparse
