@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, refusal, runnable_builds
+from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, obstacle, refusal, runnable_builds
 
 logger = logging.getLogger(__name__)
 
@@ -261,8 +261,8 @@ def library() -> Library | None:
     if chosen not in KERNEL_BUILDS:
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: give one of {', '.join(KERNEL_BUILDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
-        reason = refusal(chosen) or "this processor cannot run that build"
-        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: {reason}; give one of {', '.join(runnable_builds())}")
+        builds = ", ".join(runnable_builds())
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: {obstacle(chosen)}; give one of {builds}")
     if (build := load(chosen)) is None:
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
     return build
