@@ -46,9 +46,7 @@ class BlockMatrix(nn.Module):
 def projection_type(in_size: int) -> BlockType:
     """Return the type with 4 bits for a projection of so many inputs; raises ValueError if there is none."""
     if in_size % 32:
-        raise ValueError(
-            f"quantization to 4 bits needs projections whose inputs 32 divides, not {in_size}; leave it out"
-        )
+        raise ValueError(f"4 bits need projections with a multiple of 32 inputs, not {in_size}; leave quantization out")
     return BLOCK_TYPES["Q4_K" if in_size % 256 == 0 else "Q4_1"]
 
 

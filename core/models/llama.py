@@ -234,7 +234,7 @@ class Decoder(nn.Module):
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
-        if _is_plain(self.arch) and cache_dtype == self.norm.dtype and self.arch.blocks is None:
+        if _is_plain(self.arch) and cache_dtype == self.norm.dtype:
             fused = ops.fuse_decoder(self._weights(), self.norm, self.arch.norm_eps, quantization)
             if fused is not None:
                 return fused
