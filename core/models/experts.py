@@ -1,4 +1,8 @@
-"""The MLP of a layer with experts: Mixtral, Qwen2-MoE, Qwen3-MoE and Granite-MoE (Shazeer et al. 2017)."""
+"""The MLP of a layer with experts: Mixtral, Qwen2-MoE, Qwen3-MoE and Granite-MoE (Shazeer et al. 2017).
+
+An expert is an MLP that computes some of the tokens. The router chooses the experts of each token, and weighs their
+outputs.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
