@@ -96,55 +96,6 @@ class Attention(AttentionLayer):
         return Destination([[], [1]], FLOAT_DTYPES, keep, is_required=False)
 
 
-<<<<<<< HEAD
-class MLP(nn.Module):
-    """The gated feed-forward network, with gate and up in one projection."""
-
-    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        inner, hidden = arch.intermediate_size, arch.hidden_size
-        parts = [2 * inner] if arch.has_fused_projections else [inner, inner]
-        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "has_blocks": arch.blocks is not None}
-        self.gate_up_proj = Linear(hidden, parts, arch.mlp_bias, **form)
-        self.down_proj = Linear(inner, hidden, arch.mlp_bias, **form)
-        self.activation = None if arch.activation in ("silu", "swish") else ops.ACTIVATIONS[arch.activation]
-
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        gate_up = self.gate_up_proj(x, adapter_slots)
-        if self.activation is None:
-            product = ops.silu_and_mul(gate_up)
-        else:
-            gate, up = gate_up.chunk(2, -1)
-            product = self.activation(gate) * up
-        out: Tensor = self.down_proj(product, adapter_slots)
-        return out
-
-
-||||||| cf0b464
-class MLP(nn.Module):
-    """The gated feed-forward network, with gate and up in one projection."""
-
-    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        inner, hidden = arch.intermediate_size, arch.hidden_size
-        parts = [2 * inner] if arch.has_fused_projections else [inner, inner]
-        self.gate_up_proj = Linear(hidden, parts, arch.mlp_bias, dtype, device, arch.fp8)
-        self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device, arch.fp8)
-        self.activation = None if arch.activation in ("silu", "swish") else ops.ACTIVATIONS[arch.activation]
-
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        gate_up = self.gate_up_proj(x, adapter_slots)
-        if self.activation is None:
-            product = ops.silu_and_mul(gate_up)
-        else:
-            gate, up = gate_up.chunk(2, -1)
-            product = self.activation(gate) * up
-        out: Tensor = self.down_proj(product, adapter_slots)
-        return out
-
-
-=======
->>>>>>> main
 class DecoderLayer(nn.Module):
     """Attention and MLP, whose outputs are added to the residual stream, with norms before or after each, or both."""
 

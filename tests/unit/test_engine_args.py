@@ -483,7 +483,7 @@ def test_int4_makes_blocks_and_is_refused_for_experts(model):
     config = config_of(model(), quantization="int4").model_config
     assert (config.quantization, config.architecture.blocks) == ("int4", "int4")
     assert config_of(model()).model_config.architecture.blocks is None
-    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    experts = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
     with pytest.raises(ValueError, match=r"quantization='int4' is not served for experts, which MixtralForCausalLM"):
         config_of(model(**experts), quantization="int4")
 

@@ -6,6 +6,7 @@ import torch
 from support.paged_batch import PagedBatch
 from transformers import BertConfig, BertModel, Gemma2Config, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
 
+from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models import build_model
 from vllm_mp.core.models.block_matrix import BlockMatrix, count_block_weights
 from vllm_mp.core.models.checkpoint import count_parameters
@@ -41,13 +42,23 @@ def in_blocks(arch):
     return msgspec.structs.replace(arch, blocks="int4")
 
 
-def logits(model, arch):
+def load_adapter(model, arch):
+    """Load a random adapter into the slot that `logits` uses."""
+    generator = torch.Generator().manual_seed(0)
+    for projection, stack in zip(projections(arch), model.make_adapter_stacks(1, 4), strict=True):
+        a = torch.randn(4, projection.inputs, generator=generator) / 8
+        parts = [torch.randn(size, 4, generator=generator) / 8 for size in projection.outputs]
+        stack.load(0, [ops.Factors(a, b) for b in parts])
+
+
+def logits(model, arch, has_adapter=False):
     batch = PagedBatch([(len(prompt), len(prompt)) for prompt in PROMPTS], arch.num_heads, arch.num_kv_heads, 16, 8)
     caches = [(torch.zeros_like(batch.k_cache), torch.zeros_like(batch.v_cache)) for _ in range(arch.num_layers)]
     positions = torch.cat([torch.arange(len(prompt)) for prompt in PROMPTS])
     ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    slots = torch.zeros(len(ids), dtype=torch.int32) if has_adapter else None
     with torch.inference_mode():
-        return model.compute_logits(model(ids, positions, caches, batch.metadata))
+        return model.compute_logits(model(ids, positions, caches, batch.metadata._replace(adapter_slots=slots)))
 
 
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["cpu", "torch"])
@@ -79,6 +90,11 @@ def test_weights_of_4_bits_made_at_load_compute_what_they_stand_for(name, is_com
     error = (got - expected).norm() / expected.norm()
     assert error < (0.05 if is_compiled else 1e-5)  # the kernels round rows to 8 bits
     assert (got - originals).norm() > error * originals.norm()
+    for model in (plain, blocks):
+        load_adapter(model, arch)
+    adapted, expected_adapted = (logits(model, arch, has_adapter=True) for model in (blocks, plain))
+    assert (expected_adapted - expected).norm() > 0.1 * expected.norm()
+    assert (adapted - expected_adapted).norm() < (0.05 if is_compiled else 1e-5) * expected_adapted.norm()
 
 
 def test_encoder_has_weights_of_4_bits_too(tmp_path):
