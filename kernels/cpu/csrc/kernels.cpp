@@ -62,12 +62,14 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads,
 }
 
 // Writes the index of the highest output of each row, the first of equal outputs; -1 if it is not finite or any is NaN.
+// With `masks`, rows that have a mask have only the outputs that it allows.
 template <class T>
-void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int threads) {
+void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, const TokenMasks* masks, int threads) {
     ByteRows<T> bytes;
     if (w.scales) bytes.fit(rows, w.inputs);
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
     std::fill_n(places, rows, 0);
+    const std::vector<const uint32_t*> mask_of_row = masks ? masks->of_rows(rows) : std::vector<const uint32_t*>(rows);
     std::mutex mutex;
     team().run(threads, [&](Member& member) {
         // For each place in a panel, the highest output that this thread has seen, and its column.
@@ -83,10 +85,12 @@ void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int t
         const Rows<T> given = input(member, w, x, rows, bytes);
         each_panel(member, w, rows, [&](int64_t i) {
             products(w, i, given, [&](int64_t row, vf first, vf second) {
+                const uint32_t* const mask = mask_of_row[row];
                 auto take = [&](int half, vf value) {
                     const vi column = lane + int32_t(i * NR + half * W);
                     Best& so_far = best[row];
-                    const vi is_new = ((value > so_far.value[half]) | (value != value)) & (column < int32_t(w.outputs));
+                    vi is_new = ((value > so_far.value[half]) | (value != value)) & (column < int32_t(w.outputs));
+                    if (mask) is_new &= allowed(mask, i * NR + half * W);
                     so_far.value[half] = select(is_new, value, so_far.value[half]);
                     so_far.column[half] = (column & is_new) | (so_far.column[half] & ~is_new);
                 };
@@ -128,7 +132,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xd4bf1883u; }
+uint32_t vmp_interface() { return 0x476cf0u; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -153,8 +157,9 @@ int64_t vmp_panel_columns() { return NR; }
                             T* out, int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {            \
         run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads, adapters, slots);   \
     }                                                                                                                 \
-    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {              \
-        argmax(*w, x, rows, places, threads);                                                                         \
+    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, const TokenMasks* masks,    \
+                           int threads) {                                                                             \
+        argmax(*w, x, rows, places, masks, threads);                                                                  \
     }                                                                                                                 \
     void vmp_argmax_rows_##NAME(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* places,        \
                                 int threads) {                                                                        \
