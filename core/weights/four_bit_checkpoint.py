@@ -1,9 +1,9 @@
 """Checkpoints with 4 bits per weight, in the layouts of AWQ and of GPTQ, as weights in block types.
 
 A matrix is stored as `qweight`, int32 with eight integers of 4 bits each; `qzeros`, the integers that stand for zero,
-and `scales`, both of which hold for a group of inputs; and for GPTQ `g_idx`, the group of each input. A block type holds
-the same integers: Q4_0 if all zeros are 8, else Q4_1, whose minimum is the scale times the zero in float16. Matrices
-whose groups are not in the order of their inputs have no such type, and are rounded to Q8_0.
+and `scales`, both of which hold for a group of inputs; and for GPTQ `g_idx`, the group of each input. A block type
+holds the same integers: Q4_0 if all zeros are 8, else Q4_1, whose minimum is the scale times the zero in float16.
+Matrices whose groups are not in the order of their inputs have no such type, and are rounded to Q8_0.
 """
 
 from collections.abc import Iterable, Iterator

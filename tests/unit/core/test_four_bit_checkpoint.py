@@ -1,4 +1,4 @@
-"""AWQ and GPTQ checkpoints: their matrices are read as the formats define them, and damaged ones are refused by name."""
+"""AWQ and GPTQ checkpoints: matrices are read as the formats define them, and damaged ones are refused by name."""
 
 import itertools
 import json
