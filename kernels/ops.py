@@ -25,7 +25,7 @@ from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockType, BlockWeight, qu
 from vllm_mp.kernels.cpu import attention as cpu_attention
 from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
-from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
+from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
@@ -301,18 +301,20 @@ def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Ten
 
 
 def fuse_decoder(
-    layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None = None
+    layers: Iterable[LayerWeights], norm: Tensor, options: DecoderOptions, quantization: str | None = None
 ) -> nn.Module | None:
     """Return a decoder that is computed by one call, with a copy of the weights; None if no kernel does that.
 
     The `layers` have the same shapes. Each is taken from the iterator after the layer before it was copied.
+    `norm` is the weight of the last norm.
     """
     iterator = iter(layers)
     first = next(iterator)
-    kernels = library() if can_fuse(first) else None
+    kernels = library() if can_fuse(first, options) else None
     if kernels is None:
         return None
-    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization)
+    layers = itertools.chain([first], iterator)
+    return FusedDecoder(kernels, layers, norm, options, first.o_proj[0].dtype, quantization)
 
 
 def _operations(x: Tensor) -> Any:

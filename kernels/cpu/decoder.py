@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.attention import c_metadata
-from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, CLayerAdapters, Library, address
+from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, CLayerAdapters, CRotaryTables, Library, address
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 
 WORK_A_CALL = 2e9
@@ -21,10 +21,15 @@ _LEAST_ROWS: Final = 16
 
 
 class LayerWeights(NamedTuple):
-    """The weights and shapes of a decoder layer. A projection is (weight [out, in], bias [out] or None)."""
+    """The weights and shapes of a decoder layer. A projection is (weight [out, in], bias [out] or None).
 
-    input_norm: Tensor
-    post_attention_norm: Tensor
+    The weights of norms are None where there is no norm, and of one dtype; see `ops.rms_norm`.
+    """
+
+    input_norm: Tensor | None
+    attention_output_norm: Tensor | None
+    mlp_norm: Tensor | None
+    mlp_output_norm: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     qkv_proj: tuple[Tensor, Tensor | None]
@@ -36,13 +41,39 @@ class LayerWeights(NamedTuple):
     head_dim: int
     scale: float
     window: int | None
+    soft_cap: float | None
+    table: int
+    """The index of the layer's table of rotary angles."""
+    has_fused_parts: bool
+    """True: an adapter changes q, k and v as one part, and so gate and up."""
+
+
+class DecoderOptions(NamedTuple):
+    """The computation that all layers of a decoder share."""
+
+    eps: float
+    activation: str
+    """A key of `GATE_ACTIVATIONS`."""
+    residual_multiplier: float
+    norms_all_heads: bool
+    """True: the norms of queries and of keys run over all heads of a token, not over each."""
+
+
+GATE_ACTIVATIONS: Final = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
+"""The activations of the gate that the kernels compute, and their number there."""
 
 
 class FusedDecoder(nn.Module):
     """The layers and the last norm of a decoder, computed by the C++ kernels; has the interface of `llama.Decoder`."""
 
     def __init__(
-        self, library: Library, layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None
+        self,
+        library: Library,
+        layers: Iterable[LayerWeights],
+        norm: Tensor,
+        options: DecoderOptions,
+        dtype: torch.dtype,
+        quantization: str | None,
     ) -> None:
         """Copy the weights; each layer is taken from `layers` after the layer before it was copied."""
         super().__init__()
@@ -54,13 +85,24 @@ class FusedDecoder(nn.Module):
         self._part_sizes: list[list[Sequence[int]]] = []
         interfaces = [self._packed(library, layer, quantization, arena) for layer in layers]
         self._layer_weights = max(map(_num_weights, interfaces))
-        self._norm = norm.detach().clone()
+        self._norm = _in_float32(norm)
         self._interfaces = (CDecoderLayer * len(interfaces))(*interfaces)
-        decoder = ctypes.byref(CDecoder(self._interfaces, len(interfaces), self._norm.data_ptr(), eps))
+        decoder = ctypes.byref(
+            CDecoder(
+                self._interfaces,
+                len(interfaces),
+                self._norm.data_ptr(),
+                options.eps,
+                options.residual_multiplier,
+                norm.dtype == dtype,
+                options.norms_all_heads,
+                GATE_ACTIVATIONS[options.activation],
+            )
+        )
         self._adapter_stacks: list[PackedAdapterStack] = []
         self._adapters: Any = None
         """The `CLayerAdapters` of each layer; None if no adapter can be loaded."""
-        run = library.function("decoder", norm.dtype)
+        run = library.function("decoder", dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
     def _packed(self, library: Library, layer: LayerWeights, quantization: str | None, arena: Arena) -> CDecoderLayer:
@@ -70,10 +112,7 @@ class FusedDecoder(nn.Module):
             PackedLinear(library, *layer.gate_up_proj, quantization, is_pair=True, arena=arena),
             PackedLinear(library, *layer.down_proj, quantization, arena=arena),
         ]
-        norms = [
-            None if norm is None else norm.detach().clone()
-            for norm in (layer.input_norm, layer.post_attention_norm, layer.q_norm, layer.k_norm)
-        ]
+        norms = [None if norm is None else _in_float32(norm) for norm in layer[:6]]
         self._projections.append(projections)
         self._part_sizes.append(_part_sizes(layer))
         self._kept += norms
@@ -84,13 +123,14 @@ class FusedDecoder(nn.Module):
             value_dim=layer.head_dim,
             window=layer.window or 0,
             scale=layer.scale,
-            soft_cap=0.0,
+            soft_cap=layer.soft_cap or 0.0,
         )
         return CDecoderLayer(
             *(None if norm is None else norm.data_ptr() for norm in norms),
             *(part.interface for part in projections),
             heads,
             projections[-1].interface.inputs,
+            layer.table,
         )
 
     def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[PackedAdapterStack]:
@@ -113,7 +153,10 @@ class FusedDecoder(nn.Module):
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Overwrite the embeddings `x` and return the normed hidden states, both [num_tokens, hidden_size]."""
+        """Overwrite the embeddings `x` and return the normed hidden states, both [num_tokens, hidden_size].
+
+        `cos_sin` is [num_tables, max_position, rotary_dim], contiguous.
+        """
         out = torch.empty_like(x)
         step = c_metadata(metadata, kv_caches[0][0].shape[1])
         num_layers = len(self.layers)
@@ -121,7 +164,7 @@ class FusedDecoder(nn.Module):
             ctypes.byref(step),
             x.data_ptr(),
             positions.data_ptr(),
-            cos_sin.data_ptr(),
+            ctypes.byref(CRotaryTables(cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[2])),
             (c_void_p * num_layers)(*[keys.data_ptr() for keys, _ in kv_caches]),
             (c_void_p * num_layers)(*[values.data_ptr() for _, values in kv_caches]),
             out.data_ptr(),
@@ -140,7 +183,15 @@ def _part_sizes(layer: LayerWeights) -> list[Sequence[int]]:
     """Return the number of outputs of each part of qkv, o, gate and up, down."""
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     inner = len(layer.gate_up_proj[0]) // 2
-    return [(queries, keys, keys), (len(layer.o_proj[0]),), (inner, inner), (len(layer.down_proj[0]),)]
+    qkv, gate_up = [queries, keys, keys], [inner, inner]
+    if layer.has_fused_parts:
+        qkv, gate_up = [sum(qkv)], [sum(gate_up)]
+    return [qkv, [len(layer.o_proj[0])], gate_up, [len(layer.down_proj[0])]]
+
+
+def _in_float32(norm: Tensor) -> Tensor:
+    """Return a copy of the weight of a norm."""
+    return norm.detach().to(torch.float32, copy=True)
 
 
 def _num_weights(layer: CDecoderLayer) -> int:
@@ -161,7 +212,11 @@ class _LayersFrom(nn.Module):
         self._run(self._decoder, self._first, end, *arguments)
 
 
-def can_fuse(weights: LayerWeights) -> bool:
-    """Tell whether the kernels can compute a layer with these weights."""
+def can_fuse(weights: LayerWeights, options: DecoderOptions) -> bool:
+    """Tell whether the kernels can compute a layer with these weights and options."""
     projections = (weights.qkv_proj, weights.o_proj, weights.gate_up_proj, weights.down_proj)
-    return weights.head_dim % 2 == 0 and all(can_pack(weight) for weight, _ in projections)
+    return (
+        options.activation in GATE_ACTIVATIONS
+        and weights.head_dim % 2 == 0
+        and all(can_pack(weight) for weight, _ in projections)
+    )

@@ -71,7 +71,9 @@ class CDecoderLayer(ctypes.Structure):
 
     _fields_ = (
         ("input_norm", c_void_p),
-        ("post_attention_norm", c_void_p),
+        ("attention_output_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("mlp_output_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("qkv", CLinear),
@@ -80,6 +82,7 @@ class CDecoderLayer(ctypes.Structure):
         ("down", CLinear),
         ("heads", CHeads),
         ("inner", c_int64),
+        ("table", c_int64),
     )
 
 
@@ -91,6 +94,20 @@ class CDecoder(ctypes.Structure):
         ("num_layers", c_int64),
         ("norm", c_void_p),
         ("eps", c_float),
+        ("residual_multiplier", c_float),
+        ("rounds_norms", c_int64),
+        ("norms_all_heads", c_int64),
+        ("is_gelu", c_int64),
+    )
+
+
+class CRotaryTables(ctypes.Structure):
+    """Mirrors `RotaryTables` of csrc/decoder.h."""
+
+    _fields_ = (
+        ("first", c_void_p),
+        ("stride", c_int64),
+        ("dim", c_int64),
     )
 
 
@@ -147,7 +164,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
         POINTER(CAttentionMetadata),
         c_void_p,
         c_void_p,
-        c_void_p,
+        POINTER(CRotaryTables),
         POINTER(c_void_p),
         POINTER(c_void_p),
         c_void_p,
@@ -160,7 +177,16 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 
 def _interface() -> int:
     """Return a number that changes with what is declared above; `INTERFACE` of csrc/kernels.cpp must be the same."""
-    structures = (CLinear, CAttentionMetadata, CHeads, CDecoderLayer, CDecoder, CAdapterStack, CLayerAdapters)
+    structures = (
+        CLinear,
+        CAttentionMetadata,
+        CHeads,
+        CDecoderLayer,
+        CDecoder,
+        CRotaryTables,
+        CAdapterStack,
+        CLayerAdapters,
+    )
     fields = [[(field[0], field[1].__name__) for field in structure._fields_] for structure in structures]
     arguments = [(name, [kind.__name__ for kind in kinds]) for name, kinds in _SIGNATURES.items()]
     return zlib.crc32(repr((fields, arguments)).encode())

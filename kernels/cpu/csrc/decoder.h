@@ -10,16 +10,19 @@ namespace vmp {
 
 template <class T>
 struct DecoderLayer {
-    const T* input_norm;
-    const T* post_attention_norm;
-    const T* q_norm;  // or null
-    const T* k_norm;
+    const float* input_norm;  // the weights of a norm; null: there is none
+    const float* attention_output_norm;
+    const float* mlp_norm;
+    const float* mlp_output_norm;
+    const float* q_norm;
+    const float* k_norm;
     Linear<T> qkv;
     Linear<T> o;
     Linear<T> gate_up;  // panels of W columns of gate beside the same columns of up
     Linear<T> down;
     Heads heads;
     int64_t inner;
+    int64_t table;  // the index of the table of rotary angles
 };
 
 // The adapters of a layer's projections.
@@ -35,8 +38,20 @@ template <class T>
 struct Decoder {
     const DecoderLayer<T>* layers;
     int64_t num_layers;
-    const T* norm;
+    const float* norm;
     float eps;
+    float residual_multiplier;  // of the output of each attention and each MLP
+    int64_t rounds_norms;       // 1: norms round before their weights multiply
+    int64_t norms_all_heads;    // 1: the norms of queries and of keys run over all heads of a token
+    int64_t is_gelu;            // 1: the gate is activated by GELU's tanh approximation; 0: by SiLU
+};
+
+// Tables of rotary angles [max_position, dim], `stride` elements apart; the first `dim` elements of a head are rotated.
+template <class T>
+struct RotaryTables {
+    const T* first;
+    int64_t stride;
+    int64_t dim;
 };
 
 // Rows as the next product takes them: of type T, and for 8-bit weights also quantized.
@@ -55,6 +70,7 @@ template <class T>
 struct Buffers {
     RowBuffer<T> normed;
     std::vector<T> qkv, attended, inner;
+    std::vector<T> projected;  // outputs of attention or MLP that are normed before they are added
     std::vector<float> partials;
     AdapterRows adapter_rows;
     std::vector<T> ranked;
@@ -65,8 +81,9 @@ constexpr int64_t FEW = 2;
 
 // Computes one layer with all members of a team, and adds its output to `x` [num_tokens, hidden].
 template <class T>
-void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters<T>& adapters,
-               const AttentionMetadata& step, const Attention& todo, float eps, T* x, const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<T>& b) {
+void add_layer(Member& member, const Decoder<T>& decoder, const DecoderLayer<T>& layer,
+               const LayerAdapters<T>& adapters, const AttentionMetadata& step, const Attention& todo, T* x,
+               const int64_t* positions, const RotaryTables<T>& rotary, T* k_cache, T* v_cache, Buffers<T>& b) {
     const Heads& heads = layer.heads;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
     const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
@@ -77,24 +94,43 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters
         if (tokens > FEW) return member.each(tokens, f);
         for (int64_t i = 0; i < tokens; ++i) f(i);
     };
-    auto norm = [&](const T* weight, const Linear<T>& next) {
+    auto rms_norm_into = [&](const T* from, const float* weight, int64_t dim, T* out) {
+        rms_norm(from, weight, dim, decoder.eps, decoder.rounds_norms, out);
+    };
+    auto rows_of = [&](const T* some, const Linear<T>& next) {
+        if (next.scales) each_row([&](int64_t i) { normed.quantize_row(some + i * next.inputs, next.inputs, i); });
+        return normed.rows(some, tokens);
+    };
+    auto norm = [&](const float* weight, const Linear<T>& next) {
+        if (!weight) return rows_of(x, next);
         each_row([&](int64_t i) {
             T* out = normed.values.data() + i * hidden;
-            rms_norm(x + i * hidden, weight, hidden, eps, out);
+            rms_norm_into(x + i * hidden, weight, hidden, out);
             if (next.scales) normed.quantize_row(out, hidden, i);
         });
         return normed.rows(normed.values.data(), tokens);
     };
-    auto rows_of = [&](const std::vector<T>& some, const Linear<T>& next) {
-        if (next.scales) each_row([&](int64_t i) { normed.quantize_row(some.data() + i * next.inputs, next.inputs, i); });
-        return normed.rows(some.data(), tokens);
-    };
     auto added = [&](const AdapterStack<T>* stack, const Rows<T>& rows) {
         return additions(member, stack, b.adapter_rows, rows.values, b.ranked.data());
     };
-    auto add_to_x = [&](int64_t row, int64_t column, vf sums, int count) {
-        T* out = x + row * hidden + column;
-        store_some(out, load_some(out, count) + rounded<T>(sums), count);
+    // Adds a product to `x`, normed if there is a norm.
+    auto add_product = [&](const Linear<T>& w, const Rows<T>& rows, const AdapterStack<T>* stack, const float* weight) {
+        multiply_all(member, w, rows, added(stack, rows), [&](int64_t row, int64_t column, vf sums, int count) {
+            const int64_t at = row * hidden + column;
+            if (weight)
+                store_some(b.projected.data() + at, sums, count);
+            else
+                add_some(x + at, rounded<T>(sums), decoder.residual_multiplier, count);
+        });
+        if (!weight) return;
+        member.each(tokens, [&](int64_t i) {
+            T* out = b.projected.data() + i * hidden;
+            rms_norm_into(out, weight, hidden, out);
+            for (int64_t column = 0; column < hidden; column += W) {
+                const int count = int(std::min<int64_t>(W, hidden - column));
+                add_some(x + i * hidden + column, load_some(out + column, count), decoder.residual_multiplier, count);
+            }
+        });
     };
 
     const Rows<T> attention_rows = norm(layer.input_norm, layer.qkv);
@@ -102,13 +138,22 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters
                  [&](int64_t row, int64_t column, vf sums, int count) {
                      store_some(b.qkv.data() + row * qkv_size + column, sums, count);
                  });
+    if (decoder.norms_all_heads && layer.q_norm)
+        member.each(2 * tokens, [&](int64_t i) {
+            T* queries = b.qkv.data() + i / 2 * qkv_size;
+            const int64_t size = heads.queries * head_dim;
+            if (i % 2 == 0)
+                rms_norm_into(queries, layer.q_norm, size, queries);
+            else
+                rms_norm_into(queries + size, layer.k_norm, heads.keys * head_dim, queries + size);
+        });
     member.each(tokens * all_heads, [&](int64_t i) {
         const int64_t token = i / all_heads, head = i % all_heads, cell = step.cell_mapping[token];
         T* at = b.qkv.data() + token * qkv_size + head * head_dim;
         if (head < heads.queries + heads.keys) {
-            const T* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
-            if (weight) rms_norm(at, weight, head_dim, eps, at);
-            rotate(at, cos_sin + positions[token] * head_dim, head_dim);
+            const float* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
+            if (weight && !decoder.norms_all_heads) rms_norm_into(at, weight, head_dim, at);
+            rotate(at, rotary.first + layer.table * rotary.stride + positions[token] * rotary.dim, rotary.dim);
         }
         if (head >= heads.queries) {
             const bool is_key = head < heads.queries + heads.keys;
@@ -119,30 +164,29 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters
     });
     attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, k_cache, v_cache, b.attended.data(), attended_size,
                b.partials.data());
-    const Rows<T> attended_rows = rows_of(b.attended, layer.o);
-    multiply_all(member, layer.o, attended_rows, added(adapters.o, attended_rows), add_to_x);
+    add_product(layer.o, rows_of(b.attended.data(), layer.o), adapters.o, layer.attention_output_norm);
 
-    const Rows<T> mlp_rows = norm(layer.post_attention_norm, layer.gate_up);
+    const Rows<T> mlp_rows = norm(layer.mlp_norm, layer.gate_up);
     const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
     each_panel(member, layer.gate_up, tokens, [&](int64_t i) {
         const int64_t column = i * W;
         const int count = int(std::min<int64_t>(W, layer.inner - column));
         products(layer.gate_up, i, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
-            vf product = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(up);
+            gate = rounded<T>(gate);
+            vf product = rounded<T>(decoder.is_gelu ? gelu_tanh(gate) : silu(gate)) * rounded<T>(up);
             store_some(b.inner.data() + row * layer.inner + column, product, count);
         });
     });
-    const Rows<T> inner_rows = rows_of(b.inner, layer.down);
-    multiply_all(member, layer.down, inner_rows, added(adapters.down, inner_rows), add_to_x);
+    add_product(layer.down, rows_of(b.inner.data(), layer.down), adapters.down, layer.mlp_output_norm);
 }
 
 // Computes layers `first` up to `end`, and after the last layer the norm into `out`. `x` [num_tokens, hidden] holds the
-// embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; `cos_sin` [max_position,
-// head_dim]; one cache for each layer of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the
-// decoder, and `slots` [num_tokens] are null if no token has an adapter.
+// embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; one cache for each layer
+// of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the decoder, and `slots` [num_tokens] are null
+// if no token has an adapter.
 template <class T>
 void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
-         const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads,
+         const int64_t* positions, const RotaryTables<T>& rotary, T* const* k_caches, T* const* v_caches, T* out, int threads,
          const LayerAdapters<T>* adapters, const int32_t* slots) {
     static Buffers<T> b;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
@@ -159,6 +203,7 @@ void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionM
         fit(b.qkv, tokens * layer.qkv.outputs);
         fit(b.attended, tokens * layer.o.inputs);
         fit(b.inner, tokens * layer.inner);
+        if (layer.attention_output_norm || layer.mlp_output_norm) fit(b.projected, tokens * hidden);
         fit(b.partials, plans[same - first].partials * layer.heads.queries * layer.heads.partial_size());
         if (adapters)
             for (auto* stack : {adapters[i].qkv, adapters[i].o, adapters[i].gate_up, adapters[i].down})
@@ -167,11 +212,11 @@ void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionM
     }
     team().run(threads, [&](Member& member) {
         for (int64_t i = first; i < end; ++i)
-            add_layer(member, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step, *plan_of[i - first],
-                      decoder.eps, x, positions, cos_sin, k_caches[i], v_caches[i], b);
+            add_layer(member, decoder, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step,
+                      *plan_of[i - first], x, positions, rotary, k_caches[i], v_caches[i], b);
         if (end == decoder.num_layers)
             member.each(tokens, [&](int64_t i) {
-                rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, out + i * hidden);
+                rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, decoder.rounds_norms, out + i * hidden);
             });
     });
 }
