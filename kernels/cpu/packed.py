@@ -40,8 +40,8 @@ class Arena:
 class PackedLinear:
     """`x @ weight.T + bias`, with the weights stored in the order in which a product reads them.
 
-    Results are batch-invariant. 8-bit weights have a scale for each output; the rows that they are multiplied with are
-    quantized with a scale for each row.
+    Results are batch-invariant. 8-bit weights have a scale for each output. The rows that they are multiplied with are
+    quantized to 8 bits with a scale for each row. Both are rotated first (csrc/linear.h).
     """
 
     def __init__(

@@ -61,7 +61,7 @@ constexpr int KP = 4 / sizeof(T);
 template <class T>
 struct Rows {
     const T* values;
-    const uint8_t* bytes;  // two rows of bytes for each row
+    const uint8_t* bytes;
     const float* scales;
     int64_t count;
 };
@@ -84,33 +84,95 @@ struct Linear {
     }
 };
 
-// Quantizes a row to integers of 15 bits, stored as two rows of bytes, the high 8 bits and then the low 7, in which 128
-// stands for zero. Returns the scale; NaN if the row is not finite. With only 8 bits, the rows would cost several times
-// the accuracy that the 8-bit weights cost.
+// The most values that are rotated together.
+constexpr int64_t MOST_ROTATED = 512;
+
+// The last steps of the Hadamard transform of a vector: sums and differences of elements whose places differ by HALF.
+template <int HALF = 1>
+ALWAYS_INLINE vf hadamard_lanes(vf x) {
+    vi others;
+    vf signs;
+    for (int i = 0; i < W; ++i) {
+        others[i] = i ^ HALF;
+        signs[i] = i & HALF ? -1.0f : 1.0f;
+    }
+    x = __builtin_shuffle(x, others) + x * signs;
+    if constexpr (2 * HALF < W) return hadamard_lanes<2 * HALF>(x);
+    return x;
+}
+
+// Transforms each N vectors of `size` values that are `stride` values apart.
+template <int N>
+inline void hadamard_vectors(float* x, int64_t size, int64_t stride) {
+    for (int64_t first = 0; first < size; first += N * stride)
+        for (float* at = x + first; at < x + first + stride; at += W) {
+            vf v[N];
+#pragma GCC unroll 8
+            for (int i = 0; i < N; ++i) v[i] = load(at + i * stride);
+#pragma GCC unroll 3
+            for (int half = 1; half < N; half *= 2)
+#pragma GCC unroll 8
+                for (int i = 0; i < N; ++i)
+                    if (!(i & half)) {
+                        const vf sum = v[i] + v[i + half], difference = v[i] - v[i + half];
+                        v[i] = sum;
+                        v[i + half] = difference;
+                    }
+#pragma GCC unroll 8
+            for (int i = 0; i < N; ++i) store(at + i * stride, v[i]);
+        }
+}
+
+// Multiplies `size` values with the Hadamard matrix over the root of its size, in place; `size` is a power of two from
+// 16 to MOST_ROTATED.
+inline void hadamard_block(float* x, int64_t size) {
+    const vf unit = splat(1 / std::sqrt(float(size)));
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < size; i += W) store(x + i, hadamard_lanes(load(x + i) * unit));
+    int64_t stride = W;
+    for (; 8 * stride <= size; stride *= 8) hadamard_vectors<8>(x, size, stride);
+    if (4 * stride <= size)
+        hadamard_vectors<4>(x, size, stride);
+    else if (2 * stride <= size)
+        hadamard_vectors<2>(x, size, stride);
+}
+
+// Rotates a row, in blocks as large as its length allows, as QuaRot does (Ashkboos et al. 2024): products of two rotated
+// rows are those of the rows, and a value that is much larger than the others is spread over its block, so that the
+// integers of 8 bits resolve the others too.
+inline void hadamard(float* x, int64_t dim) {
+    for (int64_t size = MOST_ROTATED; size >= 16; size /= 2)
+        for (; dim >= size; x += size, dim -= size) hadamard_block(x, size);
+}
+
+// Rotates a row and quantizes it to integers of 8 bits, stored as bytes in which 128 stands for zero. Returns the scale;
+// NaN if the row is not finite.
 template <class T>
 inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
-    constexpr float MOST = 127 * 128;
+    constexpr float MOST = 127;
+    thread_local std::vector<float> rotated;
+    rotated.resize(std::max<int64_t>(rotated.size(), dim + W));
+    float* row = rotated.data();
+    for (int64_t i = 0; i < dim; i += W) store(row + i, load_some(x + i, int(std::min<int64_t>(W, dim - i))));
+    hadamard(row, dim);
     vf most = {};
     for (int64_t i = 0; i < dim; i += W) {
-        vf value = load_some(x + i, int(std::min<int64_t>(W, dim - i)));
-        vf size = select(value < vf{}, -value, value);
+        const vf value = load(row + i), size = select(value < vf{}, -value, value);
         most = select((size > most) | (size != size), size, most);
     }
     const float bound = highest(most);
     if (!(bound < std::numeric_limits<float>::infinity())) {
-        std::memset(bytes, 128, 2 * dim);
+        std::memset(bytes, 128, dim);
         return std::numeric_limits<float>::quiet_NaN();
     }
     const float units = bound > 0 ? MOST / bound : 0;
     for (int64_t i = 0; i < dim; i += W) {
-        const int count = int(std::min<int64_t>(W, dim - i));
         // The offset makes the values positive, so that truncation rounds down.
-        vi whole = __builtin_convertvector(load_some(x + i, count) * units + (MOST + 128.5f), vi) - int(MOST) - 128;
-        vi high = (whole + 64) >> 7;
-        vb highs = __builtin_convertvector(high + 128, vb);
-        vb lows = __builtin_convertvector(whole - (high << 7) + 128, vb);
-        std::memcpy(bytes + i, &highs, count);
-        std::memcpy(bytes + dim + i, &lows, count);
+        const vb wholes = __builtin_convertvector(__builtin_convertvector(load(row + i) * units + 128.5f, vi), vb);
+        if (i + W <= dim)
+            write(bytes + i, wholes);
+        else
+            std::memcpy(bytes + i, &wholes, dim - i);
     }
     return bound / MOST;
 }
@@ -122,12 +184,12 @@ struct ByteRows {
     std::vector<float> scales;
 
     void fit(int64_t rows, int64_t most_inputs) {
-        bytes.resize(2 * rows * most_inputs);
+        bytes.resize(rows * most_inputs);
         scales.resize(rows);
     }
 
     void quantize_row(const T* x, int64_t inputs, int64_t row) {
-        scales[row] = quantize(x, inputs, bytes.data() + 2 * row * inputs);
+        scales[row] = quantize(x, inputs, bytes.data() + row * inputs);
     }
 
     Rows<T> rows(const T* x, int64_t count) const { return {x, bytes.data(), scales.data(), count}; }
@@ -141,17 +203,21 @@ inline void pack_panel(const T* const columns[NR], int64_t inputs, T* panel) {
             for (int i = 0; i < KP<T>; ++i) *panel++ = columns[n] ? columns[n][k + i] : T{};
 }
 
-// Does the same with quantization to int8; writes the scale of each column and 128 times the sum of its weights.
+// Does the same with rotation and quantization to int8; writes the scale of each column and 128 times the sum of its
+// weights.
 template <class T>
 inline void pack_panel(const T* const columns[NR], int64_t inputs, int8_t* panel, float* scales, int32_t* sums) {
+    std::vector<float> column(inputs);
     for (int n = 0; n < NR; ++n) {
+        for (int64_t k = 0; k < inputs; ++k) column[k] = columns[n] ? to_float(columns[n][k]) : 0;
+        hadamard(column.data(), inputs);
         float bound = 0;
-        for (int64_t k = 0; columns[n] && k < inputs; ++k) bound = std::max(bound, std::fabs(to_float(columns[n][k])));
+        for (float weight : column) bound = std::max(bound, std::fabs(weight));
         scales[n] = bound / 127;
         sums[n] = 0;
         const float units = bound > 0 ? 127 / bound : 0;
         for (int64_t k = 0; k < inputs; ++k) {
-            const int8_t whole = columns[n] ? int8_t(std::lrint(to_float(columns[n][k]) * units)) : 0;
+            const int8_t whole = int8_t(std::lrint(column[k] * units));
             panel[(k / 4 * NR + n) * 4 + k % 4] = whole;
             sums[n] += 128 * whole;
         }
@@ -327,18 +393,11 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
     if (w.scales) {
         const vf scale0 = load(w.scales + i * NR), scale1 = load(w.scales + i * NR + W);
         const vi sum0 = read<vi>(w.sums + i * NR), sum1 = read<vi>(w.sums + i * NR + W);
-        vi high0, high1;
-        multiply_panel(2 * x.count, x.bytes, w.inputs, w.template panel<int8_t>(i), w.inputs,
+        multiply_panel(x.count, x.bytes, w.inputs, w.template panel<int8_t>(i), w.inputs,
                        [&](int64_t row, vi first, vi second) {
-                           if (row % 2 == 0) {
-                               high0 = first - sum0;
-                               high1 = second - sum1;
-                               return;
-                           }
-                           const float scale = x.scales[row / 2];
-                           vf total0 = __builtin_convertvector(high0, vf) * 128.0f + __builtin_convertvector(first - sum0, vf);
-                           vf total1 = __builtin_convertvector(high1, vf) * 128.0f + __builtin_convertvector(second - sum1, vf);
-                           take(row / 2, total0 * (scale0 * scale) + bias0, total1 * (scale1 * scale) + bias1);
+                           const vf scale = splat(x.scales[row]);
+                           take(row, __builtin_convertvector(first - sum0, vf) * (scale0 * scale) + bias0,
+                                __builtin_convertvector(second - sum1, vf) * (scale1 * scale) + bias1);
                        });
     } else {
         multiply_panel(x.count, x.values, w.inputs, w.template panel<T>(i), w.inputs,
@@ -350,7 +409,7 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
 // its own next panel.
 template <class T, class F>
 inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) {
-    if (w.scales ? 2 * rows > MOST_ROWS<uint8_t> : rows > MOST_ROWS<T>)
+    if (rows > (w.scales ? MOST_ROWS<uint8_t> : MOST_ROWS<T>))
         member.each(w.panels(), f);
     else
         member.each_guided(w.panels(), f);
