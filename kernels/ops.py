@@ -23,8 +23,10 @@ from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.block_linear import TorchBlockLinear
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockType, BlockWeight, quantize_blocks
 from vllm_mp.kernels.cpu import attention as cpu_attention
+from vllm_mp.kernels.cpu import block_linear as cpu_blocks
 from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
+from vllm_mp.kernels.cpu.block_linear import BlockLinear
 from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
@@ -41,9 +43,11 @@ __all__ = [
     "SAMPLING_FILTERS",
     "AdapterStack",
     "AnyAdapterStack",
+    "AnyBlockLinear",
     "AttentionMetadata",
     "BlockType",
     "BlockWeight",
+    "DecoderOptions",
     "DrawParams",
     "Factors",
     "LayerWeights",
@@ -76,6 +80,8 @@ __all__ = [
 
 AnyAdapterStack = AdapterStack | PackedAdapterStack
 """Memory for the LoRA adapters of a projection, in the form that its product reads."""
+AnyBlockLinear = BlockLinear | TorchBlockLinear
+"""A product with weights in block types."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -286,16 +292,19 @@ def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = 
     return None if kernels is None else PackedLinear(kernels, weight, bias, quantization)
 
 
-def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch.dtype) -> TorchBlockLinear:
+def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch.dtype) -> AnyBlockLinear:
     """Return the product with `parts`, one below another, and `bias` [outputs], for rows and results of `dtype`.
 
     The weights stay where they are: `parts` are never copied, and must not change or vanish.
     """
-    return TorchBlockLinear(parts, bias, dtype)
+    kernels = library() if cpu_blocks.can_read(parts, dtype) else None
+    return TorchBlockLinear(parts, bias, dtype) if kernels is None else BlockLinear(kernels, parts, bias, dtype)
 
 
 def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows `ids` of `weight`, dequantized, as `dtype` [*ids.shape, inputs]."""
+    """Return rows `ids` of `weight`, dequantized, as `dtype` [*ids.shape, inputs]; `ids` int64, in range."""
+    if cpu_blocks.can_read([weight], dtype) and (kernels := library()):
+        return cpu_blocks.embedding(kernels, weight, ids, dtype)
     rows = BlockWeight(weight.data[ids.flatten()], weight.type, weight.inputs)
     return rows.dequantized().to(dtype).view(*ids.shape, -1)
 
@@ -303,18 +312,17 @@ def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Ten
 def fuse_decoder(
     layers: Iterable[LayerWeights], norm: Tensor, options: DecoderOptions, quantization: str | None = None
 ) -> nn.Module | None:
-    """Return a decoder that is computed by one call, with a copy of the weights; None if no kernel does that.
+    """Return a decoder that is computed by one call; None if no kernel does that.
 
-    The `layers` have the same shapes. Each is taken from the iterator after the layer before it was copied.
-    `norm` is the weight of the last norm.
+    Weights are copied, except those in block types, to which `quantization` does not apply. The `layers` have the same
+    shapes. Each is taken from the iterator after the layer before it was copied. `norm` is the weight of the last norm.
     """
     iterator = iter(layers)
     first = next(iterator)
     kernels = library() if can_fuse(first, options) else None
     if kernels is None:
         return None
-    layers = itertools.chain([first], iterator)
-    return FusedDecoder(kernels, layers, norm, options, first.o_proj[0].dtype, quantization)
+    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, options, quantization)
 
 
 def _operations(x: Tensor) -> Any:

@@ -1,7 +1,9 @@
-"""Measure what quantization costs in accuracy: the perplexity of a text for the unquantized and the quantized model.
+"""Measure what a format of the weights costs in accuracy: the perplexity of a text for each of several formats.
 
-The weights are quantized by default (`--quantization int8`); with `--kv-cache-dtype fp8` the KV cache is, or both are.
-The text is split into windows of tokens, which the engine scores by its log-probabilities of a prompt.
+A format is made of words joined by "+": a dtype (bfloat16, float32), a value of --quantization (int8, int4, fp8, ...),
+kv-fp8 for an FP8 KV cache, or a model to use in place of --model, such as a GGUF file. The text is split into windows
+of tokens, which the engine scores by its log-probabilities of a prompt. All formats are compared with the first; the
+standard error is that of the mean difference between the scores of the same tokens.
 """
 
 import argparse
@@ -9,15 +11,20 @@ import asyncio
 import dataclasses
 import json
 import math
+import statistics
 import sys
+import time
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, Final
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
 
-WINDOW = 1024
-CHARACTERS = 30_000
+WINDOW: Final = 1024
+CHARACTERS: Final = 30_000
+DTYPES: Final = ("float32", "bfloat16", "float16")
+STREAMS: Final = (1, 16)
+NEW_TOKENS: Final = 64
 
 
 def reference_text() -> str:
@@ -25,62 +32,101 @@ def reference_text() -> str:
     return "\n".join(topics[name] for name in sorted(topics))[:CHARACTERS]
 
 
-async def perplexity(engine: AsyncLLM, text: str) -> tuple[float, int]:
-    """Return the perplexity of `text`, and the number of scored tokens: all but the first of each window."""
+def options_of(name: str, args: AsyncEngineArgs) -> AsyncEngineArgs:
+    """Return `args` with the format `name`. Raises ValueError, as the engine does, for an unknown word."""
+    changed: dict[str, Any] = {}
+    for word in name.split("+"):
+        if word in DTYPES:
+            changed["dtype"] = word
+        elif word == "kv-fp8":
+            changed["kv_cache_dtype"] = "fp8"
+        elif Path(word).exists():
+            changed["model"] = word
+        else:
+            changed["quantization"] = word
+    return dataclasses.replace(args, **changed)
+
+
+async def scores(engine: AsyncLLM, text: str) -> list[float]:
+    """Return the log-probability of each scored token of `text`: of all but the first of each window."""
     ids = (await engine.get_tokenizer()).encode(text)
     window = min(WINDOW, engine.model_config.max_model_len - 1)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    total, count = 0.0, 0
+    found = []
     for start in range(0, len(ids), window):
         piece = ids[start : start + window]
         async for output in engine.generate({"prompt_token_ids": piece}, params):
-            scores = output.prompt_logprobs
-        for token, logprobs in zip(piece[1:], scores[1:], strict=True):
-            total += logprobs[token].logprob
-            count += 1
-    return math.exp(-total / count), count
+            of_window = output.prompt_logprobs
+        found += [logprobs[token].logprob for token, logprobs in zip(piece[1:], of_window[1:], strict=True)]
+    return found
 
 
-def measure(args: AsyncEngineArgs, text: str) -> tuple[float, int]:
-    """Return what `perplexity` returns for an engine with these options."""
-    engine = AsyncLLM.from_engine_args(args)
-    try:
-        return asyncio.run(perplexity(engine, text))
-    finally:
-        engine.shutdown()
+async def speed(engine: AsyncLLM, streams: int) -> float:
+    """Return the tokens per second that `streams` requests at once get."""
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, ignore_eos=True)
+
+    async def run(number: int) -> None:
+        async for _ in engine.generate({"prompt_token_ids": [10 + number, 20, 30]}, params):
+            pass
+
+    start = time.perf_counter()
+    await asyncio.gather(*(run(number) for number in range(streams)))
+    return streams * NEW_TOKENS / (time.perf_counter() - start)
+
+
+def measure(formats: dict[str, AsyncEngineArgs], text: str, rounds: int) -> list[dict[str, Any]]:
+    """Return the figures of each format; speeds are medians of `rounds`, in which the formats take turns."""
+    results: list[dict[str, Any]] = []
+    engines: list[AsyncLLM] = []
+    first: list[float] = []
+    with asyncio.Runner() as runner:
+        try:
+            for name, args in formats.items():
+                engines.append(AsyncLLM.from_engine_args(args))
+                found = runner.run(scores(engines[-1], text))
+                first = first or found
+                results.append({"format": name, "tokens": len(found), "perplexity": math.exp(-statistics.fmean(found))})
+                if len(engines) > 1 and len(found) == len(first):
+                    more = [a - b for a, b in zip(first, found, strict=True)]
+                    results[-1]["percent_more"] = 100 * math.expm1(statistics.fmean(more))
+                    results[-1]["standard_error"] = 100 * statistics.stdev(more) / math.sqrt(len(more))
+                if not rounds:
+                    engines[-1].shutdown()
+            for streams in STREAMS if rounds else ():
+                turns = [[runner.run(speed(engine, streams)) for engine in engines] for _ in range(rounds)]
+                for figures, speeds in zip(results, zip(*turns, strict=True), strict=True):
+                    figures[f"tokens_per_second_{streams}"] = statistics.median(speeds)
+        finally:
+            for engine in engines:
+                engine.shutdown()
+    return results
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the figures as a table of Markdown."""
+    names = list({name: None for figures in results for name in figures})
+    rows = [[shown(figures.get(name)) for name in names] for figures in results]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, ["---"] * len(names), *rows])
+
+
+def shown(value: float | str | None) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8"], help="formats (bfloat16 int8)")
     parser.add_argument("--text", type=Path, help="file with the text (part of Python's language reference)")
+    parser.add_argument("--rounds", type=int, default=0, help="also measure the decode speed, in N rounds (0)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     AsyncEngineArgs.add_cli_args(parser)
     parser.set_defaults(disable_log_requests=True)
-    args = parser.parse_args()
-    if args.quantization is None and args.kv_cache_dtype == "auto":
-        args.quantization = "int8"
-    quantized = AsyncEngineArgs.from_cli_args(args)
-    text = args.text.read_text() if args.text else reference_text()
-    plain, count = measure(dataclasses.replace(quantized, quantization=None, kv_cache_dtype="auto"), text)
-    reduced, _ = measure(quantized, text)
-    figures: dict[str, Any] = {
-        "model": quantized.model,
-        "quantization": quantized.quantization,
-        "kv_cache_dtype": quantized.kv_cache_dtype,
-        "tokens": count,
-        "perplexity": plain,
-        "perplexity_quantized": reduced,
-        "percent_more": 100 * (reduced / plain - 1),
-    }
-    if args.json:
-        print(json.dumps(figures, indent=1))
-    else:
-        print(
-            "\n".join(
-                f"{name:<22}{value:.4g}" if isinstance(value, float) else f"{name:<22}{value}"
-                for name, value in figures.items()
-            )
-        )
+    options = parser.parse_args()
+    args = AsyncEngineArgs.from_cli_args(options)
+    formats = {name: options_of(name, args) for name in options.formats}
+    text = options.text.read_text() if options.text else reference_text()
+    results = measure(formats, text, options.rounds)
+    print(json.dumps(results, indent=1) if options.json else table(results))
     return 0
 
 

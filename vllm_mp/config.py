@@ -153,7 +153,9 @@ class DeviceConfig(msgspec.Struct, kw_only=True):
     device: str
     """"auto" until the core chooses; then "cpu" or "cuda"."""
     num_threads: int
-    """Threads of the core's CPU kernels; 0: one thread for each processor core that the process may use."""
+    """Threads of the core's CPU kernels; 0: as many as `host_cpus.default_threads` finds."""
+    cpus: str = ""
+    """CPUs that the core may use, as `host_cpus.parse_cpus` reads them; empty: all that the process may use."""
 
 
 class AttentionConfig(msgspec.Struct, kw_only=True):

@@ -24,6 +24,7 @@ from vllm_mp.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm_mp.host_cpus import parse_cpus
 from vllm_mp.lora_request import parse_adapter
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
@@ -52,6 +53,8 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
     Raises ValueError, naming field, value and remedy, for a model that cannot be found or read, an unknown
     architecture, or settings that contradict each other or the model. Raises what `resolve_model` raises.
     """
+    if args.cpus:
+        parse_cpus(args.cpus)
     folder = resolve_model(
         args.model,
         revision=args.revision,

@@ -106,10 +106,15 @@ class EngineArgs(Options):
     )
     num_threads: int = option(
         0,
-        "Run the core's CPU kernels with N threads; 0: one thread for each available processor core.",
+        "Run the core's CPU kernels with N threads; 0: one for each CPU that it may use.",
         low=0,
         high=1024,
         subject="device",
+    )
+    cpus: str = option(
+        "",
+        "Let the core use only these CPUs: numbers, ranges and NUMA nodes, such as 0-15,32 or node0. Default: all that "
+        "its process may use.",
     )
     gpu_memory_utilization: float = option(
         0.9,

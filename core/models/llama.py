@@ -239,7 +239,9 @@ class Decoder(nn.Module):
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
         arch = self.arch
         if cache_dtype == self.dtype:
-            options = ops.DecoderOptions(arch.norm_eps, arch.activation, arch.residual_multiplier, arch.norms_all_heads)
+            options = ops.DecoderOptions(
+                self.dtype, arch.norm_eps, arch.activation, arch.residual_multiplier, arch.norms_all_heads
+            )
             fused = ops.fuse_decoder(self._weights(), self.norm, options, quantization)
             if fused is not None:
                 return fused

@@ -1,12 +1,12 @@
 """The choice of device, dtype, step size, overlap, attention and threads. The config gets all but the threads."""
 
 import logging
-import os
 
 import torch
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.cpu_info import cpu_flags
+from vllm_mp.host_cpus import bind_process, default_threads, describe, usable_cpus
 from vllm_mp.kernels import attention_backends
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,15 @@ def choose_attention(
 
 
 def set_threads(config: VllmConfig) -> None:
-    """Give the CPU kernels the configured number of threads, or a thread for each usable processor core."""
-    torch.set_num_threads(config.device_config.num_threads or len(os.sched_getaffinity(0)))
+    """Bind this process to the configured CPUs, and give the CPU kernels the configured or default number of threads.
+
+    Raises ValueError if the process may not use the configured CPUs.
+    """
+    device = config.device_config
+    cpus = bind_process(device.cpus) if device.cpus else usable_cpus()
+    torch.set_num_threads(device.num_threads or default_threads())
+    if device.device == "cpu":
+        logger.info("computing with %d threads on %s", torch.get_num_threads(), describe(cpus))
 
 
 def _cpu_multiplies_bfloat16() -> bool:

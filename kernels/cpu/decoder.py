@@ -9,19 +9,36 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
+from vllm_mp.kernels.block_weight import BlockWeight
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.attention import c_metadata
-from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, CLayerAdapters, CRotaryTables, Library, address
+from vllm_mp.kernels.cpu.block_linear import BlockLinear, can_read
+from vllm_mp.kernels.cpu.library import (
+    CBlockDecoderLayer,
+    CDecoder,
+    CDecoderLayer,
+    CHeads,
+    CLayerAdapters,
+    CRotaryTables,
+    Library,
+    address,
+)
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 
 WORK_A_CALL = 2e9
 """The most multiplications in a call that computes several layers: a few milliseconds of work."""
+_GATE_UP: Final = 2
+"""The place of gate and up among a layer's projections."""
 _LEAST_ROWS: Final = 16
 """Fewer tokens take as long as this many, because reading the weights takes longer than multiplying them."""
 
 
+Projection = tuple[Tensor | Sequence[BlockWeight], Tensor | None]
+"""A weight [out, in], or parts of it one below another, and a bias [out] or None."""
+
+
 class LayerWeights(NamedTuple):
-    """The weights and shapes of a decoder layer. A projection is (weight [out, in], bias [out] or None).
+    """The weights and shapes of a decoder layer, all of whose projections have either tensors or block types.
 
     The weights of norms are None where there is no norm, and of one dtype; see `ops.rms_norm`.
     """
@@ -32,31 +49,34 @@ class LayerWeights(NamedTuple):
     mlp_output_norm: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    qkv_proj: tuple[Tensor, Tensor | None]
-    o_proj: tuple[Tensor, Tensor | None]
-    gate_up_proj: tuple[Tensor, Tensor | None]
-    down_proj: tuple[Tensor, Tensor | None]
+    qkv_proj: Projection
+    o_proj: Projection
+    gate_up_proj: Projection
+    down_proj: Projection
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int | None
-    soft_cap: float | None
-    table: int
+    soft_cap: float | None = None
+    table: int = 0
     """The index of the layer's table of rotary angles."""
-    has_fused_parts: bool
+    has_fused_parts: bool = False
     """True: an adapter changes q, k and v as one part, and so gate and up."""
 
 
 class DecoderOptions(NamedTuple):
     """The computation that all layers of a decoder share."""
 
+    dtype: torch.dtype
     eps: float
-    activation: str
+    activation: str = "silu"
     """A key of `GATE_ACTIVATIONS`."""
-    residual_multiplier: float
-    norms_all_heads: bool
+    residual_multiplier: float = 1.0
+    norms_all_heads: bool = False
     """True: the norms of queries and of keys run over all heads of a token, not over each."""
+    rotates_pairs: bool = False
+    """True: rotary embedding rotates neighbouring elements of a head instead of elements half a head apart."""
 
 
 GATE_ACTIVATIONS: Final = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
@@ -72,45 +92,46 @@ class FusedDecoder(nn.Module):
         layers: Iterable[LayerWeights],
         norm: Tensor,
         options: DecoderOptions,
-        dtype: torch.dtype,
         quantization: str | None,
     ) -> None:
-        """Copy the weights; each layer is taken from `layers` after the layer before it was copied."""
+        """Copy the weights, except those in block types; see `ops.fuse_decoder`."""
         super().__init__()
         self._kept: list[Tensor | None] = []
         """Owners of memory that `_interfaces` points to, as are `_projections`."""
         arena = Arena()
-        self._projections: list[list[PackedLinear]] = []
+        self._projections: list[list[PackedLinear | BlockLinear]] = []
         """Of each layer: qkv, o, gate and up, down."""
         self._part_sizes: list[list[Sequence[int]]] = []
-        interfaces = [self._packed(library, layer, quantization, arena) for layer in layers]
+        interfaces: list[Any] = [self._packed(library, layer, options.dtype, quantization, arena) for layer in layers]
         self._layer_weights = max(map(_num_weights, interfaces))
         self._norm = _in_float32(norm)
-        self._interfaces = (CDecoderLayer * len(interfaces))(*interfaces)
+        self._interfaces = (type(interfaces[0]) * len(interfaces))(*interfaces)
         decoder = ctypes.byref(
             CDecoder(
-                self._interfaces,
+                ctypes.addressof(self._interfaces),
                 len(interfaces),
                 self._norm.data_ptr(),
                 options.eps,
                 options.residual_multiplier,
-                norm.dtype == dtype,
-                options.norms_all_heads,
+                int(norm.dtype == options.dtype),
+                int(options.norms_all_heads),
                 GATE_ACTIVATIONS[options.activation],
+                int(options.rotates_pairs),
             )
         )
         self._adapter_stacks: list[PackedAdapterStack] = []
         self._adapters: Any = None
         """The `CLayerAdapters` of each layer; None if no adapter can be loaded."""
-        run = library.function("decoder", dtype)
+        has_blocks = isinstance(interfaces[0], CBlockDecoderLayer)
+        run = library.function("block_decoder" if has_blocks else "decoder", options.dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
-    def _packed(self, library: Library, layer: LayerWeights, quantization: str | None, arena: Arena) -> CDecoderLayer:
+    def _packed(
+        self, library: Library, layer: LayerWeights, dtype: torch.dtype, quantization: str | None, arena: Arena
+    ) -> CDecoderLayer | CBlockDecoderLayer:
         projections = [
-            PackedLinear(library, *layer.qkv_proj, quantization, arena=arena),
-            PackedLinear(library, *layer.o_proj, quantization, arena=arena),
-            PackedLinear(library, *layer.gate_up_proj, quantization, is_pair=True, arena=arena),
-            PackedLinear(library, *layer.down_proj, quantization, arena=arena),
+            _product(library, projection, dtype, quantization, arena, is_pair=i == _GATE_UP)
+            for i, projection in enumerate(_projections(layer))
         ]
         norms = [None if norm is None else _in_float32(norm) for norm in layer[:6]]
         self._projections.append(projections)
@@ -125,7 +146,8 @@ class FusedDecoder(nn.Module):
             scale=layer.scale,
             soft_cap=layer.soft_cap or 0.0,
         )
-        return CDecoderLayer(
+        kind = CBlockDecoderLayer if isinstance(projections[0], BlockLinear) else CDecoderLayer
+        return kind(
             *(None if norm is None else norm.data_ptr() for norm in norms),
             *(part.interface for part in projections),
             heads,
@@ -179,14 +201,33 @@ class FusedDecoder(nn.Module):
         return out
 
 
+def _projections(layer: LayerWeights) -> list[Projection]:
+    return [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj]
+
+
+def _product(
+    library: Library,
+    projection: Projection,
+    dtype: torch.dtype,
+    quantization: str | None,
+    arena: Arena,
+    *,
+    is_pair: bool,
+) -> PackedLinear | BlockLinear:
+    weight, bias = projection
+    if isinstance(weight, Tensor):
+        return PackedLinear(library, weight, bias, quantization, is_pair=is_pair, arena=arena)
+    return BlockLinear(library, weight, bias, dtype, is_pair=is_pair)
+
+
 def _part_sizes(layer: LayerWeights) -> list[Sequence[int]]:
     """Return the number of outputs of each part of qkv, o, gate and up, down."""
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    inner = len(layer.gate_up_proj[0]) // 2
+    inner = _outputs(layer.gate_up_proj) // 2
     qkv, gate_up = [queries, keys, keys], [inner, inner]
     if layer.has_fused_parts:
         qkv, gate_up = [sum(qkv)], [sum(gate_up)]
-    return [qkv, [len(layer.o_proj[0])], gate_up, [len(layer.down_proj[0])]]
+    return [qkv, [_outputs(layer.o_proj)], gate_up, [_outputs(layer.down_proj)]]
 
 
 def _in_float32(norm: Tensor) -> Tensor:
@@ -194,7 +235,12 @@ def _in_float32(norm: Tensor) -> Tensor:
     return norm.detach().to(torch.float32, copy=True)
 
 
-def _num_weights(layer: CDecoderLayer) -> int:
+def _outputs(projection: Projection) -> int:
+    weight = projection[0]
+    return len(weight) if isinstance(weight, Tensor) else sum(part.outputs for part in weight)
+
+
+def _num_weights(layer: CDecoderLayer | CBlockDecoderLayer) -> int:
     return sum(part.inputs * part.outputs for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
 
 
@@ -214,9 +260,11 @@ class _LayersFrom(nn.Module):
 
 def can_fuse(weights: LayerWeights, options: DecoderOptions) -> bool:
     """Tell whether the kernels can compute a layer with these weights and options."""
-    projections = (weights.qkv_proj, weights.o_proj, weights.gate_up_proj, weights.down_proj)
     return (
         options.activation in GATE_ACTIVATIONS
         and weights.head_dim % 2 == 0
-        and all(can_pack(weight) for weight, _ in projections)
+        and all(
+            can_pack(weight) if isinstance(weight, Tensor) else can_read(weight, options.dtype)
+            for weight, _ in _projections(weights)
+        )
     )

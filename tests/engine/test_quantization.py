@@ -38,12 +38,12 @@ def test_int8_perplexity_is_within_3_percent_of_the_unquantized_model(tmp_path):
         [sys.executable, str(TOOL), "--text", str(text), "--json"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
-    assert figures["quantization"] == "int8"
-    assert figures["tokens"] > 800
-    assert 0 < abs(figures["percent_more"]) < 3
-    ratio = figures["perplexity_quantized"] / figures["perplexity"]
-    assert figures["percent_more"] == pytest.approx(100 * (ratio - 1))
+    plain, int8 = json.loads(done.stdout)
+    assert (plain["format"], int8["format"]) == ("bfloat16", "int8")
+    assert plain["tokens"] == int8["tokens"] > 800
+    assert 0 < abs(int8["percent_more"]) < 3
+    assert 0 < int8["standard_error"] < 3
+    assert int8["percent_more"] == pytest.approx(100 * (int8["perplexity"] / plain["perplexity"] - 1))
 
 
 def test_int8_is_refused_by_name_for_the_transformers_backend(tmp_path):

@@ -65,6 +65,7 @@ NOT_READ = {
 OPTIONS_OF_LORA = ("max_loras", "max_cpu_loras", "max_lora_rank", "lora_modules")
 """The options that have an effect only with `enable_lora`."""
 _SPECIAL_VALUES: dict[str, typing.Any] = {
+    "cpus": "0-3,node0",
     "chat_template": "{{ messages }}",
     "download_dir": "/a b",
     "enable_chunked_prefill": False,

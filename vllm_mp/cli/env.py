@@ -14,7 +14,8 @@ from typing import Any
 
 import vllm_mp
 from vllm_mp.cli.table import size_text
-from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name, refusal
+from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name, obstacle
+from vllm_mp.host_cpus import cpu_time_limit, default_threads, describe, usable_cpus
 from vllm_mp.host_memory import host_memory
 from vllm_mp.model_store import cache_root
 from vllm_mp.model_store.entries import folder_size
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [("python", report["python"]), ("platform", report["platform"]), *report["packages"].items()]
     rows += [
         ("cpu", f"{report['cpu']['name']}, {report['cpu']['cores']} cores"),
+        ("threads", f"{report['cpu']['threads']} by default, on {report['cpu']['cpus']}"),
         ("features", ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in report["cpu"]["features"].items())),
         ("kernels", "; ".join([report["kernels"]["build"], *report["kernels"]["others"].values()])),
         (
@@ -95,7 +97,10 @@ def _report() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "cpu": {
             "name": cpu_name() or platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": len(usable_cpus()),
+            "cpus": describe(usable_cpus()),
+            "threads": default_threads(),
+            "time_limit": cpu_time_limit(),
             "features": {name: needed <= flags for name, needed in _FEATURES.items()},
         },
         "kernels": {"build": build, "others": others},
@@ -129,13 +134,11 @@ def _version(package: str) -> str:
 
 def _kernels() -> tuple[str, dict[str, str]]:
     """Return the build of the CPU kernels that a core uses, and why it uses none of the faster ones."""
-    folder, flags = Path(vllm_mp.__file__).parent / "kernels" / "cpu", cpu_flags()
+    folder = Path(vllm_mp.__file__).parent / "kernels" / "cpu"
     others = {}
     chosen = os.environ.get(KERNELS_VARIABLE)
-    for name, needs in KERNEL_BUILDS.items():
-        if missing := sorted(needs - flags):
-            others[name] = f"{name} needs {', '.join(missing)}"
-        elif (reason := refusal(name)) is not None:
+    for name in KERNEL_BUILDS:
+        if (reason := obstacle(name)) is not None:
             others[name] = reason
         elif not any(folder.glob(f"_{name}.*so")):
             others[name] = f"{name} is not built"

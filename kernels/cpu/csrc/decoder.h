@@ -8,7 +8,8 @@
 
 namespace vmp {
 
-template <class T>
+// A layer whose projections are `Weight`: Linear or BlockLinear.
+template <class Weight>
 struct DecoderLayer {
     const float* input_norm;  // the weights of a norm; null: there is none
     const float* attention_output_norm;
@@ -16,10 +17,10 @@ struct DecoderLayer {
     const float* mlp_output_norm;
     const float* q_norm;
     const float* k_norm;
-    Linear<T> qkv;
-    Linear<T> o;
-    Linear<T> gate_up;  // panels of W columns of gate beside the same columns of up
-    Linear<T> down;
+    Weight qkv;
+    Weight o;
+    Weight gate_up;  // panels of W columns of gate beside the same columns of up
+    Weight down;
     Heads heads;
     int64_t inner;
     int64_t table;  // the index of the table of rotary angles
@@ -34,16 +35,17 @@ struct LayerAdapters {
     const AdapterStack<T>* down;
 };
 
-template <class T>
+template <class Weight>
 struct Decoder {
-    const DecoderLayer<T>* layers;
+    const DecoderLayer<Weight>* layers;
     int64_t num_layers;
     const float* norm;
     float eps;
     float residual_multiplier;  // of the output of each attention and each MLP
-    int64_t rounds_norms;       // 1: norms round before their weights multiply
-    int64_t norms_all_heads;    // 1: the norms of queries and of keys run over all heads of a token
-    int64_t is_gelu;            // 1: the gate is activated by GELU's tanh approximation; 0: by SiLU
+    int64_t rounds_norms;       // whether norms round before their weights multiply
+    int64_t norms_all_heads;    // whether the norms of queries and of keys run over all heads of a token
+    int64_t is_gelu;            // whether the tanh approximation of GELU activates the gate, instead of SiLU
+    int64_t rotates_pairs;      // whether rotary embedding rotates neighbouring elements
 };
 
 // Tables of rotary angles [max_position, dim], `stride` elements apart; the first `dim` elements of a head are rotated.
@@ -54,21 +56,23 @@ struct RotaryTables {
     int64_t dim;
 };
 
-// Rows as the next product takes them: of type T, and for 8-bit weights also quantized.
-template <class T>
-struct RowBuffer : ByteRows<T> {
-    std::vector<T> values;
+// Rows as the next product takes them: of type T, and also quantized if it requires that.
+template <class Weight>
+struct RowBuffer : Weight::Buffer {
+    std::vector<typename Weight::Value> values;
 
     void fit(int64_t rows, int64_t most_inputs) {
         values.resize(rows * most_inputs);
-        ByteRows<T>::fit(rows, most_inputs);
+        Weight::Buffer::fit(rows, most_inputs);
     }
 };
 
 // Memory that the layers of a step share; it grows to the size of the largest step.
-template <class T>
+template <class Weight>
 struct Buffers {
-    RowBuffer<T> normed;
+    using T = typename Weight::Value;
+
+    RowBuffer<Weight> normed;
     std::vector<T> qkv, attended, inner;
     std::vector<T> projected;  // outputs of attention or MLP that are normed before they are added
     std::vector<float> partials;
@@ -80,16 +84,16 @@ struct Buffers {
 constexpr int64_t FEW = 2;
 
 // Computes one layer with all members of a team, and adds its output to `x` [num_tokens, hidden].
-template <class T>
-void add_layer(Member& member, const Decoder<T>& decoder, const DecoderLayer<T>& layer,
+template <class Weight, class T = typename Weight::Value>
+void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLayer<Weight>& layer,
                const LayerAdapters<T>& adapters, const AttentionMetadata& step, const Attention& todo, T* x,
-               const int64_t* positions, const RotaryTables<T>& rotary, T* k_cache, T* v_cache, Buffers<T>& b) {
+               const int64_t* positions, const RotaryTables<T>& rotary, T* k_cache, T* v_cache, Buffers<Weight>& b) {
     const Heads& heads = layer.heads;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
     const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
-    thread_local RowBuffer<T> own;
+    thread_local RowBuffer<Weight> own;
     if (tokens <= FEW) own.fit(tokens, std::max({hidden, attended_size, layer.inner}));
-    RowBuffer<T>& normed = tokens <= FEW ? own : b.normed;
+    RowBuffer<Weight>& normed = tokens <= FEW ? own : b.normed;
     auto each_row = [&](auto&& f) {
         if (tokens > FEW) return member.each(tokens, f);
         for (int64_t i = 0; i < tokens; ++i) f(i);
@@ -97,24 +101,24 @@ void add_layer(Member& member, const Decoder<T>& decoder, const DecoderLayer<T>&
     auto rms_norm_into = [&](const T* from, const float* weight, int64_t dim, T* out) {
         rms_norm(from, weight, dim, decoder.eps, decoder.rounds_norms, out);
     };
-    auto rows_of = [&](const T* some, const Linear<T>& next) {
-        if (next.scales) each_row([&](int64_t i) { normed.quantize_row(some + i * next.inputs, next.inputs, i); });
+    auto rows_of = [&](const T* some, const Weight& next) {
+        if (next.quantizes()) each_row([&](int64_t i) { normed.quantize_row(some + i * next.inputs, next.inputs, i); });
         return normed.rows(some, tokens);
     };
-    auto norm = [&](const float* weight, const Linear<T>& next) {
+    auto norm = [&](const float* weight, const Weight& next) {
         if (!weight) return rows_of(x, next);
         each_row([&](int64_t i) {
             T* out = normed.values.data() + i * hidden;
             rms_norm_into(x + i * hidden, weight, hidden, out);
-            if (next.scales) normed.quantize_row(out, hidden, i);
+            if (next.quantizes()) normed.quantize_row(out, hidden, i);
         });
         return normed.rows(normed.values.data(), tokens);
     };
-    auto added = [&](const AdapterStack<T>* stack, const Rows<T>& rows) {
+    auto added = [&](const AdapterStack<T>* stack, const auto& rows) {
         return additions(member, stack, b.adapter_rows, rows.values, b.ranked.data());
     };
     // Adds a product to `x`, normed if there is a norm.
-    auto add_product = [&](const Linear<T>& w, const Rows<T>& rows, const AdapterStack<T>* stack, const float* weight) {
+    auto add_product = [&](const Weight& w, const auto& rows, const AdapterStack<T>* stack, const float* weight) {
         multiply_all(member, w, rows, added(stack, rows), [&](int64_t row, int64_t column, vf sums, int count) {
             const int64_t at = row * hidden + column;
             if (weight)
@@ -133,7 +137,7 @@ void add_layer(Member& member, const Decoder<T>& decoder, const DecoderLayer<T>&
         });
     };
 
-    const Rows<T> attention_rows = norm(layer.input_norm, layer.qkv);
+    const auto attention_rows = norm(layer.input_norm, layer.qkv);
     multiply_all(member, layer.qkv, attention_rows, added(adapters.qkv, attention_rows),
                  [&](int64_t row, int64_t column, vf sums, int count) {
                      store_some(b.qkv.data() + row * qkv_size + column, sums, count);
@@ -153,7 +157,8 @@ void add_layer(Member& member, const Decoder<T>& decoder, const DecoderLayer<T>&
         if (head < heads.queries + heads.keys) {
             const float* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
             if (weight && !decoder.norms_all_heads) rms_norm_into(at, weight, head_dim, at);
-            rotate(at, rotary.first + layer.table * rotary.stride + positions[token] * rotary.dim, rotary.dim);
+            const T* angles = rotary.first + layer.table * rotary.stride + positions[token] * rotary.dim;
+            decoder.rotates_pairs ? rotate_pairs(at, angles, rotary.dim) : rotate(at, angles, rotary.dim);
         }
         if (head >= heads.queries) {
             const bool is_key = head < heads.queries + heads.keys;
@@ -166,7 +171,7 @@ void add_layer(Member& member, const Decoder<T>& decoder, const DecoderLayer<T>&
                b.partials.data());
     add_product(layer.o, rows_of(b.attended.data(), layer.o), adapters.o, layer.attention_output_norm);
 
-    const Rows<T> mlp_rows = norm(layer.mlp_norm, layer.gate_up);
+    const auto mlp_rows = norm(layer.mlp_norm, layer.gate_up);
     const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
     each_panel(member, layer.gate_up, tokens, [&](int64_t i) {
         const int64_t column = i * W;
@@ -182,20 +187,20 @@ void add_layer(Member& member, const Decoder<T>& decoder, const DecoderLayer<T>&
 
 // Computes layers `first` up to `end`, and after the last layer the norm into `out`. `x` [num_tokens, hidden] holds the
 // embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; one cache for each layer
-// of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the decoder, and `slots` [num_tokens] are null
-// if no token has an adapter.
-template <class T>
-void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
-         const int64_t* positions, const RotaryTables<T>& rotary, T* const* k_caches, T* const* v_caches, T* out, int threads,
-         const LayerAdapters<T>* adapters, const int32_t* slots) {
-    static Buffers<T> b;
+// of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the decoder, and `slots` [num_tokens] are
+// null if no token has an adapter.
+template <class Weight, class T = typename Weight::Value>
+void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
+         const int64_t* positions, const RotaryTables<T>& rotary, T* const* k_caches, T* const* v_caches, T* out,
+         int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {
+    static Buffers<Weight> b;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);
     std::vector<const Attention*> plan_of(end - first);
     auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
     b.adapter_rows.group(adapters ? slots : nullptr, tokens);
     for (int64_t i = first; i < end; ++i) {
-        const DecoderLayer<T>& layer = decoder.layers[i];
+        const DecoderLayer<Weight>& layer = decoder.layers[i];
         int64_t same = first;  // the first layer with the same window
         while (decoder.layers[same].heads.window != layer.heads.window) ++same;
         if (same == i) plans[i - first] = plan(step, layer.heads);
