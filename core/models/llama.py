@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
+from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_experts
 from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
+from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
@@ -93,28 +95,6 @@ class Attention(AttentionLayer):
         return Destination([[], [1]], FLOAT_DTYPES, keep, is_required=False)
 
 
-class MLP(nn.Module):
-    """The gated feed-forward network, with gate and up in one projection."""
-
-    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        inner, hidden = arch.intermediate_size, arch.hidden_size
-        parts = [2 * inner] if arch.has_fused_projections else [inner, inner]
-        self.gate_up_proj = Linear(hidden, parts, arch.mlp_bias, dtype, device, arch.fp8)
-        self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device, arch.fp8)
-        self.activation = None if arch.activation in ("silu", "swish") else ops.ACTIVATIONS[arch.activation]
-
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        gate_up = self.gate_up_proj(x, adapter_slots)
-        if self.activation is None:
-            product = ops.silu_and_mul(gate_up)
-        else:
-            gate, up = gate_up.chunk(2, -1)
-            product = self.activation(gate) * up
-        out: Tensor = self.down_proj(product, adapter_slots)
-        return out
-
-
 class DecoderLayer(nn.Module):
     """Attention and MLP, whose outputs are added to the residual stream, with norms before or after each, or both."""
 
@@ -127,7 +107,11 @@ class DecoderLayer(nn.Module):
             norm_weight(arch, arch.hidden_size, dtype, device) if has_norm else None for has_norm in has_norms * 2
         )
         self.attention = Attention(arch, layer, dtype, device)
-        self.mlp = MLP(arch, dtype, device)
+        self.mlp: MLP | ExpertMLP
+        if arch.experts is not None and arch.experts.layers[layer]:
+            self.mlp = ExpertMLP(arch, arch.experts, dtype, device)
+        else:
+            self.mlp = MLP(arch, arch.intermediate_size, dtype, device)
         self.table = int(arch.local_rope is not None and arch.sliding_window[layer] is not None)
         """The index of the layer's table of rotary angles."""
         self.has_fused_projections = arch.has_fused_projections
@@ -178,11 +162,12 @@ class DecoderLayer(nn.Module):
 
     def projections(self) -> list[Linear]:
         """Return the projections in the order of `core.lora.targets.projections`."""
-        return [self.attention.qkv_proj, self.attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
+        return [self.attention.qkv_proj, self.attention.o_proj, *self.mlp.adaptable_projections()]
 
     def weights(self) -> ops.LayerWeights:
         """Return the weights and shapes of this layer, for `ops.fuse_decoder`."""
         attention, mlp = self.attention, self.mlp
+        assert isinstance(mlp, MLP)
         return ops.LayerWeights(
             input_norm=self.input_norm,
             attention_output_norm=self.attention_output_norm,
@@ -238,7 +223,7 @@ class Decoder(nn.Module):
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
         arch = self.arch
-        if cache_dtype == self.dtype:
+        if arch.experts is None and cache_dtype == self.dtype:
             options = ops.DecoderOptions(
                 self.dtype, arch.norm_eps, arch.activation, arch.residual_multiplier, arch.norms_all_heads
             )
@@ -342,7 +327,7 @@ class LlamaForCausalLM(nn.Module):
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
         load_checkpoint(
             self._destinations(),
-            ((self._name(name), tensor) for name, tensor in tensors),
+            separate_experts((self._name(name), tensor) for name, tensor in tensors),
             prefix="model.",
             ignored=self._ignores,
             tied=tied,
@@ -354,6 +339,8 @@ class LlamaForCausalLM(nn.Module):
             name = re.sub(r"\.weight_scale_inv$", ".weight_scale", name)
         # Checkpoints of models of text and images name the text part.
         name = re.sub(r"^(model\.)?language_model\.(model\.)?", "", name)
+        if self.arch.experts is not None:
+            name = mixture_name(name)
         return re.sub(r"\.[kv]_proj\.([kv]_scale)$", r".\1", name)
 
     def _ignores(self, name: str) -> bool:
@@ -380,11 +367,9 @@ class LlamaForCausalLM(nn.Module):
             attention, mlp = layer.attention, layer.mlp
             norms |= layer.norms_by_name(at)
             qkv = ["qkv_proj"] if fused else ["q_proj", "k_proj", "v_proj"]
-            gate_up = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
             places |= attention.qkv_proj.destinations([f"{at}self_attn.{name}" for name in qkv])
             places |= attention.o_proj.destinations([at + "self_attn.o_proj"])
-            places |= mlp.gate_up_proj.destinations([f"{at}mlp.{name}" for name in gate_up])
-            places |= mlp.down_proj.destinations([at + "mlp.down_proj"])
+            places |= mlp.destinations(at + "mlp.")
             for part, name in enumerate("kv"):
                 places[f"{at}self_attn.{name}_scale"] = attention.kv_scale(part)
         return places | {f"{name}.weight": self._norm(weight) for name, weight in norms.items() if weight is not None}

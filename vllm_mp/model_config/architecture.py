@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from vllm_mp.model_config.experts import Experts
 from vllm_mp.model_config.quantization import Fp8Scales
 from vllm_mp.model_config.rope import Rope
 
@@ -81,6 +82,8 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """True: a query/key norm (`qk_norm`) runs over all heads together, not over each."""
     has_fused_projections: bool = False
     """True: the checkpoint has one matrix for q, k and v, and one for gate and up."""
+    experts: Experts | None = None
+    """The experts of a mixture of experts."""
     num_token_types: int = 0
     """Rows of an encoder's table of token types: the first row is of all tokens, except that the second is of the
     second text of a pair; 0: no table."""
