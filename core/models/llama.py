@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
+from vllm_mp.core.models.block_matrix import destination_of, embedding, vocabulary_matrix
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
 from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_experts
 from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
@@ -42,8 +42,9 @@ class Attention(AttentionLayer):
         """Scales of the keys and of the values; a cache of 8-bit floats holds each divided by its scale."""
         sizes = [heads * arch.head_dim for heads in self.heads]
         parts = [sum(sizes)] if arch.has_fused_projections else sizes
-        self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, dtype, device, arch.fp8)
-        self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, dtype, device, arch.fp8)
+        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "has_blocks": arch.blocks is not None}
+        self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, **form)
+        self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, **form)
         self.norms_all_heads = arch.norms_all_heads
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
@@ -271,13 +272,13 @@ class LlamaForCausalLM(nn.Module):
             )
         self.arch = arch
         self.kv_shapes = arch.kv_shapes
-        at: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.embed_tokens = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self._dtype = dtype
+        self.embed_tokens = vocabulary_matrix(arch, dtype, device)
         self.decoder: nn.Module = Decoder(arch, dtype, device)
         head = self.embed_tokens
         if not arch.tie_word_embeddings:
-            head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
-        self.lm_head = VocabularyHead(head)
+            head = vocabulary_matrix(arch, dtype, device)
+        self.lm_head = VocabularyHead(head, dtype)
         ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
         tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
         self.cos_sin: Tensor
@@ -299,7 +300,7 @@ class LlamaForCausalLM(nn.Module):
         return hidden
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        embeds = F.embedding(input_ids, self.embed_tokens)
+        embeds = embedding(input_ids, self.embed_tokens, self._dtype)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -323,7 +324,7 @@ class LlamaForCausalLM(nn.Module):
         stacks: list[ops.AnyAdapterStack] = decoder.make_adapter_stacks(num_slots, max_rank)
         return stacks
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor | ops.BlockWeight]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
         load_checkpoint(
             self._destinations(),
@@ -357,9 +358,9 @@ class LlamaForCausalLM(nn.Module):
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
         fused = arch.has_fused_projections
-        places: dict[str, Tensor | Destination] = {"embed_tokens.weight": self.embed_tokens}
+        places: dict[str, Tensor | Destination] = {"embed_tokens.weight": destination_of(self.embed_tokens)}
         if not arch.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head.weight
+            places["lm_head.weight"] = destination_of(self.lm_head.weight)
         norms: dict[str, Tensor | None] = {"norm": decoder.norm}
         for i, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)
