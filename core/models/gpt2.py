@@ -12,7 +12,7 @@ from vllm_mp.core.models.block_matrix import destination_of, embedding, vocabula
 from vllm_mp.core.models.checkpoint import Destination, load_checkpoint
 from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 
@@ -100,8 +100,8 @@ class GPT2LMHeadModel(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return self.lm_head.argmax(hidden)
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        return self.lm_head.argmax(hidden, masks)
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         pack_projections(self, quantization)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm_mp.core.models.block_matrix import BlockMatrix, projection_type
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, Destination
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import pack_linear
+from vllm_mp.kernels.ops import TokenMasks, pack_linear
 from vllm_mp.model_config.quantization import Fp8Scales
 
 
@@ -176,9 +176,9 @@ class VocabularyHead(nn.Module):
         logits: Tensor = self._packed(hidden, torch.float32)
         return logits
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """Return `ops.argmax` of the logits of `hidden` [n, hidden_size]; packed weights fuse the two."""
-        return ops.argmax(self(hidden)) if self._packed is None else self._packed.argmax(hidden)
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        """Return `ops.masked_argmax` of the logits of `hidden` [n, hidden_size]; packed weights fuse the two."""
+        return ops.masked_argmax(self(hidden), masks) if self._packed is None else self._packed.argmax(hidden, masks)
 
 
 def make_adapter_stacks(projections: Iterable[Linear], num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:

@@ -21,7 +21,7 @@ from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stac
 from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 logger = logging.getLogger(__name__)
@@ -310,9 +310,9 @@ class LlamaForCausalLM(nn.Module):
         cap = self.arch.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def argmax(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
         # Dividing logits and capping them keeps their order.
-        return self.lm_head.argmax(hidden)
+        return self.lm_head.argmax(hidden, masks)
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         assert isinstance(self.decoder, Decoder)
