@@ -42,7 +42,7 @@ class Attention(AttentionLayer):
         """Scales of the keys and of the values; a cache of 8-bit floats holds each divided by its scale."""
         sizes = [heads * arch.head_dim for heads in self.heads]
         parts = [sum(sizes)] if arch.has_fused_projections else sizes
-        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "has_blocks": arch.blocks is not None}
+        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "blocks": arch.blocks}
         self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, **form)
         self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, **form)
         self.norms_all_heads = arch.norms_all_heads
