@@ -9,6 +9,7 @@ The C++ kernels are batch-invariant. All tensors of a call are on one device. Un
 are new tensors and inputs are left alone.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -59,8 +60,10 @@ __all__ = [
     "block_embedding",
     "block_linear",
     "encoder_attention",
+    "experts",
     "fp8_linear",
     "fuse_decoder",
+    "gated_product",
     "gelu",
     "gelu_tanh",
     "layer_norm",
@@ -197,6 +200,29 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """Return the tanh approximation of GELU, with which GPT-2 was trained, elementwise."""
     activated: Tensor = _operations(x).gelu_tanh(x)
     return activated
+
+
+def gated_product(x: Tensor, activation: str) -> Tensor:
+    """Return `f(x[..., :dim]) * x[..., dim:]` for `x` [..., 2 * dim] and the function f = `ACTIVATIONS[activation]`."""
+    if activation in ("silu", "swish"):
+        return silu_and_mul(x)
+    gate, up = x.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def experts(
+    x: Tensor, expert_ids: Tensor, router_weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+) -> Tensor:
+    """Return, for each token, the weighted sum of the outputs of its experts (Shazeer et al. 2017).
+
+    `x` [num_tokens, hidden]; `expert_ids` int64 [num_tokens, num_chosen], distinct for each token; `router_weights`
+    float32 of the same shape; `gate_up` [num_experts, 2 * inner, hidden] and `down` [num_experts, hidden, inner]:
+    expert e computes `gated_product(x @ gate_up[e].T, activation) @ down[e].T`. The sum is float32, and is rounded
+    once.
+    """
+    activate = functools.partial(gated_product, activation=activation)
+    total: Tensor = _operations(x).experts(x, expert_ids, router_weights, gate_up, down, activate)
+    return total
 
 
 # Keyed by the name that a Hugging Face configuration gives the function.

@@ -10,6 +10,7 @@ from torch import nn
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
+from vllm_mp.core.models.block_matrix import count_block_weights
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
@@ -33,12 +34,17 @@ def load_model(
         if arch.rope is not None:
             # Rotary angles are computed for the positions that requests can have, and LongRoPE's for that context.
             arch = msgspec.structs.replace(arch, max_position=config.max_model_len)
+        if arch.blocks is not None and device.type != "cpu":
+            raise ValueError(
+                f"quantization={config.quantization!r} is computed on CPUs only, and the device is {device}; set "
+                "device='cpu', or leave the quantization out"
+            )
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.weights_seed, progress)
         native = cast("NativeModel", model)
-        native.num_parameters = count_parameters(model)
-        # FP8 weights were made by `load_weights` already.
-        native.pack(None if config.quantization == "fp8" else config.quantization, cache_dtype or dtype)
+        native.num_parameters = count_parameters(model) + count_block_weights(model)
+        # `load_weights` made all other kinds of weights already.
+        native.pack("int8" if config.quantization == "int8" else None, cache_dtype or dtype)
         return native
     # Imported here, because importing transformers takes seconds, which native models do not need.
     from vllm_mp.core.models import transformers_backend
