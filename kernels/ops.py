@@ -32,7 +32,7 @@ from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
-from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams
+from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
 from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "LayerWeights",
     "PackedAdapterStack",
     "PackedLinear",
+    "TokenMasks",
     "add_adapters",
     "add_rms_norm",
     "apply_token_masks",
@@ -67,6 +68,7 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "layer_norm",
+    "masked_argmax",
     "pack_linear",
     "paged_attention",
     "quantize_blocks",
@@ -255,6 +257,14 @@ def argmax(scores: Tensor) -> Tensor:
         return cpu_logits.argmax(kernels, scores)
     places: Tensor = _operations(scores).argmax(scores)
     return places
+
+
+def masked_argmax(logits: Tensor, masks: TokenMasks | None) -> Tensor:
+    """Return `argmax` of `logits` [n, vocab_size], of the tokens that `masks` allow; may overwrite `logits`."""
+    if masks is not None:
+        logits = logits.contiguous()
+        apply_token_masks(logits, *masks)
+    return argmax(logits)
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:

@@ -12,7 +12,7 @@ from vllm_mp.core.models.block_matrix import destination_of, embedding, vocabula
 from vllm_mp.core.models.checkpoint import Destination, load_checkpoint
 from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 
@@ -39,11 +39,11 @@ class Block(AttentionLayer):
         self.activation = ops.ACTIVATIONS[arch.activation]
         hidden, inner = arch.hidden_size, arch.intermediate_size
         self.ln_1 = LayerNorm(hidden, arch.norm_eps, dtype, device)
-        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device, has_blocks=arch.blocks is not None)
-        self.o_proj = Linear(hidden, hidden, True, dtype, device, has_blocks=arch.blocks is not None)
+        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device, blocks=arch.blocks)
+        self.o_proj = Linear(hidden, hidden, True, dtype, device, blocks=arch.blocks)
         self.ln_2 = LayerNorm(hidden, arch.norm_eps, dtype, device)
-        self.up_proj = Linear(hidden, inner, True, dtype, device, has_blocks=arch.blocks is not None)
-        self.down_proj = Linear(inner, hidden, True, dtype, device, has_blocks=arch.blocks is not None)
+        self.up_proj = Linear(hidden, inner, True, dtype, device, blocks=arch.blocks)
+        self.down_proj = Linear(inner, hidden, True, dtype, device, blocks=arch.blocks)
 
     def forward(self, x: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         tokens, hidden = x.shape
@@ -100,8 +100,8 @@ class GPT2LMHeadModel(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return self.lm_head.argmax(hidden)
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        return self.lm_head.argmax(hidden, masks)
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         pack_projections(self, quantization)

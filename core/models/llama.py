@@ -21,7 +21,7 @@ from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stac
 from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Attention(AttentionLayer):
         """Scales of the keys and of the values; a cache of 8-bit floats holds each divided by its scale."""
         sizes = [heads * arch.head_dim for heads in self.heads]
         parts = [sum(sizes)] if arch.has_fused_projections else sizes
-        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "has_blocks": arch.blocks is not None}
+        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "blocks": arch.blocks}
         self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, **form)
         self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, **form)
         self.norms_all_heads = arch.norms_all_heads
@@ -318,9 +318,9 @@ class LlamaForCausalLM(nn.Module):
         cap = self.arch.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def argmax(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
         # Dividing logits and capping them keeps their order.
-        return self.lm_head.argmax(hidden)
+        return self.lm_head.argmax(hidden, masks)
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         assert isinstance(self.decoder, Decoder)

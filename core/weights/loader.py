@@ -14,6 +14,7 @@ from vllm_mp.core.models.block_matrix import count_block_weights
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
+from vllm_mp.core.weights.four_bit_checkpoint import unpacked
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 
@@ -73,8 +74,10 @@ def load_weights(
             progress(1.0)
         return
     loader: Any = model
+    tensors = read_tensors(checkpoint_files(folder), progress)
+    four_bits = loader.arch.four_bits
     try:
-        loader.load_weights(read_tensors(checkpoint_files(folder), progress))
+        loader.load_weights(tensors if four_bits is None else unpacked(tensors, four_bits))
     except CheckpointMismatchError as error:
         raise ValueError(
             f"{folder}: {error}. Check that config.json and the weights belong to the same model."
