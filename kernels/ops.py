@@ -28,11 +28,11 @@ from vllm_mp.kernels.cpu import block_linear as cpu_blocks
 from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
-from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
+from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
-from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams
+from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
 from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
@@ -48,11 +48,13 @@ __all__ = [
     "AttentionMetadata",
     "BlockType",
     "BlockWeight",
+    "DecoderOptions",
     "DrawParams",
     "Factors",
     "LayerWeights",
     "PackedAdapterStack",
     "PackedLinear",
+    "TokenMasks",
     "add_adapters",
     "add_rms_norm",
     "apply_token_masks",
@@ -67,6 +69,7 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "layer_norm",
+    "masked_argmax",
     "pack_linear",
     "paged_attention",
     "quantize_blocks",
@@ -257,6 +260,14 @@ def argmax(scores: Tensor) -> Tensor:
     return places
 
 
+def masked_argmax(logits: Tensor, masks: TokenMasks | None) -> Tensor:
+    """Return `argmax` of `logits` [n, vocab_size], of the tokens that `masks` allow; may overwrite `logits`."""
+    if masks is not None:
+        logits = logits.contiguous()
+        apply_token_masks(logits, *masks)
+    return argmax(logits)
+
+
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
     """See `kernels.sampling.sample`."""
     if cpu_logits.can_read(logits) and (kernels := library()):
@@ -335,24 +346,19 @@ def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Ten
 
 
 def fuse_decoder(
-    layers: Iterable[LayerWeights],
-    norm: Tensor,
-    eps: float,
-    quantization: str | None = None,
-    rotates_pairs: bool = False,
+    layers: Iterable[LayerWeights], norm: Tensor, options: DecoderOptions, quantization: str | None = None
 ) -> nn.Module | None:
     """Return a decoder that is computed by one call; None if no kernel does that.
 
     Weights are copied, except those in block types, to which `quantization` does not apply. The `layers` have the same
-    shapes. Each is taken from the iterator after the layer before it was copied. With `rotates_pairs`, rotary embedding
-    rotates neighbouring elements of a head instead of elements half a head apart.
+    shapes. Each is taken from the iterator after the layer before it was copied. `norm` is the weight of the last norm.
     """
     iterator = iter(layers)
     first = next(iterator)
-    kernels = library() if can_fuse(first) else None
+    kernels = library() if can_fuse(first, options) else None
     if kernels is None:
         return None
-    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization, rotates_pairs)
+    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, options, quantization)
 
 
 def _operations(x: Tensor) -> Any:

@@ -1,10 +1,12 @@
 """Copy the tensors of a checkpoint into a model's parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from vllm_mp.kernels.block_weight import BlockWeight
 
 MAX_LISTED = 8
 """The most problems that an error names."""
@@ -22,15 +24,17 @@ class Destination(NamedTuple):
     """The shapes that the tensor may have."""
     dtypes: Sequence[torch.dtype]
     """The dtypes that the tensor may have."""
-    copy_: Callable[[Tensor], object]
+    copy_: Callable[[Any], object]
     """Stores the tensor."""
     is_required: bool = True
     """False: the checkpoint may lack the tensor."""
+    takes_blocks: bool = False
+    """True: weights in block types are stored too."""
 
 
 def load_checkpoint(
     destinations: Mapping[str, Tensor | Destination],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor | BlockWeight]],
     *,
     prefix: str,
     ignored: Callable[[str], bool],
@@ -45,7 +49,7 @@ def load_checkpoint(
     """
     filled: set[str] = set()
     problems: list[str] = []
-    alias: Tensor | None = None
+    alias: Tensor | BlockWeight | None = None
     for full_name, tensor in tensors:
         name = full_name.removeprefix(prefix)
         if ignored(name):
@@ -59,11 +63,15 @@ def load_checkpoint(
             place = Destination([destination.shape], FLOAT_DTYPES, destination.copy_)
         else:
             place = destination
-        if tensor.shape not in map(torch.Size, place.shapes):
-            expected = " or ".join(str(list(shape)) for shape in place.shapes)
-            problems.append(f"{full_name} has shape {list(tensor.shape)}, not {expected}")
+        shape = [tensor.outputs, tensor.inputs] if isinstance(tensor, BlockWeight) else list(tensor.shape)
+        if shape not in map(list, place.shapes):
+            expected = " or ".join(str(list(allowed)) for allowed in place.shapes)
+            problems.append(f"{full_name} has shape {shape}, not {expected}")
             filled.add(name)
-        elif tensor.dtype not in place.dtypes:
+        elif isinstance(tensor, BlockWeight) and not place.takes_blocks:
+            problems.append(f"{full_name} has the block type {tensor.type.name}, not floats")
+            filled.add(name)
+        elif isinstance(tensor, Tensor) and tensor.dtype not in place.dtypes:
             expected = (
                 "a 16, 32 or 64-bit float" if place.dtypes is FLOAT_DTYPES else " or ".join(map(str, place.dtypes))
             )
@@ -75,18 +83,21 @@ def load_checkpoint(
             place.copy_(tensor)
             filled.add(name)
     if tied is not None and alias is not None:
-        target = destinations[tied[1]]
-        assert isinstance(target, Tensor)
+        target: Any = destinations[tied[1]]
         if tied[1] not in filled:
             target.copy_(alias)
             filled.add(tied[1])
-        elif not torch.equal(target, alias.to(device=target.device, dtype=target.dtype)):
+        elif isinstance(target, Tensor) and not _equal(target, alias):
             problems.append(f"{tied[0]} differs from {tied[1]} although the configuration ties them")
     for name, wanted in destinations.items():
         if name not in filled and (isinstance(wanted, Tensor) or wanted.is_required):
             problems.append(f"missing {name}")
     if problems:
         raise CheckpointMismatchError(listed(problems))
+
+
+def _equal(target: Tensor, alias: Tensor | BlockWeight) -> bool:
+    return isinstance(alias, Tensor) and torch.equal(target, alias.to(device=target.device, dtype=target.dtype))
 
 
 def listed(problems: Sequence[str]) -> str:

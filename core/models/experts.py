@@ -96,7 +96,7 @@ def mixture_name(name: str) -> str:
     return name
 
 
-def separate_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def separate_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield `tensors`, with a tensor for each expert in place of those that hold all experts of a layer.
 
     Such a tensor is [num_experts, 2 * inner, hidden], gate before up, or [num_experts, hidden, inner].

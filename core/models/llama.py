@@ -11,17 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
+from vllm_mp.core.models.block_matrix import destination_of, embedding, vocabulary_matrix
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
 from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_experts
 from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
 from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,9 @@ class Attention(AttentionLayer):
         """Scales of the keys and of the values; a cache of 8-bit floats holds each divided by its scale."""
         sizes = [heads * arch.head_dim for heads in self.heads]
         parts = [sum(sizes)] if arch.has_fused_projections else sizes
-        self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, dtype, device, arch.fp8)
-        self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, dtype, device, arch.fp8)
+        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "blocks": arch.blocks}
+        self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, **form)
+        self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, **form)
         self.norms_all_heads = arch.norms_all_heads
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
@@ -114,6 +115,7 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(arch, arch.intermediate_size, dtype, device)
         self.table = int(arch.local_rope is not None and arch.sliding_window[layer] is not None)
         """The index of the layer's table of rotary angles."""
+        self.has_fused_projections = arch.has_fused_projections
 
     def forward(
         self,
@@ -166,12 +168,12 @@ class DecoderLayer(nn.Module):
     def weights(self) -> ops.LayerWeights:
         """Return the weights and shapes of this layer, for `ops.fuse_decoder`."""
         attention, mlp = self.attention, self.mlp
-        assert self.input_norm is not None
-        assert self.mlp_norm is not None
         assert isinstance(mlp, MLP)
         return ops.LayerWeights(
             input_norm=self.input_norm,
-            post_attention_norm=self.mlp_norm,
+            attention_output_norm=self.attention_output_norm,
+            mlp_norm=self.mlp_norm,
+            mlp_output_norm=self.mlp_output_norm,
             q_norm=attention.q_norm,
             k_norm=attention.k_norm,
             qkv_proj=attention.qkv_proj.parts,
@@ -183,6 +185,9 @@ class DecoderLayer(nn.Module):
             head_dim=attention.head_dim,
             scale=attention.scale,
             window=attention.window,
+            soft_cap=attention.soft_cap,
+            table=self.table,
+            has_fused_parts=self.has_fused_projections,
         )
 
 
@@ -192,6 +197,7 @@ class Decoder(nn.Module):
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.arch = arch
+        self.dtype = dtype
         self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
         self.norm = norm_weight(arch, arch.hidden_size, dtype, device)
 
@@ -217,8 +223,12 @@ class Decoder(nn.Module):
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
-        if _is_plain(self.arch) and cache_dtype == self.norm.dtype:
-            fused = ops.fuse_decoder(self._weights(), self.norm, self.arch.norm_eps, quantization)
+        arch = self.arch
+        if arch.experts is None and cache_dtype == self.dtype:
+            options = ops.DecoderOptions(
+                self.dtype, arch.norm_eps, arch.activation, arch.residual_multiplier, arch.norms_all_heads
+            )
+            fused = ops.fuse_decoder(self._weights(), self.norm, options, quantization)
             if fused is not None:
                 return fused
         pack_projections(self, quantization)
@@ -238,23 +248,6 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             yield layer.weights()
             self.layers[i] = nn.Module()
-
-
-def _is_plain(arch: NativeArchitecture) -> bool:
-    """Tell whether `ops.fuse_decoder` computes the layers of `arch`: those of Llama, Qwen2 and Qwen3."""
-    return (
-        arch.experts is None
-        and arch.activation in ("silu", "swish")
-        and arch.norm_place == "before"
-        and arch.norm_offset is None
-        and arch.residual_multiplier == 1.0
-        and arch.attention_soft_cap is None
-        and arch.local_rope is None
-        and arch.rope is not None
-        and arch.rope.partial_factor == 1.0
-        and not arch.norms_all_heads
-        and not arch.has_fused_projections
-    )
 
 
 def norm_weight(arch: NativeArchitecture, size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -279,13 +272,13 @@ class LlamaForCausalLM(nn.Module):
             )
         self.arch = arch
         self.kv_shapes = arch.kv_shapes
-        at: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.embed_tokens = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self._dtype = dtype
+        self.embed_tokens = vocabulary_matrix(arch, dtype, device)
         self.decoder: nn.Module = Decoder(arch, dtype, device)
         head = self.embed_tokens
         if not arch.tie_word_embeddings:
-            head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
-        self.lm_head = VocabularyHead(head)
+            head = vocabulary_matrix(arch, dtype, device)
+        self.lm_head = VocabularyHead(head, dtype)
         ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
         tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
         self.cos_sin: Tensor
@@ -307,7 +300,7 @@ class LlamaForCausalLM(nn.Module):
         return hidden
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        embeds = F.embedding(input_ids, self.embed_tokens)
+        embeds = embedding(input_ids, self.embed_tokens, self._dtype)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -317,9 +310,9 @@ class LlamaForCausalLM(nn.Module):
         cap = self.arch.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def argmax(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
         # Dividing logits and capping them keeps their order.
-        return self.lm_head.argmax(hidden)
+        return self.lm_head.argmax(hidden, masks)
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         assert isinstance(self.decoder, Decoder)
@@ -331,7 +324,7 @@ class LlamaForCausalLM(nn.Module):
         stacks: list[ops.AnyAdapterStack] = decoder.make_adapter_stacks(num_slots, max_rank)
         return stacks
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor | ops.BlockWeight]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
         load_checkpoint(
             self._destinations(),
@@ -365,9 +358,9 @@ class LlamaForCausalLM(nn.Module):
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
         fused = arch.has_fused_projections
-        places: dict[str, Tensor | Destination] = {"embed_tokens.weight": self.embed_tokens}
+        places: dict[str, Tensor | Destination] = {"embed_tokens.weight": destination_of(self.embed_tokens)}
         if not arch.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head.weight
+            places["lm_head.weight"] = destination_of(self.lm_head.weight)
         norms: dict[str, Tensor | None] = {"norm": decoder.norm}
         for i, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)

@@ -1,5 +1,7 @@
 """The gated feed-forward network of the Llama family."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +19,9 @@ class MLP(nn.Module):
         super().__init__()
         hidden = arch.hidden_size
         parts = [2 * inner] if arch.has_fused_projections else [inner, inner]
-        self.gate_up_proj = Linear(hidden, parts, arch.mlp_bias, dtype, device, arch.fp8)
-        self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device, arch.fp8)
+        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "blocks": arch.blocks}
+        self.gate_up_proj = Linear(hidden, parts, arch.mlp_bias, **form)
+        self.down_proj = Linear(inner, hidden, arch.mlp_bias, **form)
         self._gate_up_names = ["gate_up_proj"] if arch.has_fused_projections else ["gate_proj", "up_proj"]
         self._activation = arch.activation
 

@@ -10,9 +10,11 @@ from torch import nn
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
+from vllm_mp.core.models.block_matrix import count_block_weights
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
+from vllm_mp.core.weights.four_bit_checkpoint import unpacked
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 
@@ -33,12 +35,17 @@ def load_model(
         if arch.rope is not None:
             # Rotary angles are computed for the positions that requests can have, and LongRoPE's for that context.
             arch = msgspec.structs.replace(arch, max_position=config.max_model_len)
+        if arch.blocks is not None and device.type != "cpu":
+            raise ValueError(
+                f"quantization={config.quantization!r} is computed on CPUs only, and the device is {device}; set "
+                "device='cpu', or leave the quantization out"
+            )
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.weights_seed, progress)
         native = cast("NativeModel", model)
-        native.num_parameters = count_parameters(model)
-        # FP8 weights were made by `load_weights` already.
-        native.pack(None if config.quantization == "fp8" else config.quantization, cache_dtype or dtype)
+        native.num_parameters = count_parameters(model) + count_block_weights(model)
+        # `load_weights` made all other kinds of weights already.
+        native.pack("int8" if config.quantization == "int8" else None, cache_dtype or dtype)
         return native
     # Imported here, because importing transformers takes seconds, which native models do not need.
     from vllm_mp.core.models import transformers_backend
@@ -67,8 +74,10 @@ def load_weights(
             progress(1.0)
         return
     loader: Any = model
+    tensors = read_tensors(checkpoint_files(folder), progress)
+    four_bits = loader.arch.four_bits
     try:
-        loader.load_weights(read_tensors(checkpoint_files(folder), progress))
+        loader.load_weights(tensors if four_bits is None else unpacked(tensors, four_bits))
     except CheckpointMismatchError as error:
         raise ValueError(
             f"{folder}: {error}. Check that config.json and the weights belong to the same model."

@@ -10,7 +10,16 @@ import pytest
 import torch
 from support.covering import covering
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from vllm_mp import cpu_info
 from vllm_mp.core.lora.targets import projections
@@ -136,6 +145,19 @@ def test_argmax_finds_the_first_of_the_highest_outputs(build, dtype, quantizatio
     for rows in (1, 2, 13, 40):
         x = torch.randn(rows, 64, generator=generator).to(dtype)
         assert torch.equal(product.argmax(x), reference.argmax(product(x, torch.float32)))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_argmax_takes_only_tokens_that_a_mask_allows(build, quantization):
+    product = PackedLinear(build, torch.randn(70, 64), None, quantization)
+    x = torch.randn(20, 64)
+    x[5, 3] = float("nan")
+    logits = product(x, torch.float32)
+    masks = torch.randint(-(2**31), 2**31, (4, 3)).int()
+    masks[1] = 0
+    given = ops.TokenMasks(masks, torch.tensor([17, 0, 5, 9]))
+    assert torch.equal(product.argmax(x, given), ops.masked_argmax(logits, given))
+    assert product.argmax(x, given)[[0, 5]].tolist() == [ops.NO_PLACE] * 2
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -298,6 +320,13 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
     "one-kv-head": LlamaConfig(**{**SIZES, "hidden_size": 90, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    "gemma2": Gemma2Config(
+        **SIZES, head_dim=32, sliding_window=9, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=32, sliding_window=9, sliding_window_pattern=2),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0, partial_rotary_factor=0.75),
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.22, embedding_multiplier=12.0, logits_scaling=8.0),
+    "olmo2": Olmo2Config(**SIZES),
 }
 
 
@@ -307,7 +336,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fused_decoder_agrees_with_its_modules(build, dtype, quantization, name, monkeypatch):
     config = CONFIGS[name]
-    architecture = type(config).__name__.replace("Config", "ForCausalLM")
+    architecture = type(config).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
     arch = read_architecture({**config.to_dict(), "architectures": [architecture]})
     modules, packed = (build_model(arch, dtype, "cpu") for _ in range(2))
     fill_with_dummy_weights(modules, 0)
