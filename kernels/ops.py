@@ -41,6 +41,7 @@ __all__ = [
     "SAMPLING_FILTERS",
     "AdapterStack",
     "AnyAdapterStack",
+    "AnyLinear",
     "AttentionMetadata",
     "BlockType",
     "BlockWeight",
@@ -76,6 +77,8 @@ __all__ = [
 
 AnyAdapterStack = AdapterStack | PackedAdapterStack
 """Memory for the LoRA adapters of a projection, in the form that its product reads."""
+AnyLinear = PackedLinear | TorchBlockLinear
+"""A product that keeps its weights in a form of its own."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

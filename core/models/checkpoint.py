@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vllm_mp.kernels.block_weight import BlockWeight
+
 MAX_LISTED = 8
 """The most problems that an error names."""
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -28,9 +30,21 @@ class Destination(NamedTuple):
     """False: the checkpoint may lack the tensor."""
 
 
+class Rows(NamedTuple):
+    """A matrix of a model, or rows of one, whose place a matrix in a block type can take."""
+
+    tensor: Tensor
+    replace: Callable[[BlockWeight], object]
+    """Takes the matrix instead of a copy to `tensor`."""
+
+
+AnyDestination = Tensor | Destination | Rows
+AnyWeight = Tensor | BlockWeight
+
+
 def load_checkpoint(
-    destinations: Mapping[str, Tensor | Destination],
-    tensors: Iterable[tuple[str, Tensor]],
+    destinations: Mapping[str, AnyDestination],
+    tensors: Iterable[tuple[str, AnyWeight]],
     *,
     prefix: str,
     ignored: Callable[[str], bool],
@@ -39,7 +53,8 @@ def load_checkpoint(
     """Copy each checkpoint tensor into the parameter, or the part of a fused one, that has its name.
 
     `destinations` maps names, without the optional `prefix`, to the views that they fill, in the checkpoint's shape.
-    The copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Tensors for which `ignored(name)` is
+    The copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Matrices in block types replace `Rows`, and are
+    dequantized for other destinations. Tensors for which `ignored(name)` is
     true are skipped. With `tied = (alias, target)` the alias may be absent; if present it must equal the target.
     Raises CheckpointMismatchError naming what is missing, unexpected, misshapen or of another dtype.
     """
@@ -55,6 +70,15 @@ def load_checkpoint(
         if destination is None:
             problems.append(f"unexpected {full_name}")
             continue
+        if isinstance(destination, Rows):
+            fits = isinstance(tensor, BlockWeight) and destination.tensor.shape == (tensor.outputs, tensor.inputs)
+            if isinstance(tensor, BlockWeight) and fits and not is_alias:
+                destination.replace(tensor)
+                filled.add(name)
+                continue
+            destination = destination.tensor
+        if isinstance(tensor, BlockWeight):
+            tensor = tensor.dequantized()
         if isinstance(destination, Tensor):
             place = Destination([destination.shape], FLOAT_DTYPES, destination.copy_)
         else:
@@ -76,6 +100,7 @@ def load_checkpoint(
             filled.add(name)
     if tied is not None and alias is not None:
         target = destinations[tied[1]]
+        target = target.tensor if isinstance(target, Rows) else target
         assert isinstance(target, Tensor)
         if tied[1] not in filled:
             target.copy_(alias)
@@ -83,7 +108,7 @@ def load_checkpoint(
         elif not torch.equal(target, alias.to(device=target.device, dtype=target.dtype)):
             problems.append(f"{tied[0]} differs from {tied[1]} although the configuration ties them")
     for name, wanted in destinations.items():
-        if name not in filled and (isinstance(wanted, Tensor) or wanted.is_required):
+        if name not in filled and (not isinstance(wanted, Destination) or wanted.is_required):
             problems.append(f"missing {name}")
     if problems:
         raise CheckpointMismatchError(listed(problems))

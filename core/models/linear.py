@@ -1,5 +1,6 @@
 """The projections of the native models."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, Destination
+from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, AnyDestination, Destination, Rows
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import PackedLinear, pack_linear
+from vllm_mp.kernels.ops import BlockWeight, pack_linear
 from vllm_mp.model_config.quantization import Fp8Scales
 
 
@@ -48,26 +49,29 @@ class Linear(nn.Module):
             groups = -(-in_size // ops.FLOAT8_GROUP) if fp8 == "block" else 1
             scale = torch.empty(out_size // self._rows, groups, dtype=torch.float32, device=device)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self._packed: PackedLinear | None = None
+        self._blocks: dict[int, BlockWeight] = {}
+        """The weights in block types, by the number of the fused projection."""
+        self._packed: ops.AnyLinear | None = None
         self._adapters: ops.AnyAdapterStack | None = None
         """None if no adapter can be loaded."""
 
-    def destinations(self, names: Sequence[str]) -> dict[str, Tensor | Destination]:
+    def destinations(self, names: Sequence[str]) -> dict[str, AnyDestination]:
         """Map the checkpoint names of the fused projections, which are called `names`, to the rows that they fill."""
-        places: dict[str, Tensor | Destination] = {}
-        for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is not None:
-                for name, rows in zip(names, torch.split(parameter, self._out_sizes), strict=True):
-                    places[f"{name}.{kind}"] = rows
+        places: dict[str, AnyDestination] = {}
+        for i, (name, rows) in enumerate(zip(names, torch.split(self.weight, self._out_sizes), strict=True)):
+            places[f"{name}.weight"] = Rows(rows, functools.partial(self._blocks.__setitem__, i))
+        if self.bias is not None:
+            for name, rows in zip(names, torch.split(self.bias, self._out_sizes), strict=True):
+                places[f"{name}.bias"] = rows
         if self.weight_scale is not None:
             scales = torch.split(self.weight_scale, [size // self._rows for size in self._out_sizes])
             for name, scale in zip(names, scales, strict=True):
                 weight = places[f"{name}.weight"]
-                assert isinstance(weight, Tensor)
-                places |= self._fp8_destinations(name, weight, scale)
+                assert isinstance(weight, Rows)
+                places |= self._fp8_destinations(name, weight.tensor, scale)
         return places
 
-    def _fp8_destinations(self, name: str, weight: Tensor, scale: Tensor) -> dict[str, Tensor | Destination]:
+    def _fp8_destinations(self, name: str, weight: Tensor, scale: Tensor) -> dict[str, AnyDestination]:
         """Map the checkpoint names of one projection to its rows `weight` and `scale`."""
         if self._fp8 == "channel":
 
@@ -77,7 +81,7 @@ class Linear(nn.Module):
                 scale.copy_(scales)
 
             return {f"{name}.weight": Destination([weight.shape], FLOAT_DTYPES, quantize)}
-        places: dict[str, Tensor | Destination] = {
+        places: dict[str, AnyDestination] = {
             f"{name}.weight": Destination([weight.shape], [ops.FLOAT8], weight.copy_)
         }
         if self._fp8 == "block":
@@ -95,9 +99,24 @@ class Linear(nn.Module):
         """Keep the loaded weights only in the form that the device's product reads; see `NativeModel.pack`."""
         if self._fp8:
             return
-        self._packed = pack_linear(self.weight, self.bias, quantization)
+        if self.has_blocks:
+            self._packed = ops.block_linear(self._block_parts(), self.bias, self._at["dtype"])
+        else:
+            self._packed = pack_linear(self.weight, self.bias, quantization)
         if self._packed is not None:
             del self.weight, self.bias
+
+    @property
+    def has_blocks(self) -> bool:
+        """All weights are in block types. If only a part of them is, it is dequantized."""
+        if 0 < len(self._blocks) < len(self._out_sizes):
+            for i, rows in enumerate(torch.split(self.weight, self._out_sizes)):
+                if block := self._blocks.pop(i, None):
+                    rows.copy_(block.dequantized())
+        return bool(self._blocks)
+
+    def _block_parts(self) -> list[BlockWeight]:
+        return [block for _, block in sorted(self._blocks.items())]
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None]:
@@ -116,8 +135,8 @@ class Linear(nn.Module):
         """Return the product; `adapter_slots` as in `AttentionMetadata`."""
         adapters = self._adapters
         if self._packed is not None:
-            assert not isinstance(adapters, ops.AdapterStack)
-            return self._packed(x, None, adapters, adapter_slots)
+            out: Tensor = self._packed(x, None, adapters, adapter_slots)
+            return out
         if self.weight_scale is not None:
             out = ops.fp8_linear(x, self.weight, self.weight_scale, self.bias)
         else:
@@ -133,13 +152,19 @@ class VocabularyHead(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
-        self._packed: PackedLinear | None = None
+        self._packed: ops.AnyLinear | None = None
+
+    def replace(self, weight: BlockWeight) -> None:
+        """Take `weight` instead of a copy to `self.weight`."""
+        self._packed = ops.block_linear([weight], None, self.weight.dtype)
+        del self.weight
 
     def pack(self, quantization: str | None) -> None:
         """Pack as `Linear.pack` does; an embedding that shares the weight keeps it."""
-        self._packed = pack_linear(self.weight, None, quantization)
-        if self._packed is not None:
-            del self.weight
+        if self._packed is None:
+            self._packed = pack_linear(self.weight, None, quantization)
+            if self._packed is not None:
+                del self.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab_size] for `hidden` [n, hidden_size]: float32 if packed, else the model's dtype."""

@@ -15,11 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
-from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
+from vllm_mp.core.models.checkpoint import (
+    FLOAT_DTYPES,
+    AnyDestination,
+    AnyWeight,
+    CheckpointMismatchError,
+    Destination,
+    Rows,
+    load_checkpoint,
+)
 from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AttentionMetadata, BlockWeight
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 logger = logging.getLogger(__name__)
@@ -232,7 +240,8 @@ class Decoder(nn.Module):
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
-        if _is_plain(self.arch) and cache_dtype == self.norm.dtype:
+        has_blocks = any(projection.has_blocks for projection in self._projections())
+        if _is_plain(self.arch) and cache_dtype == self.norm.dtype and not has_blocks:
             fused = ops.fuse_decoder(self._weights(), self.norm, self.arch.norm_eps, quantization)
             if fused is not None:
                 return fused
@@ -295,6 +304,8 @@ class LlamaForCausalLM(nn.Module):
         self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
         self.embed_tokens = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self.embed_block: BlockWeight | None = None
+        """The embeddings in a block type, which take the place of `embed_tokens`."""
         self.decoder: nn.Module = Decoder(arch, dtype, device)
         head = self.embed_tokens
         if not arch.tie_word_embeddings:
@@ -321,7 +332,10 @@ class LlamaForCausalLM(nn.Module):
         return hidden
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        embeds = F.embedding(input_ids, self.embed_tokens)
+        if self.embed_block is None:
+            embeds = F.embedding(input_ids, self.embed_tokens)
+        else:
+            embeds = ops.block_embedding(self.embed_block, input_ids, self.cos_sin.dtype)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -345,7 +359,7 @@ class LlamaForCausalLM(nn.Module):
         stacks: list[ops.AnyAdapterStack] = decoder.make_adapter_stacks(num_slots, max_rank)
         return stacks
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, AnyWeight]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
         load_checkpoint(
             self._destinations(),
@@ -372,14 +386,14 @@ class LlamaForCausalLM(nn.Module):
             or (self.arch.fp8 is not None and is_input_scale)
         )
 
-    def _destinations(self) -> dict[str, Tensor | Destination]:
+    def _destinations(self) -> dict[str, AnyDestination]:
         """Map checkpoint names (without `model.`) to the parameters, or rows of fused ones, that they fill."""
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
         fused = arch.has_fused_projections
-        places: dict[str, Tensor | Destination] = {"embed_tokens.weight": self.embed_tokens}
+        places: dict[str, AnyDestination] = {"embed_tokens.weight": Rows(self.embed_tokens, self._replace_embeddings)}
         if not arch.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head.weight
+            places["lm_head.weight"] = Rows(self.lm_head.weight, self.lm_head.replace)
         norms: dict[str, Tensor | None] = {"norm": decoder.norm}
         for i, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)
@@ -395,6 +409,12 @@ class LlamaForCausalLM(nn.Module):
             for part, name in enumerate("kv"):
                 places[f"{at}self_attn.{name}_scale"] = attention.kv_scale(part)
         return places | {f"{name}.weight": self._norm(weight) for name, weight in norms.items() if weight is not None}
+
+    def _replace_embeddings(self, weight: BlockWeight) -> None:
+        self.embed_block = weight
+        del self.embed_tokens
+        if self.arch.tie_word_embeddings:
+            self.lm_head.replace(weight)
 
     def _norm(self, weight: Tensor) -> Tensor | Destination:
         """Return the destination of the weight of a norm."""

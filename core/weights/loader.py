@@ -1,6 +1,6 @@
 """Load a model: choose its native module or transformers' own, and give it its weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,10 +10,12 @@ from torch import nn
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
-from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
+from vllm_mp.core.models.checkpoint import AnyWeight, CheckpointMismatchError, count_parameters
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
+from vllm_mp.core.weights.gguf_tensors import gguf_tensors
 from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_store.gguf import gguf_place
 
 
 def load_model(
@@ -34,7 +36,8 @@ def load_model(
             # Rotary angles are computed for the positions that requests can have, and LongRoPE's for that context.
             arch = msgspec.structs.replace(arch, max_position=config.max_model_len)
         model = build_model(arch, dtype, device)
-        load_weights(model, config.folder, config.load_format, config.weights_seed, progress)
+        keeps_blocks = config.quantization is None and device.type == "cpu"
+        load_weights(model, config.folder, config.load_format, config.weights_seed, progress, keeps_blocks)
         native = cast("NativeModel", model)
         native.num_parameters = count_parameters(model)
         # FP8 weights were made by `load_weights` already.
@@ -52,12 +55,13 @@ def load_weights(
     load_format: str,
     seed: int,
     progress: Callable[[float], None] | None = None,
+    keeps_blocks: bool = False,
 ) -> None:
     """Fill every parameter of a model that `build_model` made.
 
-    `load_format="dummy"` draws random weights from `seed` alone. Any other format reads safetensors from `folder`,
-    one file or shards with an index, and casts them to the dtype of the parameters (a GGUF file was converted to such
-    a folder before). `progress` is called with the fraction done, ending at 1.0.
+    `load_format="dummy"` draws random weights from `seed` alone. Any other format reads the GGUF file that `folder`
+    names, or else safetensors from `folder`, one file or shards with an index. Weights are cast to the dtype of the
+    parameters; with `keeps_blocks` the matrices of a GGUF file take the place of parameters. `progress` is called with the fraction done, ending at 1.0.
     Raises ValueError, naming the file, the cause and the remedy, when weights are absent, unreadable, damaged
     or belong to another model.
     """
@@ -67,9 +71,17 @@ def load_weights(
             progress(1.0)
         return
     loader: Any = model
+    place = gguf_place(folder)
+    tensors: Iterator[tuple[str, AnyWeight]] = (
+        read_tensors(checkpoint_files(folder), progress)
+        if place is None
+        else gguf_tensors(place, keeps_blocks, progress)
+    )
     try:
-        loader.load_weights(read_tensors(checkpoint_files(folder), progress))
+        loader.load_weights(tensors)
     except CheckpointMismatchError as error:
+        if place is not None:
+            raise ValueError(f"{place.path}: {error}; convert the model to GGUF again") from None
         raise ValueError(
             f"{folder}: {error}. Check that config.json and the weights belong to the same model."
         ) from None
