@@ -66,7 +66,7 @@ setup(
     ext_modules=[
         Extension(
             f"vllm_mp.kernels.cpu._{name}",
-            [f"{SOURCES}/kernels.cpp"],
+            [f"{SOURCES}/kernels.cpp", f"{SOURCES}/blocks.cpp"],
             depends=glob.glob(f"{SOURCES}/*.h"),
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-fopenmp"],

@@ -23,8 +23,10 @@ from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.block_linear import TorchBlockLinear
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockType, BlockWeight, quantize_blocks
 from vllm_mp.kernels.cpu import attention as cpu_attention
+from vllm_mp.kernels.cpu import block_linear as cpu_blocks
 from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
+from vllm_mp.kernels.cpu.block_linear import BlockLinear
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
@@ -41,6 +43,7 @@ __all__ = [
     "SAMPLING_FILTERS",
     "AdapterStack",
     "AnyAdapterStack",
+    "AnyBlockLinear",
     "AnyLinear",
     "AttentionMetadata",
     "BlockType",
@@ -56,6 +59,7 @@ __all__ = [
     "argmax",
     "block_embedding",
     "block_linear",
+    "computes_blocks",
     "encoder_attention",
     "fp8_linear",
     "fuse_decoder",
@@ -77,7 +81,9 @@ __all__ = [
 
 AnyAdapterStack = AdapterStack | PackedAdapterStack
 """Memory for the LoRA adapters of a projection, in the form that its product reads."""
-AnyLinear = PackedLinear | TorchBlockLinear
+AnyBlockLinear = BlockLinear | TorchBlockLinear
+"""A product with weights in block types."""
+AnyLinear = PackedLinear | AnyBlockLinear
 """A product that keeps its weights in a form of its own."""
 
 
@@ -289,33 +295,47 @@ def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = 
     return None if kernels is None else PackedLinear(kernels, weight, bias, quantization)
 
 
-def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch.dtype) -> TorchBlockLinear:
+def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch.dtype) -> AnyBlockLinear:
     """Return the product with `parts`, one below another, and `bias` [outputs], for rows and results of `dtype`.
 
     The weights stay where they are: `parts` are never copied, and must not change or vanish.
     """
-    return TorchBlockLinear(parts, bias, dtype)
+    kernels = library() if cpu_blocks.can_read(parts, dtype) else None
+    return TorchBlockLinear(parts, bias, dtype) if kernels is None else BlockLinear(kernels, parts, bias, dtype)
+
+
+def computes_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether kernels compute with weights in block types where they lie, for rows of `dtype`."""
+    return device.type == "cpu" and dtype in cpu_blocks.DTYPES and library() is not None
 
 
 def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows `ids` of `weight`, dequantized, as `dtype` [*ids.shape, inputs]."""
+    """Return rows `ids` of `weight`, dequantized, as `dtype` [*ids.shape, inputs]; `ids` int64, in range."""
+    if cpu_blocks.can_read([weight], dtype) and (kernels := library()):
+        return cpu_blocks.embedding(kernels, weight, ids, dtype)
     rows = BlockWeight(weight.data[ids.flatten()], weight.type, weight.inputs)
     return rows.dequantized().to(dtype).view(*ids.shape, -1)
 
 
 def fuse_decoder(
-    layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None = None
+    layers: Iterable[LayerWeights],
+    norm: Tensor,
+    eps: float,
+    quantization: str | None = None,
+    rotates_pairs: bool = False,
 ) -> nn.Module | None:
-    """Return a decoder that is computed by one call, with a copy of the weights; None if no kernel does that.
+    """Return a decoder that is computed by one call; None if no kernel does that.
 
-    The `layers` have the same shapes. Each is taken from the iterator after the layer before it was copied.
+    Weights are copied, except those in block types, to which `quantization` does not apply. The `layers` have the same
+    shapes. Each is taken from the iterator after the layer before it was copied. With `rotates_pairs`, rotary embedding
+    rotates neighbouring elements of a head instead of elements half a head apart.
     """
     iterator = iter(layers)
     first = next(iterator)
     kernels = library() if can_fuse(first) else None
     if kernels is None:
         return None
-    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization)
+    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization, rotates_pairs)
 
 
 def _operations(x: Tensor) -> Any:

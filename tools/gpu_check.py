@@ -18,19 +18,18 @@ import json
 import os
 import platform
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.engine_speed import FULL, QUICK, Cost, Workload, measure, measure_idle, measure_load, running_engine
 from shared.gpu_report import PACKAGES, Report, table
+from shared.test_run import commit_of_tree, output_of, run_tests
 
 if TYPE_CHECKING:
     from vllm_mp import AsyncLLM
@@ -40,7 +39,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOL_LIMIT_S = 120
 TESTS_SHARE = 0.6
 """Share of the budget that the tests may take if other parts follow."""
-INTERRUPT_GRACE_S = 15
 
 
 def environment() -> dict[str, Any]:
@@ -55,25 +53,9 @@ def environment() -> dict[str, Any]:
         "machine": platform.platform(),
         "python": platform.python_version(),
         "cpus": len(os.sched_getaffinity(0)),
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         **versions,
     }
-
-
-def commit_of_tree() -> str | None:
-    """Return the commit, marked if files differ from it; None without git."""
-    commit = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    changed = commit and _output_of("git", "-C", str(ROOT), "status", "--porcelain")
-    return f"{commit} with changes" if changed else commit
-
-
-def _output_of(*command: str) -> str | None:
-    """Return what a command prints; None if it fails or prints nothing."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def device_ceilings(workload: Workload, device: str, dtype: str) -> dict[str, Any]:
@@ -90,61 +72,6 @@ def _run_tool(name: str, *arguments: str) -> dict[str, Any]:
         raise RuntimeError(f"{command[1]} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
-
-
-def run_tests(targets: list[str], device: str, limit_s: float) -> dict[str, Any]:
-    """Run pytest on `targets` for at most `limit_s` seconds. Return counts, and each failure's name and last lines."""
-    with tempfile.TemporaryDirectory() as folder:
-        results, log = Path(folder) / "results.xml", Path(folder) / "log"
-        command = [sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={results}", *targets]
-        with log.open("wb") as output:
-            pytest = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ, "VLLM_MP_TEST_DEVICE": device}
-            )
-            timed_out = False
-            try:
-                code = pytest.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                timed_out = True
-                code = _interrupt(pytest)
-        tail = log.read_text(errors="replace").splitlines()[-12:]
-        if not results.exists():
-            raise RuntimeError(f"pytest ended with exit code {code} and no results: " + "\n".join(tail))
-        record = _read_junit(results, timed_out)
-    record["timed_out"] = timed_out
-    record["log_tail"] = tail
-    return record
-
-
-def _interrupt(pytest: "subprocess.Popen[bytes]") -> int:
-    """Interrupt pytest, so that it writes its results; kill it if it does not end. Return its exit code."""
-    pytest.send_signal(signal.SIGINT)
-    try:
-        return pytest.wait(INTERRUPT_GRACE_S)
-    except subprocess.TimeoutExpired:
-        pytest.kill()
-        return pytest.wait()
-
-
-def _read_junit(path: Path, interrupted: bool) -> dict[str, Any]:
-    counts = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
-    kinds = {"failure": "failed", "error": "errors", "skipped": "skipped"}
-    failures = []
-    suite = next(ET.parse(path).iter("testsuite"))
-    cases = list(suite.iter("testcase"))
-    if interrupted and cases and not len(cases[-1]):
-        del cases[-1]  # it was still running, but is listed as if it had passed
-    for case in cases:
-        outcomes = [child for child in case if child.tag in kinds]
-        if not outcomes:
-            counts["passed"] += 1
-        for outcome in outcomes:
-            counts[kinds[outcome.tag]] += 1
-            if outcome.tag != "skipped":
-                lines = (outcome.text or outcome.get("message") or "").strip().splitlines()
-                failures.append({"test": f"{case.get('classname')}::{case.get('name')}", "last_lines": lines[-8:]})
-    return {**counts, "failures": failures, "seconds": float(suite.get("time", 0))}
 
 
 def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> None:
@@ -251,7 +178,8 @@ def main() -> int:
 
     def tests() -> None:
         share = 1.0 if wanted == ["tests"] else TESTS_SHARE
-        found["tests"] = run_tests(args.tests, args.device, share * args.budget_s)
+        environment = {"VLLM_MP_TEST_DEVICE": args.device}
+        found["tests"] = run_tests(args.tests, share * args.budget_s, environment)
 
     parts: dict[str, Callable[[], None]] = {
         "tests": tests,

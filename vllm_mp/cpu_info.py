@@ -29,12 +29,18 @@ def cpu_flags() -> frozenset[str]:
 
 def runnable_builds() -> list[str]:
     """Return the names of the builds of the C++ kernels that this process can run, the fastest first."""
-    flags = cpu_flags()
-    return [name for name, needs in KERNEL_BUILDS.items() if needs <= flags and refusal(name) is None]
+    return [name for name in KERNEL_BUILDS if obstacle(name) is None]
+
+
+def obstacle(build: str) -> str | None:
+    """Return why this process cannot run a build: missing processor flags, or `refusal`; None if it can."""
+    if missing := sorted(KERNEL_BUILDS[build] - cpu_flags()):
+        return f"{build} needs {', '.join(missing)}"
+    return refusal(build)
 
 
 def refusal(build: str) -> str | None:
-    """Return why the system refuses what a build needs besides processor flags; None if it refuses nothing.
+    """Return why the system refuses what the processor could do for a build; None if it refuses nothing.
 
     A process must ask Linux for permission to use tiles, which has no effect on other processes. Virtual machines and
     containers may be refused it.

@@ -119,9 +119,9 @@ class Linear(nn.Module):
         return [block for _, block in sorted(self._blocks.items())]
 
     @property
-    def parts(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias."""
-        return self.weight, self.bias
+    def parts(self) -> tuple[Tensor | Sequence[BlockWeight], Tensor | None]:
+        """Weight and bias, as `ops.LayerWeights` has them."""
+        return self._block_parts() if self.has_blocks else self.weight, self.bias
 
     def make_adapter_stack(self, num_slots: int, max_rank: int) -> ops.AnyAdapterStack:
         """Return memory for adapters of this projection, in the form that it reads; call it after `pack`."""

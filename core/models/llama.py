@@ -240,8 +240,8 @@ class Decoder(nn.Module):
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
-        has_blocks = any(projection.has_blocks for projection in self._projections())
-        if _is_plain(self.arch) and cache_dtype == self.norm.dtype and not has_blocks:
+        is_uniform = len({projection.has_blocks for projection in self._projections()}) == 1
+        if _is_plain(self.arch) and cache_dtype == self.norm.dtype and is_uniform:
             fused = ops.fuse_decoder(self._weights(), self.norm, self.arch.norm_eps, quantization)
             if fused is not None:
                 return fused

@@ -14,6 +14,7 @@ from vllm_mp.core.models.checkpoint import AnyWeight, CheckpointMismatchError, c
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.core.weights.gguf_tensors import gguf_tensors
+from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_store.gguf import gguf_place
 
@@ -36,10 +37,11 @@ def load_model(
             # Rotary angles are computed for the positions that requests can have, and LongRoPE's for that context.
             arch = msgspec.structs.replace(arch, max_position=config.max_model_len)
         model = build_model(arch, dtype, device)
-        keeps_blocks = config.quantization is None and device.type == "cpu"
+        keeps_blocks = config.quantization is None and ops.computes_blocks(device, dtype)
+        num_parameters = count_parameters(model)
         load_weights(model, config.folder, config.load_format, config.weights_seed, progress, keeps_blocks)
         native = cast("NativeModel", model)
-        native.num_parameters = count_parameters(model)
+        native.num_parameters = num_parameters
         # FP8 weights were made by `load_weights` already.
         native.pack(None if config.quantization == "fp8" else config.quantization, cache_dtype or dtype)
         return native

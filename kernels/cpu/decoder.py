@@ -9,28 +9,44 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
+from vllm_mp.kernels.block_weight import BlockWeight
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.attention import c_metadata
-from vllm_mp.kernels.cpu.library import CDecoder, CDecoderLayer, CHeads, CLayerAdapters, Library, address
+from vllm_mp.kernels.cpu.block_linear import BlockLinear, can_read
+from vllm_mp.kernels.cpu.library import (
+    CBlockDecoderLayer,
+    CDecoder,
+    CDecoderLayer,
+    CHeads,
+    CLayerAdapters,
+    Library,
+    address,
+)
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 
 WORK_A_CALL = 2e9
 """The most multiplications in a call that computes several layers: a few milliseconds of work."""
+_GATE_UP: Final = 2
+"""The place of gate and up among a layer's projections."""
 _LEAST_ROWS: Final = 16
 """Fewer tokens take as long as this many, because reading the weights takes longer than multiplying them."""
 
 
+Projection = tuple[Tensor | Sequence[BlockWeight], Tensor | None]
+"""A weight [out, in], or parts of it one below another, and a bias [out] or None."""
+
+
 class LayerWeights(NamedTuple):
-    """The weights and shapes of a decoder layer. A projection is (weight [out, in], bias [out] or None)."""
+    """The weights and shapes of a decoder layer, all of whose projections have either tensors or block types."""
 
     input_norm: Tensor
     post_attention_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
-    qkv_proj: tuple[Tensor, Tensor | None]
-    o_proj: tuple[Tensor, Tensor | None]
-    gate_up_proj: tuple[Tensor, Tensor | None]
-    down_proj: tuple[Tensor, Tensor | None]
+    qkv_proj: Projection
+    o_proj: Projection
+    gate_up_proj: Projection
+    down_proj: Projection
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -42,33 +58,44 @@ class FusedDecoder(nn.Module):
     """The layers and the last norm of a decoder, computed by the C++ kernels; has the interface of `llama.Decoder`."""
 
     def __init__(
-        self, library: Library, layers: Iterable[LayerWeights], norm: Tensor, eps: float, quantization: str | None
+        self,
+        library: Library,
+        layers: Iterable[LayerWeights],
+        norm: Tensor,
+        eps: float,
+        quantization: str | None,
+        rotates_pairs: bool = False,
     ) -> None:
-        """Copy the weights; each layer is taken from `layers` after the layer before it was copied."""
+        """Copy the weights, except those in block types; see `ops.fuse_decoder`."""
         super().__init__()
         self._kept: list[Tensor | None] = []
         """Owners of memory that `_interfaces` points to, as are `_projections`."""
         arena = Arena()
-        self._projections: list[list[PackedLinear]] = []
+        self._projections: list[list[PackedLinear | BlockLinear]] = []
         """Of each layer: qkv, o, gate and up, down."""
         self._part_sizes: list[list[Sequence[int]]] = []
-        interfaces = [self._packed(library, layer, quantization, arena) for layer in layers]
+        interfaces: list[Any] = [self._packed(library, layer, quantization, arena) for layer in layers]
         self._layer_weights = max(map(_num_weights, interfaces))
         self._norm = norm.detach().clone()
-        self._interfaces = (CDecoderLayer * len(interfaces))(*interfaces)
-        decoder = ctypes.byref(CDecoder(self._interfaces, len(interfaces), self._norm.data_ptr(), eps))
+        self._interfaces = (type(interfaces[0]) * len(interfaces))(*interfaces)
+        decoder = ctypes.byref(
+            CDecoder(
+                ctypes.addressof(self._interfaces), len(interfaces), self._norm.data_ptr(), eps, int(rotates_pairs)
+            )
+        )
         self._adapter_stacks: list[PackedAdapterStack] = []
         self._adapters: Any = None
         """The `CLayerAdapters` of each layer; None if no adapter can be loaded."""
-        run = library.function("decoder", norm.dtype)
+        has_blocks = isinstance(interfaces[0], CBlockDecoderLayer)
+        run = library.function("block_decoder" if has_blocks else "decoder", norm.dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
-    def _packed(self, library: Library, layer: LayerWeights, quantization: str | None, arena: Arena) -> CDecoderLayer:
+    def _packed(
+        self, library: Library, layer: LayerWeights, quantization: str | None, arena: Arena
+    ) -> CDecoderLayer | CBlockDecoderLayer:
         projections = [
-            PackedLinear(library, *layer.qkv_proj, quantization, arena=arena),
-            PackedLinear(library, *layer.o_proj, quantization, arena=arena),
-            PackedLinear(library, *layer.gate_up_proj, quantization, is_pair=True, arena=arena),
-            PackedLinear(library, *layer.down_proj, quantization, arena=arena),
+            _product(library, projection, layer.input_norm.dtype, quantization, arena, is_pair=i == _GATE_UP)
+            for i, projection in enumerate(_projections(layer))
         ]
         norms = [
             None if norm is None else norm.detach().clone()
@@ -86,7 +113,8 @@ class FusedDecoder(nn.Module):
             scale=layer.scale,
             soft_cap=0.0,
         )
-        return CDecoderLayer(
+        kind = CBlockDecoderLayer if isinstance(projections[0], BlockLinear) else CDecoderLayer
+        return kind(
             *(None if norm is None else norm.data_ptr() for norm in norms),
             *(part.interface for part in projections),
             heads,
@@ -136,14 +164,38 @@ class FusedDecoder(nn.Module):
         return out
 
 
+def _projections(layer: LayerWeights) -> list[Projection]:
+    return [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj]
+
+
+def _product(
+    library: Library,
+    projection: Projection,
+    dtype: torch.dtype,
+    quantization: str | None,
+    arena: Arena,
+    *,
+    is_pair: bool,
+) -> PackedLinear | BlockLinear:
+    weight, bias = projection
+    if isinstance(weight, Tensor):
+        return PackedLinear(library, weight, bias, quantization, is_pair=is_pair, arena=arena)
+    return BlockLinear(library, weight, bias, dtype, is_pair=is_pair)
+
+
 def _part_sizes(layer: LayerWeights) -> list[Sequence[int]]:
     """Return the number of outputs of each part of qkv, o, gate and up, down."""
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    inner = len(layer.gate_up_proj[0]) // 2
-    return [(queries, keys, keys), (len(layer.o_proj[0]),), (inner, inner), (len(layer.down_proj[0]),)]
+    inner = _outputs(layer.gate_up_proj) // 2
+    return [(queries, keys, keys), (_outputs(layer.o_proj),), (inner, inner), (_outputs(layer.down_proj),)]
 
 
-def _num_weights(layer: CDecoderLayer) -> int:
+def _outputs(projection: Projection) -> int:
+    weight = projection[0]
+    return len(weight) if isinstance(weight, Tensor) else sum(part.outputs for part in weight)
+
+
+def _num_weights(layer: CDecoderLayer | CBlockDecoderLayer) -> int:
     return sum(part.inputs * part.outputs for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
 
 
@@ -163,5 +215,8 @@ class _LayersFrom(nn.Module):
 
 def can_fuse(weights: LayerWeights) -> bool:
     """Tell whether the kernels can compute a layer with these weights."""
-    projections = (weights.qkv_proj, weights.o_proj, weights.gate_up_proj, weights.down_proj)
-    return weights.head_dim % 2 == 0 and all(can_pack(weight) for weight, _ in projections)
+    dtype = weights.input_norm.dtype
+    return weights.head_dim % 2 == 0 and all(
+        can_pack(weight) if isinstance(weight, Tensor) else can_read(weight, dtype)
+        for weight, _ in _projections(weights)
+    )

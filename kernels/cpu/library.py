@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, refusal, runnable_builds
+from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, obstacle, refusal, runnable_builds
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,30 @@ class CLinear(ctypes.Structure):
         ("sums", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
+    )
+
+
+class CBlockPart(ctypes.Structure):
+    """Mirrors `BlockPart` of csrc/blocks.h."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("outputs", c_int64),
+        ("type", c_int64),
+        ("row_bytes", c_int64),
+    )
+
+
+class CBlockLinear(ctypes.Structure):
+    """Mirrors `BlockLinear` of csrc/blocks.h."""
+
+    _fields_ = (
+        ("parts", POINTER(CBlockPart)),
+        ("num_parts", c_int64),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("is_pair", c_int64),
     )
 
 
@@ -67,7 +91,7 @@ class CHeads(ctypes.Structure):
 
 
 class CDecoderLayer(ctypes.Structure):
-    """Mirrors `DecoderLayer` of csrc/decoder.h."""
+    """Mirrors `DecoderLayer<Linear>` of csrc/decoder.h."""
 
     _fields_ = (
         ("input_norm", c_void_p),
@@ -83,14 +107,21 @@ class CDecoderLayer(ctypes.Structure):
     )
 
 
+class CBlockDecoderLayer(ctypes.Structure):
+    """Mirrors `DecoderLayer<BlockLinear>` of csrc/decoder.h."""
+
+    _fields_ = tuple((name, CBlockLinear if kind is CLinear else kind) for name, kind in CDecoderLayer._fields_)
+
+
 class CDecoder(ctypes.Structure):
     """Mirrors `Decoder` of csrc/decoder.h."""
 
     _fields_ = (
-        ("layers", POINTER(CDecoderLayer)),
+        ("layers", c_void_p),
         ("num_layers", c_int64),
         ("norm", c_void_p),
         ("eps", c_float),
+        ("rotates_pairs", c_int64),
     )
 
 
@@ -122,11 +153,31 @@ class CDraws(ctypes.Structure):
     _fields_ = tuple((name, c_void_p) for name in DRAW_COLUMNS)
 
 
+_DECODER: Final = (
+    POINTER(CDecoder),
+    c_int64,
+    c_int64,
+    POINTER(CAttentionMetadata),
+    c_void_p,
+    c_void_p,
+    c_void_p,
+    POINTER(c_void_p),
+    POINTER(c_void_p),
+    c_void_p,
+    c_int,
+    POINTER(CLayerAdapters),
+    c_void_p,
+)
+
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
     "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
+    "block_linear": (POINTER(CBlockLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
+    "block_logits": (POINTER(CBlockLinear), c_void_p, c_int64, c_void_p, c_int),
+    "block_argmax": (POINTER(CBlockLinear), c_void_p, c_int64, c_void_p, c_int),
+    "block_embedding": (POINTER(CBlockPart), c_int64, c_void_p, c_int64, c_void_p, c_int),
     "argmax_rows": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
     "sample": (c_void_p, c_int64, c_int64, c_int64, POINTER(CDraws), c_void_p, c_int),
     "apply_token_masks": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int),
@@ -140,27 +191,25 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
         c_void_p,
         c_int,
     ),
-    "decoder": (
-        POINTER(CDecoder),
-        c_int64,
-        c_int64,
-        POINTER(CAttentionMetadata),
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        POINTER(c_void_p),
-        POINTER(c_void_p),
-        c_void_p,
-        c_int,
-        POINTER(CLayerAdapters),
-        c_void_p,
-    ),
+    "decoder": _DECODER,
+    "block_decoder": _DECODER,
 }
 
 
 def _interface() -> int:
     """Return a number that changes with what is declared above; `INTERFACE` of csrc/kernels.cpp must be the same."""
-    structures = (CLinear, CAttentionMetadata, CHeads, CDecoderLayer, CDecoder, CAdapterStack, CLayerAdapters)
+    structures = (
+        CLinear,
+        CBlockPart,
+        CBlockLinear,
+        CAttentionMetadata,
+        CHeads,
+        CDecoderLayer,
+        CBlockDecoderLayer,
+        CDecoder,
+        CAdapterStack,
+        CLayerAdapters,
+    )
     fields = [[(field[0], field[1].__name__) for field in structure._fields_] for structure in structures]
     arguments = [(name, [kind.__name__ for kind in kinds]) for name, kinds in _SIGNATURES.items()]
     return zlib.crc32(repr((fields, arguments)).encode())
@@ -212,8 +261,8 @@ def library() -> Library | None:
     if chosen not in KERNEL_BUILDS:
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: give one of {', '.join(KERNEL_BUILDS)}, none, {TRITON}")
     if chosen not in runnable_builds():
-        reason = refusal(chosen) or "this processor cannot run that build"
-        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: {reason}; give one of {', '.join(runnable_builds())}")
+        builds = ", ".join(runnable_builds())
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: {obstacle(chosen)}; give one of {builds}")
     if (build := load(chosen)) is None:
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
     return build

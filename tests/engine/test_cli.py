@@ -273,7 +273,8 @@ def test_env_prints_versions_machine_and_settings(monkeypatch, capsys):
 
 def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(monkeypatch, capsys):
     flags = frozenset({"avx2", "fma", "f16c", "avx512f"})
-    monkeypatch.setattr("vllm_mp.cli.env.cpu_flags", lambda: flags)
+    for module in ("cli.env", "cpu_info"):
+        monkeypatch.setattr(f"vllm_mp.{module}.cpu_flags", lambda: flags)
     assert cli.main(["env", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["cpu"]["features"] == {"AVX2": True, "AVX-512": True, "VNNI": False, "BF16": False, "AMX": False}
@@ -281,8 +282,8 @@ def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(m
     assert report["kernels"]["others"]["avx512"].startswith("avx512 needs avx512_bf16, ")
     assert report["kernels"]["others"]["amx"].startswith("amx needs amx_bf16, amx_int8, amx_tile, avx512_bf16, ")
     assert 0 < report["memory"]["available_bytes"] <= report["memory"]["total_bytes"]
-    monkeypatch.setattr("vllm_mp.cli.env.cpu_flags", lambda: flags | cpu_info.KERNEL_BUILDS["amx"])
-    monkeypatch.setattr("vllm_mp.cli.env.refusal", lambda name: "amx: refused" if name == "amx" else None)
+    monkeypatch.setattr(cpu_info, "cpu_flags", lambda: flags | cpu_info.KERNEL_BUILDS["amx"])
+    monkeypatch.setattr(cpu_info, "refusal", lambda name: "amx: refused" if name == "amx" else None)
     assert cli.main(["env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels"] == {"build": "avx512", "others": {"amx": "amx: refused"}}
     monkeypatch.setenv("VLLM_MP_CPU_KERNELS", "none")

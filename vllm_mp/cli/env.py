@@ -14,7 +14,7 @@ from typing import Any
 
 import vllm_mp
 from vllm_mp.cli.table import size_text
-from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name, refusal
+from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name, obstacle
 from vllm_mp.host_cpus import cpu_time_limit, default_threads, describe, usable_cpus
 from vllm_mp.host_memory import host_memory
 from vllm_mp.model_store import cache_root
@@ -134,13 +134,11 @@ def _version(package: str) -> str:
 
 def _kernels() -> tuple[str, dict[str, str]]:
     """Return the build of the CPU kernels that a core uses, and why it uses none of the faster ones."""
-    folder, flags = Path(vllm_mp.__file__).parent / "kernels" / "cpu", cpu_flags()
+    folder = Path(vllm_mp.__file__).parent / "kernels" / "cpu"
     others = {}
     chosen = os.environ.get(KERNELS_VARIABLE)
-    for name, needs in KERNEL_BUILDS.items():
-        if missing := sorted(needs - flags):
-            others[name] = f"{name} needs {', '.join(missing)}"
-        elif (reason := refusal(name)) is not None:
+    for name in KERNEL_BUILDS:
+        if (reason := obstacle(name)) is not None:
             others[name] = reason
         elif not any(folder.glob(f"_{name}.*so")):
             others[name] = f"{name} is not built"

@@ -8,16 +8,19 @@
 
 namespace vmp {
 
-template <class T>
+// A layer whose projections are `Weight`: Linear or BlockLinear.
+template <class Weight>
 struct DecoderLayer {
+    using T = typename Weight::Value;
+
     const T* input_norm;
     const T* post_attention_norm;
     const T* q_norm;  // or null
     const T* k_norm;
-    Linear<T> qkv;
-    Linear<T> o;
-    Linear<T> gate_up;  // panels of W columns of gate beside the same columns of up
-    Linear<T> down;
+    Weight qkv;
+    Weight o;
+    Weight gate_up;  // panels of W columns of gate beside the same columns of up
+    Weight down;
     Heads heads;
     int64_t inner;
 };
@@ -31,29 +34,32 @@ struct LayerAdapters {
     const AdapterStack<T>* down;
 };
 
-template <class T>
+template <class Weight>
 struct Decoder {
-    const DecoderLayer<T>* layers;
+    const DecoderLayer<Weight>* layers;
     int64_t num_layers;
-    const T* norm;
+    const typename Weight::Value* norm;
     float eps;
+    int64_t rotates_pairs;  // whether rotary embedding rotates neighbouring elements
 };
 
-// Rows as the next product takes them: of type T, and for 8-bit weights also quantized.
-template <class T>
-struct RowBuffer : ByteRows<T> {
-    std::vector<T> values;
+// Rows as the next product takes them: of type T, and also quantized if it requires that.
+template <class Weight>
+struct RowBuffer : Weight::Buffer {
+    std::vector<typename Weight::Value> values;
 
     void fit(int64_t rows, int64_t most_inputs) {
         values.resize(rows * most_inputs);
-        ByteRows<T>::fit(rows, most_inputs);
+        Weight::Buffer::fit(rows, most_inputs);
     }
 };
 
 // Memory that the layers of a step share; it grows to the size of the largest step.
-template <class T>
+template <class Weight>
 struct Buffers {
-    RowBuffer<T> normed;
+    using T = typename Weight::Value;
+
+    RowBuffer<Weight> normed;
     std::vector<T> qkv, attended, inner;
     std::vector<float> partials;
     AdapterRows adapter_rows;
@@ -64,32 +70,35 @@ struct Buffers {
 constexpr int64_t FEW = 2;
 
 // Computes one layer with all members of a team, and adds its output to `x` [num_tokens, hidden].
-template <class T>
-void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters<T>& adapters,
-               const AttentionMetadata& step, const Attention& todo, float eps, T* x, const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<T>& b) {
+template <class Weight, class T = typename Weight::Value>
+void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLayer<Weight>& layer,
+               const LayerAdapters<T>& adapters, const AttentionMetadata& step, const Attention& todo, T* x,
+               const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<Weight>& b) {
     const Heads& heads = layer.heads;
+    const float eps = decoder.eps;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
     const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
-    thread_local RowBuffer<T> own;
+    thread_local RowBuffer<Weight> own;
     if (tokens <= FEW) own.fit(tokens, std::max({hidden, attended_size, layer.inner}));
-    RowBuffer<T>& normed = tokens <= FEW ? own : b.normed;
+    RowBuffer<Weight>& normed = tokens <= FEW ? own : b.normed;
     auto each_row = [&](auto&& f) {
         if (tokens > FEW) return member.each(tokens, f);
         for (int64_t i = 0; i < tokens; ++i) f(i);
     };
-    auto norm = [&](const T* weight, const Linear<T>& next) {
+    auto norm = [&](const T* weight, const Weight& next) {
         each_row([&](int64_t i) {
             T* out = normed.values.data() + i * hidden;
             rms_norm(x + i * hidden, weight, hidden, eps, out);
-            if (next.scales) normed.quantize_row(out, hidden, i);
+            if (next.quantizes()) normed.quantize_row(out, hidden, i);
         });
         return normed.rows(normed.values.data(), tokens);
     };
-    auto rows_of = [&](const std::vector<T>& some, const Linear<T>& next) {
-        if (next.scales) each_row([&](int64_t i) { normed.quantize_row(some.data() + i * next.inputs, next.inputs, i); });
+    auto rows_of = [&](const std::vector<T>& some, const Weight& next) {
+        if (next.quantizes())
+            each_row([&](int64_t i) { normed.quantize_row(some.data() + i * next.inputs, next.inputs, i); });
         return normed.rows(some.data(), tokens);
     };
-    auto added = [&](const AdapterStack<T>* stack, const Rows<T>& rows) {
+    auto added = [&](const AdapterStack<T>* stack, const auto& rows) {
         return additions(member, stack, b.adapter_rows, rows.values, b.ranked.data());
     };
     auto add_to_x = [&](int64_t row, int64_t column, vf sums, int count) {
@@ -97,7 +106,7 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters
         store_some(out, load_some(out, count) + rounded<T>(sums), count);
     };
 
-    const Rows<T> attention_rows = norm(layer.input_norm, layer.qkv);
+    const auto attention_rows = norm(layer.input_norm, layer.qkv);
     multiply_all(member, layer.qkv, attention_rows, added(adapters.qkv, attention_rows),
                  [&](int64_t row, int64_t column, vf sums, int count) {
                      store_some(b.qkv.data() + row * qkv_size + column, sums, count);
@@ -108,7 +117,8 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters
         if (head < heads.queries + heads.keys) {
             const T* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
             if (weight) rms_norm(at, weight, head_dim, eps, at);
-            rotate(at, cos_sin + positions[token] * head_dim, head_dim);
+            const T* angles = cos_sin + positions[token] * head_dim;
+            decoder.rotates_pairs ? rotate_pairs(at, angles, head_dim) : rotate(at, angles, head_dim);
         }
         if (head >= heads.queries) {
             const bool is_key = head < heads.queries + heads.keys;
@@ -119,10 +129,10 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters
     });
     attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, k_cache, v_cache, b.attended.data(), attended_size,
                b.partials.data());
-    const Rows<T> attended_rows = rows_of(b.attended, layer.o);
+    const auto attended_rows = rows_of(b.attended, layer.o);
     multiply_all(member, layer.o, attended_rows, added(adapters.o, attended_rows), add_to_x);
 
-    const Rows<T> mlp_rows = norm(layer.post_attention_norm, layer.gate_up);
+    const auto mlp_rows = norm(layer.post_attention_norm, layer.gate_up);
     const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
     each_panel(member, layer.gate_up, tokens, [&](int64_t i) {
         const int64_t column = i * W;
@@ -132,7 +142,7 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters
             store_some(b.inner.data() + row * layer.inner + column, product, count);
         });
     });
-    const Rows<T> inner_rows = rows_of(b.inner, layer.down);
+    const auto inner_rows = rows_of(b.inner, layer.down);
     multiply_all(member, layer.down, inner_rows, added(adapters.down, inner_rows), add_to_x);
 }
 
@@ -140,18 +150,18 @@ void add_layer(Member& member, const DecoderLayer<T>& layer, const LayerAdapters
 // embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; `cos_sin` [max_position,
 // head_dim]; one cache for each layer of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the
 // decoder, and `slots` [num_tokens] are null if no token has an adapter.
-template <class T>
-void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
+template <class Weight, class T = typename Weight::Value>
+void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
          const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads,
          const LayerAdapters<T>* adapters, const int32_t* slots) {
-    static Buffers<T> b;
+    static Buffers<Weight> b;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);
     std::vector<const Attention*> plan_of(end - first);
     auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
     b.adapter_rows.group(adapters ? slots : nullptr, tokens);
     for (int64_t i = first; i < end; ++i) {
-        const DecoderLayer<T>& layer = decoder.layers[i];
+        const DecoderLayer<Weight>& layer = decoder.layers[i];
         int64_t same = first;  // the first layer with the same window
         while (decoder.layers[same].heads.window != layer.heads.window) ++same;
         if (same == i) plans[i - first] = plan(step, layer.heads);
@@ -167,8 +177,8 @@ void run(const Decoder<T>& decoder, int64_t first, int64_t end, const AttentionM
     }
     team().run(threads, [&](Member& member) {
         for (int64_t i = first; i < end; ++i)
-            add_layer(member, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step, *plan_of[i - first],
-                      decoder.eps, x, positions, cos_sin, k_caches[i], v_caches[i], b);
+            add_layer(member, decoder, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step,
+                      *plan_of[i - first], x, positions, cos_sin, k_caches[i], v_caches[i], b);
         if (end == decoder.num_layers)
             member.each(tokens, [&](int64_t i) {
                 rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, out + i * hidden);

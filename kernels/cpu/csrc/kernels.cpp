@@ -34,18 +34,18 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* 
     }
 }
 
-// Returns the rows in the form in which they are multiplied with `w`: quantized into `bytes` if its weights are int8.
-template <class T>
-Rows<T> input(Member& member, const Linear<T>& w, const T* x, int64_t rows, ByteRows<T>& bytes) {
-    if (w.scales) member.each(rows, [&](int64_t i) { bytes.quantize_row(x + i * w.inputs, w.inputs, i); });
-    return bytes.rows(x, rows);
+// Returns the rows in the form in which they are multiplied with `w`, quantized into `buffer` if it requires that.
+template <class T, class Weight>
+auto input(Member& member, const Weight& w, const T* x, int64_t rows, typename Weight::Buffer& buffer) {
+    if (w.quantizes()) member.each(rows, [&](int64_t i) { buffer.quantize_row(x + i * w.inputs, w.inputs, i); });
+    return buffer.rows(x, rows);
 }
 
-template <class T, class Out>
-void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads,
+template <class T, class Weight, class Out>
+void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
             const AdapterStack<T>* adapters = nullptr, const int32_t* slots = nullptr) {
-    ByteRows<T> bytes;
-    if (w.scales) bytes.fit(rows, w.inputs);
+    typename Weight::Buffer buffer;
+    if (w.quantizes()) buffer.fit(rows, w.inputs);
     AdapterRows adapter_rows;
     std::vector<T> ranked;
     if (adapters) {
@@ -53,7 +53,7 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads,
         ranked.resize(adapter_rows.rows.size() * adapters->panels() * W);
     }
     team().run(threads, [&](Member& member) {
-        const Rows<T> given = input(member, w, x, rows, bytes);
+        const auto given = input(member, w, x, rows, buffer);
         const Additions<T> added = additions(member, adapters, adapter_rows, x, ranked.data());
         multiply_all(member, w, given, added, [&](int64_t row, int64_t column, vf sums, int count) {
             store_some(out + row * w.outputs + column, sums, count);
@@ -62,10 +62,10 @@ void linear(const Linear<T>& w, const T* x, int64_t rows, Out* out, int threads,
 }
 
 // Writes the index of the highest output of each row, the first of equal outputs; -1 if it is not finite or any is NaN.
-template <class T>
-void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int threads) {
-    ByteRows<T> bytes;
-    if (w.scales) bytes.fit(rows, w.inputs);
+template <class T, class Weight>
+void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, int threads) {
+    typename Weight::Buffer buffer;
+    if (w.quantizes()) buffer.fit(rows, w.inputs);
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
     std::fill_n(places, rows, 0);
     std::mutex mutex;
@@ -80,7 +80,7 @@ void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int t
         best.assign(rows, {{none, none}, {}});
         vi lane;
         for (int i = 0; i < W; ++i) lane[i] = i;
-        const Rows<T> given = input(member, w, x, rows, bytes);
+        const auto given = input(member, w, x, rows, buffer);
         each_panel(member, w, rows, [&](int64_t i) {
             products(w, i, given, [&](int64_t row, vf first, vf second) {
                 auto take = [&](int half, vf value) {
@@ -109,6 +109,19 @@ void argmax(const Linear<T>& w, const T* x, int64_t rows, int64_t* places, int t
         if (!std::isfinite(values[row])) places[row] = -1;
 }
 
+// Writes rows `ids` of a matrix to `out` [count, inputs].
+template <class T>
+void embed(const BlockPart& weight, int64_t inputs, const int64_t* ids, int64_t count, T* out, int threads) {
+    team().run(threads, [&](Member& member) {
+        member.each(count, [&](int64_t i) {
+            thread_local std::vector<float> row;
+            row.resize(inputs);
+            dequantize(weight, ids[i], inputs, row.data());
+            for (int64_t k = 0; k < inputs; ++k) out[i * inputs + k] = from_float<T>(row[k]);
+        });
+    });
+}
+
 template <class T>
 void attention(const AttentionMetadata& step, const Heads& heads, const T* q, int64_t q_stride, const T* k_cache,
                const T* v_cache, T* out, int threads) {
@@ -128,7 +141,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xd4bf1883u; }
+uint32_t vmp_interface() { return 0x0e12a467u; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -144,13 +157,34 @@ int64_t vmp_panel_columns() { return NR; }
     void vmp_logits_##NAME(const Linear<T>* w, const T* x, int64_t rows, float* out, int threads) {                   \
         linear(*w, x, rows, out, threads);                                                                            \
     }                                                                                                                 \
+    void vmp_block_linear_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, T* out, int threads,              \
+                                 const AdapterStack<T>* adapters, const int32_t* slots) {                             \
+        linear(*w, x, rows, out, threads, adapters, slots);                                                           \
+    }                                                                                                                 \
+    void vmp_block_logits_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, float* out, int threads) {        \
+        linear(*w, x, rows, out, threads);                                                                            \
+    }                                                                                                                 \
+    void vmp_block_argmax_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {   \
+        argmax(*w, x, rows, places, threads);                                                                         \
+    }                                                                                                                 \
+    void vmp_block_embedding_##NAME(const BlockPart* weight, int64_t inputs, const int64_t* ids, int64_t count, T* out,\
+                                    int threads) {                                                                    \
+        embed(*weight, inputs, ids, count, out, threads);                                                             \
+    }                                                                                                                 \
     void vmp_attention_##NAME(const AttentionMetadata* step, const Heads* heads, const T* q, int64_t q_stride,        \
                               const T* k_cache, const T* v_cache, T* out, int threads) {                              \
         attention(*step, *heads, q, q_stride, k_cache, v_cache, out, threads);                                        \
     }                                                                                                                 \
-    void vmp_decoder_##NAME(const Decoder<T>* decoder, int64_t first, int64_t end, const AttentionMetadata* step, T* x,\
-                            const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches,       \
-                            T* out, int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {            \
+    void vmp_decoder_##NAME(const Decoder<Linear<T>>* decoder, int64_t first, int64_t end,                            \
+                            const AttentionMetadata* step, T* x, const int64_t* positions, const T* cos_sin,          \
+                            T* const* k_caches, T* const* v_caches, T* out, int threads,                              \
+                            const LayerAdapters<T>* adapters, const int32_t* slots) {                                 \
+        run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads, adapters, slots);   \
+    }                                                                                                                 \
+    void vmp_block_decoder_##NAME(const Decoder<BlockLinear<T>>* decoder, int64_t first, int64_t end,                 \
+                                  const AttentionMetadata* step, T* x, const int64_t* positions, const T* cos_sin,    \
+                                  T* const* k_caches, T* const* v_caches, T* out, int threads,                        \
+                                  const LayerAdapters<T>* adapters, const int32_t* slots) {                           \
         run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads, adapters, slots);   \
     }                                                                                                                 \
     void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {              \

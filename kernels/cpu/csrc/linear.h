@@ -66,9 +66,15 @@ struct Rows {
     int64_t count;
 };
 
+template <class T>
+struct ByteRows;
+
 // A matrix in panels of NR columns; the vectors have an element for each column of the panels.
 template <class T>
 struct Linear {
+    using Value = T;
+    using Buffer = ByteRows<T>;
+
     const void* weight;
     const T* bias;        // or null
     const float* scales;  // the scale of each column's int8 weights; null for other types
@@ -76,6 +82,8 @@ struct Linear {
     int64_t inputs;
     int64_t outputs;
 
+    // Whether rows are quantized before they are multiplied.
+    bool quantizes() const { return scales; }
     int64_t panels() const { return (outputs + NR - 1) / NR; }
 
     template <class Weight>

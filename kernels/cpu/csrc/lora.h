@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "linear.h"
+#include "blocks.h"
 
 namespace vmp {
 
@@ -164,9 +164,9 @@ Additions<T> additions(Member& member, const AdapterStack<T>* stack, const Adapt
     return {stack, &rows, ranked};
 }
 
-// Does what `products` does, with additions.
-template <class T, class Take>
-inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, const Additions<T>& added, Take&& take) {
+// Does what `products` does, with additions; `Weight` and `Input` are Linear and Rows, or BlockLinear and BlockRows.
+template <class T, class Weight, class Input, class Take>
+inline void products(const Weight& w, int64_t i, const Input& x, const Additions<T>& added, Take&& take) {
     const PanelSums sums = added.panel(i);
     products(w, i, x, [&](int64_t row, vf first, vf second) {
         const int64_t place = sums.at ? added.rows->places[row] : -1;
@@ -180,8 +180,8 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, const Addi
 }
 
 // Multiplies all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
-template <class T, class Put>
-inline void multiply_all(Member& member, const Linear<T>& w, const Rows<T>& x, const Additions<T>& added, Put&& put) {
+template <class T, class Weight, class Input, class Put>
+inline void multiply_all(Member& member, const Weight& w, const Input& x, const Additions<T>& added, Put&& put) {
     each_panel(member, w, x.count, [&](int64_t i) {
         const int64_t column = i * NR;
         const int count0 = int(std::min<int64_t>(W, w.outputs - column));

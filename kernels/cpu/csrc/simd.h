@@ -36,6 +36,8 @@ struct bf16 {
 
 inline vf splat(float x) { return x - vf{}; }
 
+inline vf to_floats(vi integers) { return __builtin_convertvector(integers, vf); }
+
 template <class V, class P>
 inline V read(const P* p) {
     V v;

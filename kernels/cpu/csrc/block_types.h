@@ -1,0 +1,383 @@
+// The block types of GGUF files (kernels/block_weight.py defines them), unpacked for W rows of a matrix at once.
+//
+// A type has WEIGHTS weights in BYTES bytes, in groups of GROUP inputs: weight = scale * (integer - 2^OFFSET) - minimum,
+// with integers from 0 to 255, and without 2^OFFSET if OFFSET is negative. `unpack(at, stride, take)` reads a block of
+// each of W rows, `stride` bytes apart, and calls `take(words, scale, minimum)` for each group, in the order that
+// `group_at` gives. An element of a vector belongs to a row; `words` hold the integers of four inputs in each element.
+#pragma once
+
+#include "simd.h"
+
+namespace vmp {
+
+// Returns element i of each 128 bits of `a` and `b`, in turns: the first two, or the last two.
+template <bool LAST>
+ALWAYS_INLINE vi zipped(vi a, vi b) {
+    vi index;
+    for (int i = 0; i < W; ++i) index[i] = i / 4 * 4 + i % 4 / 2 + (LAST ? 2 : 0) + i % 2 * W;
+    return __builtin_shuffle(a, b, index);
+}
+
+typedef int64_t vl __attribute__((vector_size(4 * W)));
+
+// Returns the first, or the last, two elements of each 128 bits of `a`, and then of `b`.
+template <bool LAST>
+ALWAYS_INLINE vi joined(vi a, vi b) {
+    vl index;
+    for (int i = 0; i < W / 2; ++i) index[i] = i / 2 * 2 + (LAST ? 1 : 0) + i % 2 * (W / 2);
+    return (vi)__builtin_shuffle((vl)a, (vl)b, index);
+}
+
+// Reads 16 bytes of each of W rows: `words[j]` gets word j of the rows.
+ALWAYS_INLINE void transpose(const uint8_t* at, int64_t stride, vi (&words)[4]) {
+    vi some[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const uint8_t* row = at + i * stride;
+#if defined(__AVX512F__)
+        __m512i four = _mm512_castsi128_si512(read<__m128i>(row));
+        four = _mm512_mask_broadcast_i32x4(four, 0x00f0, read<__m128i>(row + 4 * stride));
+        four = _mm512_mask_broadcast_i32x4(four, 0x0f00, read<__m128i>(row + 8 * stride));
+        some[i] = (vi)_mm512_mask_broadcast_i32x4(four, 0xf000, read<__m128i>(row + 12 * stride));
+#elif defined(__AVX2__)
+        const __m128i low = read<__m128i>(row), high = read<__m128i>(row + 4 * stride);
+        some[i] = (vi)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+#else
+        some[i] = read<vi>(row);
+#endif
+    }
+    const vi low0 = zipped<false>(some[0], some[1]), low1 = zipped<false>(some[2], some[3]);
+    const vi high0 = zipped<true>(some[0], some[1]), high1 = zipped<true>(some[2], some[3]);
+    words[0] = joined<false>(low0, low1);
+    words[1] = joined<true>(low0, low1);
+    words[2] = joined<false>(high0, high1);
+    words[3] = joined<true>(high0, high1);
+}
+
+// Reads 32 bytes of each row.
+ALWAYS_INLINE void transpose(const uint8_t* at, int64_t stride, vi (&words)[8]) {
+    transpose(at, stride, (vi(&)[4])words[0]);
+    transpose(at + 16, stride, (vi(&)[4])words[4]);
+}
+
+// Converts the float16 in the low half of each word.
+ALWAYS_INLINE vf float16_of(vi words) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)__builtin_convertvector(words, vh));
+#else
+    // The product restores the exponent, for subnormal numbers too. Infinity and NaN get the exponent of both.
+    const vf size = (vf)((words & 0x7fff) << 13) * 0x1p112f;
+    const vi special = (words & 0x7c00) == 0x7c00;
+    return (vf)((vi)size | (special & 0x7f800000) | (words & 0x8000) << 16);
+#endif
+}
+
+// Returns the upper halves of `low` and the lower halves of `high` as one number.
+ALWAYS_INLINE vi across(vi low, vi high) { return (vi)((vu)low >> 16) | high << 16; }
+
+// Returns byte i of each word.
+ALWAYS_INLINE vi byte_of(vi words, int i) { return (vi)((vu)words >> (8 * i)) & 255; }
+
+ALWAYS_INLINE vi low_nibbles(vi words) { return words & 0x0f0f0f0f; }
+ALWAYS_INLINE vi high_nibbles(vi words) { return (words >> 4) & 0x0f0f0f0f; }
+
+// Returns the groups of a block of 32: the low, and then the high nibbles of 16 bytes of each row.
+ALWAYS_INLINE void nibbles(const uint8_t* at, int64_t stride, vi (&words)[8]) {
+    vi packed[4];
+    transpose(at, stride, packed);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        words[i] = low_nibbles(packed[i]);
+        words[i + 4] = high_nibbles(packed[i]);
+    }
+}
+
+// Adds the fifth bits, of which `bits` has one for each of 32 inputs.
+ALWAYS_INLINE void add_fifth_bits(vi bits, vi (&words)[8]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        // The product puts copies of the four bits 7 places apart, so that each byte has its bit in a copy.
+        const vi four = (vi)((vu)bits >> (4 * i)) & 15;
+        words[i] |= (four * 0x02040810) & 0x10101010;
+    }
+}
+
+// Returns 128 more than the values of the 4-bit codes of IQ4_NL and IQ4_XS.
+ALWAYS_INLINE vi iq4_values(vi codes) {
+    static constexpr uint8_t VALUES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+#if defined(__AVX512BW__)
+    return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(read<__m128i>(VALUES)), (__m512i)codes);
+#elif defined(__AVX2__)
+    return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(read<__m128i>(VALUES)), (__m256i)codes);
+#else
+    uint8_t bytes[4 * W];
+    write(bytes, codes);
+    for (uint8_t& byte : bytes) byte = VALUES[byte];
+    return read<vi>(bytes);
+#endif
+}
+
+template <int WEIGHTS_, int BYTES_, int GROUP_, int OFFSET_, bool HAS_MINIMUM_>
+struct BlockLayout {
+    static constexpr int WEIGHTS = WEIGHTS_, BYTES = BYTES_, GROUP = GROUP_, OFFSET = OFFSET_;
+    static constexpr bool HAS_MINIMUM = HAS_MINIMUM_;
+    // Whether integers may have more than seven bits.
+    static constexpr bool IS_WIDE = OFFSET == 7;
+};
+
+struct Q4_0 : BlockLayout<32, 18, 32, 3, false> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi head[4], words[8];
+        transpose(at, stride, head);
+        nibbles(at + 2, stride, words);
+        take(words, float16_of(head[0]), vf{});
+    }
+};
+
+struct Q4_1 : BlockLayout<32, 20, 32, -1, true> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi head[4], words[8];
+        transpose(at, stride, head);
+        nibbles(at + 4, stride, words);
+        take(words, float16_of(head[0]), -float16_of(head[0] >> 16));
+    }
+};
+
+struct Q5_0 : BlockLayout<32, 22, 32, 4, false> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi head[4], words[8];
+        transpose(at, stride, head);
+        nibbles(at + 6, stride, words);
+        add_fifth_bits(across(head[0], head[1]), words);
+        take(words, float16_of(head[0]), vf{});
+    }
+};
+
+struct Q5_1 : BlockLayout<32, 24, 32, -1, true> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi head[4], words[8];
+        transpose(at, stride, head);
+        nibbles(at + 8, stride, words);
+        add_fifth_bits(head[1], words);
+        take(words, float16_of(head[0]), -float16_of(head[0] >> 16));
+    }
+};
+
+struct Q8_0 : BlockLayout<32, 34, 32, 7, false> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi head[4], words[8];
+        transpose(at, stride, head);
+        transpose(at + 2, stride, words);
+#pragma GCC unroll 8
+        for (vi& some : words) some ^= int32_t(0x80808080);
+        take(words, float16_of(head[0]), vf{});
+    }
+};
+
+struct IQ4_NL : BlockLayout<32, 18, 32, 7, false> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi head[4], words[8];
+        transpose(at, stride, head);
+        nibbles(at + 2, stride, words);
+#pragma GCC unroll 8
+        for (vi& some : words) some = iq4_values(some);
+        take(words, float16_of(head[0]), vf{});
+    }
+};
+
+struct IQ4_XS : BlockLayout<256, 136, 32, 7, false> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi head[4];
+        transpose(at, stride, head);
+        const vf d = float16_of(head[0]);
+        const vi high = head[0] >> 16, low = head[1];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            vi words[8];
+            nibbles(at + 8 + 16 * i, stride, words);
+#pragma GCC unroll 8
+            for (vi& some : words) some = iq4_values(some);
+            const vi scale = ((low >> (4 * i)) & 15) | ((high >> (2 * i)) & 3) << 4;
+            take(words, d * to_floats(scale - 32), vf{});
+        }
+    }
+};
+
+// The eight scales and minima of Q4_K and Q5_K.
+struct KScales {
+    vf d, minimum;
+    vi scales[2], minima[2];  // four bytes in each element
+
+    ALWAYS_INLINE KScales(const uint8_t* at, int64_t stride) {
+        vi words[4];
+        transpose(at, stride, words);
+        d = float16_of(words[0]);
+        minimum = float16_of(words[0] >> 16);
+        scales[0] = words[1] & 0x3f3f3f3f;
+        minima[0] = words[2] & 0x3f3f3f3f;
+        scales[1] = low_nibbles(words[3]) | ((words[1] >> 2) & 0x30303030);
+        minima[1] = high_nibbles(words[3]) | ((words[2] >> 2) & 0x30303030);
+    }
+
+    ALWAYS_INLINE vf scale(int i) const { return d * to_floats(byte_of(scales[i / 4], i % 4)); }
+    ALWAYS_INLINE vf smallest(int i) const { return minimum * to_floats(byte_of(minima[i / 4], i % 4)); }
+};
+
+struct Q4_K : BlockLayout<256, 144, 32, -1, true> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        const KScales k(at, stride);
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) {
+            vi packed[8], words[8];
+            transpose(at + 16 + 16 * i, stride, packed);
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; ++j) words[j] = low_nibbles(packed[j]);
+            take(words, k.scale(i), k.smallest(i));
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; ++j) words[j] = high_nibbles(packed[j]);
+            take(words, k.scale(i + 1), k.smallest(i + 1));
+        }
+    }
+};
+
+struct Q5_K : BlockLayout<256, 176, 32, -1, true> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        const KScales k(at, stride);
+        vi bits[8];
+        transpose(at + 16, stride, bits);
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) {
+            vi packed[8], words[8];
+            transpose(at + 48 + 16 * i, stride, packed);
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; ++j) words[j] = low_nibbles(packed[j]) | ((bits[j] >> i) & 0x01010101) << 4;
+            take(words, k.scale(i), k.smallest(i));
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; ++j) words[j] = high_nibbles(packed[j]) | ((bits[j] >> (i + 1)) & 0x01010101) << 4;
+            take(words, k.scale(i + 1), k.smallest(i + 1));
+        }
+    }
+};
+
+struct Q6_K : BlockLayout<256, 210, 16, 5, false> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi scales[4], last[4];
+        transpose(at + 192, stride, scales);
+        transpose(at + 194, stride, last);
+        const vf d = float16_of(last[3] >> 16);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const int half = i / 2, from = 16 * (i % 2);
+            vi low[4], next[4], bits[4], words[4];
+            transpose(at + 64 * half + from, stride, low);
+            transpose(at + 64 * half + from + 32, stride, next);
+            transpose(at + 128 + 32 * half + from, stride, bits);
+            auto take_part = [&](int part) {
+                const int group = 8 * half + 2 * part + i % 2;
+                take(words, d * to_floats(scales[group / 4] << (24 - group % 4 * 8) >> 24), vf{});
+            };
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) words[j] = low_nibbles(low[j]) | (bits[j] & 0x03030303) << 4;
+            take_part(0);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) words[j] = low_nibbles(next[j]) | (bits[j] & 0x0c0c0c0c) << 2;
+            take_part(1);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) words[j] = high_nibbles(low[j]) | (bits[j] & 0x30303030);
+            take_part(2);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) words[j] = high_nibbles(next[j]) | ((bits[j] >> 2) & 0x30303030);
+            take_part(3);
+        }
+    }
+};
+
+struct Q2_K : BlockLayout<256, 84, 16, -1, true> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi scales[4], last[4];
+        transpose(at, stride, scales);
+        transpose(at + 68, stride, last);
+        const vf d = float16_of(last[3]), minimum = float16_of(last[3] >> 16);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            vi packed[4], words[4];
+            transpose(at + 16 + 16 * i, stride, packed);
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; ++part) {
+                const int group = i / 2 * 8 + 2 * part + i % 2;
+                const vi both = byte_of(scales[group / 4], group % 4);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) words[j] = (packed[j] >> (2 * part)) & 0x03030303;
+                take(words, d * to_floats(both & 15), minimum * to_floats(both >> 4));
+            }
+        }
+    }
+};
+
+struct Q3_K : BlockLayout<256, 110, 16, 2, false> {
+    template <class Take>
+    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
+        vi last[4];
+        transpose(at + 94, stride, last);
+        const vf d = float16_of(last[3] >> 16);
+        const vi low0 = across(last[0], last[1]), low1 = across(last[1], last[2]), high = across(last[2], last[3]);
+        const vi scales[4] = {low_nibbles(low0) | (high & 0x03030303) << 4,
+                              low_nibbles(low1) | (high & 0x0c0c0c0c) << 2,
+                              high_nibbles(low0) | (high & 0x30303030),
+                              high_nibbles(low1) | ((high >> 2) & 0x30303030)};
+        vi bits[8];
+        transpose(at, stride, bits);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            vi packed[4], words[4];
+            transpose(at + 32 + 16 * i, stride, packed);
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; ++part) {
+                const int group = i / 2 * 8 + 2 * part + i % 2;
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j)
+                    words[j] = ((packed[j] >> (2 * part)) & 0x03030303) |
+                               ((bits[i % 2 * 4 + j] >> (i / 2 * 4 + part)) & 0x01010101) << 2;
+                take(words, d * to_floats(byte_of(scales[group / 4], group % 4) - 32), vf{});
+            }
+        }
+    }
+};
+
+// Returns the group that `unpack` takes at `place`; groups are counted from the first of the row.
+template <int GROUP>
+ALWAYS_INLINE int64_t group_at(int64_t place) {
+    return GROUP == 32 ? place : place / 8 * 8 + place % 4 * 2 + place % 8 / 4;
+}
+
+// Calls `f` with the type whose number in files is `number`, which kernels/cpu/block_linear.py has checked.
+template <class F>
+inline void with_block_type(int64_t number, F&& f) {
+    switch (number) {
+        case 2: return f(Q4_0{});
+        case 3: return f(Q4_1{});
+        case 6: return f(Q5_0{});
+        case 7: return f(Q5_1{});
+        case 8: return f(Q8_0{});
+        case 10: return f(Q2_K{});
+        case 11: return f(Q3_K{});
+        case 12: return f(Q4_K{});
+        case 13: return f(Q5_K{});
+        case 14: return f(Q6_K{});
+        case 20: return f(IQ4_NL{});
+        case 23: return f(IQ4_XS{});
+    }
+}
+
+}  // namespace vmp

@@ -1,0 +1,313 @@
+// The functions that blocks.h declares, compiled for each type of blocks.
+
+#include "blocks.h"
+
+#include "block_types.h"
+
+namespace vmp {
+namespace {
+
+// The most rows of a tile for unpacked weights.
+#if defined(__AVX512F__)
+constexpr int TILE_OF_ROWS = 6;
+#else
+constexpr int TILE_OF_ROWS = 3;
+#endif
+
+// Adds the products of four inputs: bytes of `weights` from 0 to 255, below 128 unless IS_WIDE, and signed bytes of x.
+template <bool IS_WIDE>
+ALWAYS_INLINE vi dot(vi sum, vi weights, int32_t x) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+    const __m256i all = _mm256_set1_epi32(x);
+    if constexpr (IS_WIDE) {
+        const __m256i even = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));
+        const __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
+        const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), x_odd = _mm256_srai_epi16(all, 8);
+        return sum + (vi)_mm256_madd_epi16(even, x_even) + (vi)_mm256_madd_epi16(odd, x_odd);
+    }
+    return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)weights, all), _mm256_set1_epi16(1));
+#else
+    for (int i = 0; i < 4; ++i) sum += int32_t(int8_t(x >> (8 * i))) * byte_of(weights, i);
+    return sum;
+#endif
+}
+
+// How the integers of a group are multiplied; types that agree in this share code for unpacked weights.
+template <int GROUP_, bool HAS_MINIMUM_, bool IS_WIDE_>
+struct BlockKind {
+    static constexpr int GROUP = GROUP_;
+    static constexpr bool HAS_MINIMUM = HAS_MINIMUM_, IS_WIDE = IS_WIDE_;
+    // The vectors of an unpacked group: integers, scale and minimum.
+    static constexpr int VECTORS = GROUP / 4 + 1 + HAS_MINIMUM;
+};
+
+constexpr int MOST_VECTORS = BlockKind<16, true, false>::VECTORS;
+
+template <class Type>
+using KindOf = BlockKind<Type::GROUP, Type::HAS_MINIMUM, Type::IS_WIDE>;
+
+// Adds to `total` the product of a group with inputs of a row; `part` is the half of the 32 inputs, or 2 for all.
+template <class Kind>
+ALWAYS_INLINE vf add_group(vf total, const vi* words, vf scale, vf minimum, int offset, const RowBlock& x, int part) {
+    vi sum = offset < 0 ? vi{} : (vi{} + x.less[part]) << offset;
+    const int8_t* values = x.values + (part == 1 ? 16 : 0);
+#pragma GCC unroll 8
+    for (int i = 0; i < Kind::GROUP / 4; ++i) sum = dot<Kind::IS_WIDE>(sum, words[i], read<int32_t>(values + 4 * i));
+    total += to_floats(sum) * (scale * x.scale);
+    if constexpr (Kind::HAS_MINIMUM) total -= minimum * x.sums[part];
+    return total;
+}
+
+// Weights to prefetch while others are multiplied, with a share for each block.
+struct AheadOf {
+    const char* at;
+    int64_t share;
+
+    ALWAYS_INLINE void ask() {
+        const char* end = at + share;
+        for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// Multiplies ROWS rows with W rows of a matrix, `stride` bytes apart.
+template <class Type, int ROWS>
+void multiply_blocks(const uint8_t* at, int64_t stride, int64_t inputs, const RowBlock* x,
+                                               int64_t x_stride, AheadOf ahead, vf* out) {
+    constexpr int BLOCKS = Type::WEIGHTS / 32;
+    vf totals[ROWS] = {};
+    for (int64_t k = 0; k < inputs / 32; k += BLOCKS, at += Type::BYTES) {
+        ahead.ask();
+        int place = 0;
+        Type::unpack(at, stride, [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+            const int group = int(group_at<Type::GROUP>(place++));
+            const int64_t block = k + group * Type::GROUP / 32;
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r)
+                totals[r] = add_group<KindOf<Type>>(totals[r], words, scale, minimum, Type::OFFSET,
+                                                    x[r * x_stride + block], Type::GROUP == 32 ? 2 : group % 2);
+        });
+    }
+    std::memcpy(out, totals, sizeof totals);
+}
+
+// Unpacks W rows of a matrix.
+template <class Type>
+void unpack_blocks(const uint8_t* at, int64_t stride, int64_t inputs, vf* out) {
+    constexpr int GROUP = Type::GROUP;
+    for (int64_t k = 0; k < inputs; k += Type::WEIGHTS, at += Type::BYTES)
+        Type::unpack(at, stride, [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int i = 0; i < GROUP / 4; ++i) out[i] = (vf)words[i];
+            out[GROUP / 4] = scale;
+            if constexpr (Type::HAS_MINIMUM) out[GROUP / 4 + 1] = minimum;
+            out += KindOf<Type>::VECTORS;
+        });
+}
+
+// Multiplies ROWS rows with COLUMNS * W rows of a matrix, which `unpack_blocks` wrote to `panels`: writes [ROWS, COLUMNS].
+template <class Kind, int ROWS, int COLUMNS>
+void multiply_unpacked(const vf* const* panels, int64_t inputs, int offset, const RowBlock* x, int64_t x_stride,
+                       vf* out) {
+    constexpr int GROUP = Kind::GROUP;
+    vf totals[ROWS][COLUMNS] = {};
+    for (int64_t place = 0; place < inputs / GROUP; ++place) {
+        const int64_t group = group_at<GROUP>(place);
+        const RowBlock* block = x + group * GROUP / 32;
+        const int part = GROUP == 32 ? 2 : int(group % 2);
+        const int8_t* values = block->values + (part == 1 ? 16 : 0);
+        const vf* at[COLUMNS];
+        for (int c = 0; c < COLUMNS; ++c) at[c] = panels[c] + place * Kind::VECTORS;
+        vi sums[ROWS][COLUMNS];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+            for (int c = 0; c < COLUMNS; ++c)
+                sums[r][c] = offset < 0 ? vi{} : (vi{} + block[r * x_stride].less[part]) << offset;
+#pragma GCC unroll 8
+        for (int i = 0; i < GROUP / 4; ++i)
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const int32_t four = read<int32_t>(values + r * x_stride * sizeof(RowBlock) + 4 * i);
+#pragma GCC unroll 2
+                for (int c = 0; c < COLUMNS; ++c) sums[r][c] = dot<Kind::IS_WIDE>(sums[r][c], (vi)at[c][i], four);
+            }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+            for (int c = 0; c < COLUMNS; ++c) {
+                totals[r][c] += to_floats(sums[r][c]) * (at[c][GROUP / 4] * block[r * x_stride].scale);
+                if constexpr (Kind::HAS_MINIMUM)
+                    totals[r][c] -= at[c][GROUP / 4 + 1] * block[r * x_stride].sums[part];
+            }
+    }
+    std::memcpy(out, totals, sizeof totals);
+}
+
+// The functions above for a type of blocks and each number of rows.
+struct BlockFunctions {
+    int block_bytes, offset;
+    void (*unpack)(const uint8_t*, int64_t, int64_t, vf*);
+    void (*multiply[FEW_ROWS])(const uint8_t*, int64_t, int64_t, const RowBlock*, int64_t, AheadOf, vf*);
+    void (*unpacked[2][TILE_OF_ROWS])(const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*);
+};
+
+template <class Type, int... FEW, int... ROWS>
+constexpr BlockFunctions block_functions(std::integer_sequence<int, FEW...>, std::integer_sequence<int, ROWS...>) {
+    using Kind = KindOf<Type>;
+    return {Type::BYTES,
+            Type::OFFSET,
+            unpack_blocks<Type>,
+            {multiply_blocks<Type, FEW + 1>...},
+            {{multiply_unpacked<Kind, ROWS + 1, 1>...}, {multiply_unpacked<Kind, ROWS + 1, 2>...}}};
+}
+
+inline const BlockFunctions& block_functions(int64_t number) {
+    const BlockFunctions* found = nullptr;
+    with_block_type(number, [&](auto type) {
+        static constexpr BlockFunctions FUNCTIONS = block_functions<decltype(type)>(
+            std::make_integer_sequence<int, FEW_ROWS>{}, std::make_integer_sequence<int, TILE_OF_ROWS>{});
+        found = &FUNCTIONS;
+    });
+    return *found;
+}
+
+// W rows of a matrix, or fewer for some elements of a vector: `first` up to `end`.
+struct BlockSlice {
+    const BlockPart* part = nullptr;
+    const uint8_t* at = nullptr;
+    int first = 0, end = 0;
+
+    bool is_whole() const { return end - first == W; }
+};
+
+// The slices of one vector of a panel.
+struct BlockSlices {
+    BlockSlice some[W];
+    int count = 0;
+
+    const uint8_t* begin() const { return count ? some[0].at : nullptr; }
+};
+
+// Returns the slices of vector `half` of panel `i`.
+BlockSlices block_slices(const BlockMatrix& w, int64_t i, int half) {
+    BlockSlices slices;
+    const int64_t begin = w.is_pair ? half * (w.outputs / 2) + i * W : i * NR + half * W;
+    const int64_t end = std::min(begin + W, w.is_pair && half == 0 ? w.outputs / 2 : w.outputs);
+    int64_t first = 0;  // the first row of the part
+    for (int64_t p = 0; p < w.num_parts; ++p) {
+        const BlockPart& part = w.parts[p];
+        const int64_t from = std::max(begin, first), to = std::min(end, first + part.outputs);
+        if (from < to)
+            slices.some[slices.count++] = {&part, part.data + (from - first) * part.row_bytes, int(from - begin),
+                                           int(to - begin)};
+        first += part.outputs;
+    }
+    return slices;
+}
+
+// Returns the address from which W rows can be read: a copy of the rows of a slice that has fewer.
+inline const uint8_t* whole_rows(const BlockSlice& slice) {
+    if (slice.is_whole()) return slice.at;
+    thread_local std::vector<uint8_t> copy;
+    const int64_t size = slice.part->row_bytes;
+    copy.assign(W * size, 0);
+    std::memcpy(copy.data() + slice.first * size, slice.at, (slice.end - slice.first) * size);
+    return copy.data();
+}
+
+// Replaces the elements of `sums` that belong to the slice.
+inline void put_slice(const BlockSlice& slice, vf value, vf& sums) {
+    if (slice.is_whole()) {
+        sums = value;
+        return;
+    }
+    for (int i = slice.first; i < slice.end; ++i) sums[i] = value[i];
+}
+
+// Multiplies all rows with COLUMNS * W unpacked rows of a matrix: calls `take(row, vectors)` for each.
+template <int COLUMNS, class Take>
+void multiply_tiles(const BlockFunctions& functions, const vf* const (&panels)[COLUMNS], int64_t inputs,
+                    const RowBlock* x, int64_t stride, int64_t rows, Take&& take) {
+    const int64_t tiles = (rows + TILE_OF_ROWS - 1) / TILE_OF_ROWS;
+    for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
+        const int64_t end = rows * (tile + 1) / tiles;
+        vf out[TILE_OF_ROWS][COLUMNS];
+        functions.unpacked[COLUMNS - 1][end - row - 1](panels, inputs, functions.offset, x + row * stride, stride,
+                                                       out[0]);
+        for (int64_t r = row; r < end; ++r) take(r, out[r - row]);
+        row = end;
+    }
+}
+
+}  // namespace
+
+void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t stride, int64_t rows, vf* sums) {
+    const BlockSlices slices[2] = {block_slices(w, i, 0), block_slices(w, i, 1)};
+    vf bias[2] = {};
+    if (w.bias)
+        for (int half = 0; half < 2; ++half) bias[half] = load(w.bias + i * NR + half * W);
+    auto each_slice = [&](auto&& f) {
+        for (int half = 0; half < 2; ++half)
+            for (int s = 0; s < slices[half].count; ++s) {
+                const BlockSlice& slice = slices[half].some[s];
+                f(half, slice, block_functions(slice.part->type));
+            }
+    };
+    auto put = [&](int half, const BlockSlice& slice, int64_t row, vf got) {
+        put_slice(slice, got + bias[half], sums[2 * row + half]);
+    };
+    if (!slices[1].count)
+        for (int64_t r = 0; r < rows; ++r) sums[2 * r + 1] = vf{};
+    if (rows <= FEW_ROWS) {
+        const uint8_t* nexts[2] = {slices[1].begin(), i + 1 < w.panels() ? block_slices(w, i + 1, 0).begin() : nullptr};
+        each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions) {
+            vf got[FEW_ROWS];
+            const AheadOf ahead{(const char*)nexts[half], nexts[half] ? W * functions.block_bytes : 0};
+            functions.multiply[rows - 1](whole_rows(slice), slice.part->row_bytes, w.inputs, x, stride, ahead, got);
+            for (int64_t r = 0; r < rows; ++r) put(half, slice, r, got[r]);
+        });
+        return;
+    }
+    thread_local std::vector<vf> unpacked;
+    const int64_t size = w.inputs / 16 * MOST_VECTORS;
+    unpacked.resize(std::max<int64_t>(unpacked.size(), 2 * size));
+    const BlockSlice &slice0 = slices[0].some[0], &slice1 = slices[1].some[0];
+    if (slices[0].count == 1 && slices[1].count == 1 && slice0.part->type == slice1.part->type) {
+        each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions) {
+            functions.unpack(whole_rows(slice), slice.part->row_bytes, w.inputs, unpacked.data() + half * size);
+        });
+        const vf* const panels[2] = {unpacked.data(), unpacked.data() + size};
+        multiply_tiles(block_functions(slice0.part->type), panels, w.inputs, x, stride, rows,
+                       [&](int64_t row, const vf* got) {
+                           put(0, slice0, row, got[0]);
+                           put(1, slice1, row, got[1]);
+                       });
+        return;
+    }
+    each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions) {
+        functions.unpack(whole_rows(slice), slice.part->row_bytes, w.inputs, unpacked.data());
+        const vf* const panels[1] = {unpacked.data()};
+        multiply_tiles(functions, panels, w.inputs, x, stride, rows,
+                       [&](int64_t row, const vf* got) { put(half, slice, row, got[0]); });
+    });
+}
+
+void dequantize(const BlockPart& weight, int64_t row, int64_t inputs, float* out) {
+    const uint8_t* at = weight.data + row * weight.row_bytes;
+    with_block_type(weight.type, [&](auto type) {
+        using Type = decltype(type);
+        constexpr int GROUP = Type::GROUP, ZERO = Type::OFFSET < 0 ? 0 : 1 << Type::OFFSET;
+        int64_t place = 0;
+        // Each element of a vector reads the same row.
+        for (int64_t k = 0; k < inputs; k += Type::WEIGHTS, at += Type::BYTES)
+            Type::unpack(at, 0, [&](const auto& words, vf scale, vf minimum) {
+                float* to = out + group_at<GROUP>(place++) * GROUP;
+                for (int i = 0; i < GROUP; ++i)
+                    to[i] = scale[0] * float((words[i / 4][0] >> (i % 4 * 8) & 255) - ZERO) - minimum[0];
+            });
+    });
+}
+
+}  // namespace vmp

@@ -1,0 +1,137 @@
+// Products with matrices in the block types of GGUF files, read where they lie.
+//
+// A vector holds the same weights of W outputs, as in linear.h, so W rows of the matrix are unpacked together. Rows to
+// multiply are quantized to 8 bits with a scale for each 32 inputs. The products of a group are summed as integers;
+// the groups are added in the order of `group_at`, with the scales of both sides, so results are batch-invariant. A few
+// rows are multiplied with weights in registers. For more rows, the weights of a panel are unpacked once, into memory
+// that stays in a cache.
+#pragma once
+
+#include "linear.h"
+
+namespace vmp {
+
+// The most rows that are multiplied with weights in registers.
+#if defined(__AVX512F__)
+constexpr int FEW_ROWS = 4;
+#else
+constexpr int FEW_ROWS = 2;
+#endif
+
+// 32 inputs of a row, quantized.
+struct alignas(64) RowBlock {
+    int8_t values[32];
+    float scale;
+    int32_t less[3];  // minus the sum of the first 16 values, of the last 16, and of all
+    float sums[3];    // the same sums, positive, times `scale`
+};
+
+// Quantizes 32 inputs. If an input is not finite, the scale is NaN, and so are all products.
+template <class T>
+inline void quantize_block(const T* x, RowBlock& block) {
+    constexpr float LEAST = 1e-36f;            // the inverse of a smaller number may be infinite
+    constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: the lowest bits of a sum with it are the rounded number
+    vf highest_of = {};
+    for (int i = 0; i < 32; i += W) {
+        const vf value = load(x + i), size = select(value < vf{}, -value, value);
+        highest_of = select((size > highest_of) | (size != size), size, highest_of);
+    }
+    const float bound = highest(highest_of);
+    const bool is_finite = bound < std::numeric_limits<float>::infinity();
+    const float units = is_finite && bound > LEAST ? 127 / bound : 0;
+    float sums[2] = {};
+    for (int i = 0; i < 32; i += W) {
+        const vf value = is_finite ? load(x + i) : vf{};
+        const vi whole = (vi)(value * units + TO_INTEGER) - (vi)splat(TO_INTEGER);
+        write(block.values + i, __builtin_convertvector(whole, vb));
+        sums[i / 16] += sum(to_floats(whole));
+    }
+    block.scale = !is_finite ? std::numeric_limits<float>::quiet_NaN() : units > 0 ? bound / 127 : 0;
+    const float all[3] = {sums[0], sums[1], sums[0] + sums[1]};
+    for (int i = 0; i < 3; ++i) {
+        block.less[i] = -int32_t(all[i]);
+        block.sums[i] = all[i] * block.scale;
+    }
+}
+
+// Rows to multiply, and the same rows quantized, `stride` blocks each.
+template <class T>
+struct BlockRows {
+    const T* values;
+    const RowBlock* blocks;
+    int64_t stride;
+    int64_t count;
+};
+
+// Memory for quantized rows.
+template <class T>
+struct RowBlocks {
+    std::vector<RowBlock> blocks;
+    int64_t stride = 0;
+
+    void fit(int64_t rows, int64_t most_inputs) {
+        stride = most_inputs / 32;
+        blocks.resize(rows * stride);
+    }
+
+    void quantize_row(const T* x, int64_t inputs, int64_t row) {
+        for (int64_t i = 0; i < inputs / 32; ++i) quantize_block(x + 32 * i, blocks[row * stride + i]);
+    }
+
+    BlockRows<T> rows(const T* x, int64_t count) const { return {x, blocks.data(), stride, count}; }
+};
+
+// A matrix in a block type, contiguous; mirrored by CBlockPart.
+struct BlockPart {
+    const uint8_t* data;
+    int64_t outputs;
+    int64_t type;
+    int64_t row_bytes;
+};
+
+// Matrices one below another, for rows of T; mirrored by CBlockLinear. If `is_pair` is set, the first half of all rows is
+// multiplied in pairs with the second: a panel has W columns of each.
+struct BlockMatrix {
+    const BlockPart* parts;
+    int64_t num_parts;
+    const float* bias;  // for each column of the panels, or null
+    int64_t inputs;
+    int64_t outputs;    // rows of all parts
+    int64_t is_pair;
+
+    int64_t panels() const { return is_pair ? (outputs / 2 + W - 1) / W : (outputs + NR - 1) / NR; }
+};
+
+// Multiplies `rows` rows, `stride` blocks each, with panel `i`: writes the panel's two vectors for each row to `sums`.
+void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t stride, int64_t rows, vf* sums);
+
+// Writes a row of a matrix, dequantized, to `out` [inputs].
+void dequantize(const BlockPart& weight, int64_t row, int64_t inputs, float* out);
+
+// A matrix for rows of T.
+template <class T>
+struct BlockLinear : BlockMatrix {
+    using Value = T;
+    using Buffer = RowBlocks<T>;
+
+    bool quantizes() const { return true; }
+};
+
+// Multiplies all rows with panel `i` and adds the bias: calls `take(row, first, second)` with the panel's two vectors.
+template <class T, class Take>
+inline void products(const BlockLinear<T>& w, int64_t i, const BlockRows<T>& x, Take&& take) {
+    thread_local std::vector<vf> sums;
+    sums.resize(std::max<int64_t>(sums.size(), 2 * x.count));
+    multiply_panel(w, i, x.blocks, x.stride, x.count, sums.data());
+    for (int64_t r = 0; r < x.count; ++r) take(r, sums[2 * r], sums[2 * r + 1]);
+}
+
+template <class T, class F>
+inline void each_panel(Member& member, const BlockLinear<T>& w, int64_t rows, F&& f) {
+    if (rows > FEW_ROWS)
+        member.each(w.panels(), f);
+    else
+        member.each_guided(w.panels(), f);
+}
+
+}  // namespace vmp
