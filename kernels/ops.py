@@ -28,7 +28,7 @@ from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
 from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
-from vllm_mp.kernels.cpu.library import library
+from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
 from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams
@@ -306,7 +306,7 @@ def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch
 
 def computes_blocks(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether kernels compute with weights in block types where they lie, for rows of `dtype`."""
-    return device.type == "cpu" and dtype in cpu_blocks.DTYPES and library() is not None
+    return device.type == "cpu" and dtype in DTYPES and library() is not None
 
 
 def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:

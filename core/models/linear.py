@@ -81,9 +81,7 @@ class Linear(nn.Module):
                 scale.copy_(scales)
 
             return {f"{name}.weight": Destination([weight.shape], FLOAT_DTYPES, quantize)}
-        places: dict[str, AnyDestination] = {
-            f"{name}.weight": Destination([weight.shape], [ops.FLOAT8], weight.copy_)
-        }
+        places: dict[str, AnyDestination] = {f"{name}.weight": Destination([weight.shape], [ops.FLOAT8], weight.copy_)}
         if self._fp8 == "block":
             blocks = [-(-len(weight) // ops.FLOAT8_GROUP), scale.shape[1]]
 
@@ -135,7 +133,8 @@ class Linear(nn.Module):
         """Return the product; `adapter_slots` as in `AttentionMetadata`."""
         adapters = self._adapters
         if self._packed is not None:
-            out: Tensor = self._packed(x, None, adapters, adapter_slots)
+            packed: Any = self._packed  # its adapter stack has the form that it reads
+            out: Tensor = packed(x, None, adapters, adapter_slots)
             return out
         if self.weight_scale is not None:
             out = ops.fp8_linear(x, self.weight, self.weight_scale, self.bias)

@@ -30,9 +30,9 @@ def gguf_tensors(
 ) -> Iterator[tuple[str, AnyWeight]]:
     """Yield the name in a checkpoint and the weight of each tensor in the file at `place`.
 
-    With `keeps_blocks`, matrices in the types of `BLOCK_TYPES` are yielded as they lie in the file, and must not outlive
-    a change of the file. All other tensors are in float dtypes. `progress` is called with the fraction of the bytes
-    done, ending at 1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
+    With `keeps_blocks`, matrices in the types of `BLOCK_TYPES` are yielded as they lie in the file. All other tensors
+    are in float dtypes. `progress` is called with the fraction of the bytes done, ending at 1.0. Raises ValueError as
+    `GgufPlace.read` does, before anything is mapped.
     """
     file = place.read()
     with open(place.path, "rb") as opened:
@@ -74,7 +74,9 @@ def _weight(mapped: mmap.mmap, place: TensorPlace, keeps_blocks: bool) -> AnyWei
     import gguf
 
     rows = data.view(place.shape[0], -1).numpy()
-    return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]))).view(place.shape)
+    return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]))).view(
+        place.shape
+    )
 
 
 def _interleaved_heads(file: GgufFile, name: str) -> int:

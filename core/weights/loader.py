@@ -63,7 +63,8 @@ def load_weights(
 
     `load_format="dummy"` draws random weights from `seed` alone. Any other format reads the GGUF file that `folder`
     names, or else safetensors from `folder`, one file or shards with an index. Weights are cast to the dtype of the
-    parameters; with `keeps_blocks` the matrices of a GGUF file take the place of parameters. `progress` is called with the fraction done, ending at 1.0.
+    parameters; with `keeps_blocks`, matrices of a GGUF file in block types take the place of parameters. `progress` is
+    called with the fraction done, ending at 1.0.
     Raises ValueError, naming the file, the cause and the remedy, when weights are absent, unreadable, damaged
     or belong to another model.
     """
