@@ -97,16 +97,15 @@ class Linear(nn.Module):
         """Keep the loaded weights only in the form that the device's product reads; see `NativeModel.pack`."""
         if self._fp8:
             return
-        if self.has_blocks:
+        if self.keeps_blocks():
             self._packed = ops.block_linear(self._block_parts(), self.bias, self._at["dtype"])
         else:
             self._packed = pack_linear(self.weight, self.bias, quantization)
         if self._packed is not None:
             del self.weight, self.bias
 
-    @property
-    def has_blocks(self) -> bool:
-        """All weights are in block types. If only a part of them is, it is dequantized."""
+    def keeps_blocks(self) -> bool:
+        """Tell whether all weights are in block types. If only a part of them is, dequantize that part."""
         if 0 < len(self._blocks) < len(self._out_sizes):
             for i, rows in enumerate(torch.split(self.weight, self._out_sizes)):
                 if block := self._blocks.pop(i, None):
@@ -119,7 +118,7 @@ class Linear(nn.Module):
     @property
     def parts(self) -> tuple[Tensor | Sequence[BlockWeight], Tensor | None]:
         """Weight and bias, as `ops.LayerWeights` has them."""
-        return self._block_parts() if self.has_blocks else self.weight, self.bias
+        return self._block_parts() if self.keeps_blocks() else self.weight, self.bias
 
     def make_adapter_stack(self, num_slots: int, max_rank: int) -> ops.AnyAdapterStack:
         """Return memory for adapters of this projection, in the form that it reads; call it after `pack`."""

@@ -240,7 +240,7 @@ class Decoder(nn.Module):
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
-        is_uniform = len({projection.has_blocks for projection in self._projections()}) == 1
+        is_uniform = len({projection.keeps_blocks() for projection in self._projections()}) == 1
         if _is_plain(self.arch) and cache_dtype == self.norm.dtype and is_uniform:
             fused = ops.fuse_decoder(self._weights(), self.norm, self.arch.norm_eps, quantization)
             if fused is not None:

@@ -64,13 +64,15 @@ class GgufPlace(msgspec.Struct, frozen=True):
 
 
 def gguf_place(folder: Path) -> GgufPlace | None:
-    """Return the GGUF file that has the weights of the model folder `folder`; None if they are in the folder."""
+    """Return the GGUF file that has the weights of the model folder `folder`; None if the folder names none.
+
+    Raises ValueError, with the remedy, if its place cannot be read.
+    """
+    path = folder / PLACE_FILE
     try:
-        return msgspec.json.decode((folder / PLACE_FILE).read_bytes(), type=GgufPlace)
-    except FileNotFoundError:
-        return None
+        return msgspec.json.decode(path.read_bytes(), type=GgufPlace) if path.is_file() else None
     except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"cannot read {folder / PLACE_FILE} ({error}); remove the folder {folder}") from error
+        raise ValueError(f"cannot read {path} ({error}); remove the folder {folder}") from error
 
 
 def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
