@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.adapter_stack import AdapterStack
 from vllm_mp.kernels.block_weight import BlockWeight
+from vllm_mp.kernels.sampling import TokenMasks
 
 
 class TorchBlockLinear:
@@ -45,6 +46,9 @@ class TorchBlockLinear:
         weight = self._parts[0]
         return AdapterStack(weight.inputs, part_sizes, num_slots, max_rank, self._dtype, weight.data.device)
 
-    def argmax(self, x: Tensor) -> Tensor:
-        """Return `ops.argmax` of the float32 outputs for `x` [rows, inputs]."""
-        return reference.argmax(self(x, torch.float32))
+    def argmax(self, x: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        """Return `ops.masked_argmax` of the float32 outputs for `x` [rows, inputs]."""
+        logits = self(x, torch.float32)
+        if masks is not None:
+            reference.apply_token_masks(logits, *masks)
+        return reference.argmax(logits)

@@ -9,6 +9,7 @@ The C++ kernels are batch-invariant. All tensors of a call are on one device. Un
 are new tensors and inputs are left alone.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
-from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams
+from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
 from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
     "AdapterStack",
     "AnyAdapterStack",
     "AnyBlockLinear",
-    "AnyLinear",
     "AttentionMetadata",
     "BlockType",
     "BlockWeight",
@@ -53,6 +53,7 @@ __all__ = [
     "LayerWeights",
     "PackedAdapterStack",
     "PackedLinear",
+    "TokenMasks",
     "add_adapters",
     "add_rms_norm",
     "apply_token_masks",
@@ -61,11 +62,14 @@ __all__ = [
     "block_linear",
     "computes_blocks",
     "encoder_attention",
+    "experts",
     "fp8_linear",
     "fuse_decoder",
+    "gated_product",
     "gelu",
     "gelu_tanh",
     "layer_norm",
+    "masked_argmax",
     "pack_linear",
     "paged_attention",
     "quantize_blocks",
@@ -83,8 +87,6 @@ AnyAdapterStack = AdapterStack | PackedAdapterStack
 """Memory for the LoRA adapters of a projection, in the form that its product reads."""
 AnyBlockLinear = BlockLinear | TorchBlockLinear
 """A product with weights in block types."""
-AnyLinear = PackedLinear | AnyBlockLinear
-"""A product that keeps its weights in a form of its own."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -203,6 +205,29 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return activated
 
 
+def gated_product(x: Tensor, activation: str) -> Tensor:
+    """Return `f(x[..., :dim]) * x[..., dim:]` for `x` [..., 2 * dim] and the function f = `ACTIVATIONS[activation]`."""
+    if activation in ("silu", "swish"):
+        return silu_and_mul(x)
+    gate, up = x.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def experts(
+    x: Tensor, expert_ids: Tensor, router_weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+) -> Tensor:
+    """Return, for each token, the weighted sum of the outputs of its experts (Shazeer et al. 2017).
+
+    `x` [num_tokens, hidden]; `expert_ids` int64 [num_tokens, num_chosen], distinct for each token; `router_weights`
+    float32 of the same shape; `gate_up` [num_experts, 2 * inner, hidden] and `down` [num_experts, hidden, inner]:
+    expert e computes `gated_product(x @ gate_up[e].T, activation) @ down[e].T`. The sum is float32, and is rounded
+    once.
+    """
+    activate = functools.partial(gated_product, activation=activation)
+    total: Tensor = _operations(x).experts(x, expert_ids, router_weights, gate_up, down, activate)
+    return total
+
+
 # Keyed by the name that a Hugging Face configuration gives the function.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -233,6 +258,14 @@ def argmax(scores: Tensor) -> Tensor:
         return cpu_logits.argmax(kernels, scores)
     places: Tensor = _operations(scores).argmax(scores)
     return places
+
+
+def masked_argmax(logits: Tensor, masks: TokenMasks | None) -> Tensor:
+    """Return `argmax` of `logits` [n, vocab_size], of the tokens that `masks` allow; may overwrite `logits`."""
+    if masks is not None:
+        logits = logits.contiguous()
+        apply_token_masks(logits, *masks)
+    return argmax(logits)
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:

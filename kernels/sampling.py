@@ -58,6 +58,13 @@ class DrawParams(NamedTuple):
         return self._replace(**columns)
 
 
+class TokenMasks(NamedTuple):
+    """Which tokens may be chosen in some of n rows of logits, as `ops.apply_token_masks` reads them."""
+
+    masks: Tensor  # int32 [m, num_words]
+    rows: Tensor  # int64 [m]: the row of the logits that each mask applies to
+
+
 def argmax(scores: Tensor) -> Tensor:
     """Return the index of the highest score in each row of `scores` [n, size], int64 [n]; the first of equal scores.
 

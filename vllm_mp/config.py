@@ -36,7 +36,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     dtype: str
     """"auto" until the core chooses the dtype for its device; then "float32", "float16" or "bfloat16"."""
     quantization: str | None = None
-    """"int8"; "fp8", stored in the checkpoint or made at load; or None for weights of `dtype`."""
+    """"int8", "int4", made at load; "fp8", stored in the checkpoint or made at load; or None for weights of `dtype`."""
     seed: int | None
     """The seed of the draws of seeds for requests that have none; None: each run draws others."""
     max_model_len: int
@@ -70,6 +70,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
         architecture = read_architecture(self.hf_config)
         if self.quantization == "fp8" and isinstance(architecture, NativeArchitecture) and architecture.fp8 is None:
             return msgspec.structs.replace(architecture, fp8="channel")
+        if self.quantization == "int4" and isinstance(architecture, NativeArchitecture):
+            return msgspec.structs.replace(architecture, blocks="int4")
         return architecture
 
     @property

@@ -179,6 +179,8 @@ def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
             f"{wanted} needs an architecture with a native model, and {architecture.name} runs on the transformers "
             "backend; leave it out"
         )
+    if args.quantization == "int4" and architecture.experts is not None:
+        raise ValueError(f"{wanted} is not served for experts, which {architecture.name} has; leave it out")
     if in_checkpoint:
         raise ValueError(f"{wanted} needs weights that are plain floats, and {args.model} is FP8; leave it out")
     return args.quantization

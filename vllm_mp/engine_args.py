@@ -204,9 +204,10 @@ class EngineArgs(Options):
     )
     quantization: str | None = option(
         None,
-        "Make weights of 8 bits when the model is loaded, with a scale for each output; int8: integers, on CPUs; fp8: "
-        "floats, on GPUs of compute capability 8.9 or higher. Default: the weights of the checkpoint.",
-        choices=("int8", "fp8"),
+        "Make weights of fewer bits when the model is loaded; int8: integers of 8 bits, on CPUs; int4: blocks of "
+        "4 bits, on CPUs; fp8: floats of 8 bits, on GPUs of compute capability 8.9 or higher. Default: the weights of "
+        "the checkpoint.",
+        choices=("int8", "int4", "fp8"),
         subject="model",
     )
     generation_config: str = option(

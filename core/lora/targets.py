@@ -44,12 +44,10 @@ def _llama_layer(arch: NativeArchitecture, layer: int) -> list[Projection]:
     else:
         qkv = Projection(tuple(f"{attention}{part}_proj" for part in "qkv"), hidden, (queries, keys, keys))
         gate_up = Projection((f"{mlp}gate_proj", f"{mlp}up_proj"), hidden, (inner, inner))
-    return [
-        qkv,
-        Projection((f"{attention}o_proj",), queries, (hidden,)),
-        gate_up,
-        Projection((f"{mlp}down_proj",), inner, (hidden,)),
-    ]
+    of_attention = [qkv, Projection((f"{attention}o_proj",), queries, (hidden,))]
+    if arch.experts is not None and arch.experts.layers[layer]:
+        return of_attention
+    return [*of_attention, gate_up, Projection((f"{mlp}down_proj",), inner, (hidden,))]
 
 
 def _gpt2_layer(arch: NativeArchitecture, layer: int) -> list[Projection]:

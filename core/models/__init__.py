@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.kernels.ops import AnyAdapterStack, AttentionMetadata
+from vllm_mp.kernels.ops import AnyAdapterStack, AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.registry import NATIVE_MODELS, NativeEntry
 
@@ -50,8 +50,8 @@ class CausalLM(Protocol):
         """Return logits [n, vocab_size], in the model's dtype or float32, for `hidden` [n, hidden_size]."""
         ...
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """Return `ops.argmax` of the logits of `hidden` [n, hidden_size]."""
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        """Return `ops.argmax` of the logits of `hidden` [n, hidden_size], of the tokens that `masks` allow."""
         ...
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.core.models.checkpoint import load_checkpoint
+from vllm_mp.core.models.checkpoint import Destination, load_checkpoint
 from vllm_mp.core.models.gpt2 import LayerNorm
 from vllm_mp.core.models.linear import Linear, pack_projections
 from vllm_mp.kernels import ops
@@ -52,11 +52,12 @@ class EncoderLayer(nn.Module):
         self.scale = arch.attention_scale[layer]
         self.activation = ops.ACTIVATIONS[arch.activation]
         hidden, inner = arch.hidden_size, arch.intermediate_size
-        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device)
-        self.o_proj = Linear(hidden, hidden, True, dtype, device)
+        form: Any = {"bias": True, "dtype": dtype, "device": device, "has_blocks": arch.blocks is not None}
+        self.qkv_proj = Linear(hidden, [hidden] * 3, **form)
+        self.o_proj = Linear(hidden, hidden, **form)
         self.attention_norm = LayerNorm(hidden, arch.norm_eps, dtype, device)
-        self.up_proj = Linear(hidden, inner, True, dtype, device)
-        self.down_proj = Linear(inner, hidden, True, dtype, device)
+        self.up_proj = Linear(hidden, inner, **form)
+        self.down_proj = Linear(inner, hidden, **form)
         self.output_norm = LayerNorm(hidden, arch.norm_eps, dtype, device)
 
     def forward(self, x: Tensor, row_lens: list[int]) -> Tensor:
@@ -147,9 +148,9 @@ class BertModel(nn.Module):
         if self.head is not None:
             pack_projections(self.head, None)
 
-    def _destinations(self) -> dict[str, Tensor]:
+    def _destinations(self) -> dict[str, Tensor | Destination]:
         """Map checkpoint names (without `prefix`) to the parameters, or rows of fused ones, that they fill."""
-        places: dict[str, Tensor] = {
+        places: dict[str, Tensor | Destination] = {
             "embeddings.word_embeddings.weight": self.word_embeddings,
             "embeddings.position_embeddings.weight": self.position_embeddings,
             "embeddings.LayerNorm.weight": self.norm.weight,
@@ -162,12 +163,14 @@ class BertModel(nn.Module):
                 places |= {f"{name}.{kind}": tensor for kind, tensor in projection.named_parameters()}
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, EncoderLayer)
-            for kind, tensor in layer.qkv_proj.named_parameters():
-                for part, rows in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                    places[f"{self.layers_name}.{i}.{self.layer_names[part]}.{kind}"] = rows
-            for part in ("o_proj", "attention_norm", "up_proj", "down_proj", "output_norm"):
+            at = f"{self.layers_name}.{i}."
+            parts = [at + self.layer_names[part] for part in ("query", "key", "value")]
+            places |= layer.qkv_proj.destinations(parts)
+            for part in ("o_proj", "up_proj", "down_proj"):
+                places |= getattr(layer, part).destinations([at + self.layer_names[part]])
+            for part in ("attention_norm", "output_norm"):
                 for kind, tensor in getattr(layer, part).named_parameters():
-                    places[f"{self.layers_name}.{i}.{self.layer_names[part]}.{kind}"] = tensor
+                    places[f"{at}{self.layer_names[part]}.{kind}"] = tensor
         return places
 
 

@@ -1,7 +1,7 @@
 """Copy the tensors of a checkpoint into a model's parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,27 +24,17 @@ class Destination(NamedTuple):
     """The shapes that the tensor may have."""
     dtypes: Sequence[torch.dtype]
     """The dtypes that the tensor may have."""
-    copy_: Callable[[Tensor], object]
+    copy_: Callable[[Any], object]
     """Stores the tensor."""
     is_required: bool = True
     """False: the checkpoint may lack the tensor."""
-
-
-class Rows(NamedTuple):
-    """A matrix of a model, or rows of one, whose place a matrix in a block type can take."""
-
-    tensor: Tensor
-    replace: Callable[[BlockWeight], object]
-    """Takes the matrix instead of a copy to `tensor`."""
-
-
-AnyDestination = Tensor | Destination | Rows
-AnyWeight = Tensor | BlockWeight
+    takes_blocks: bool = False
+    """True: weights in block types are stored too."""
 
 
 def load_checkpoint(
-    destinations: Mapping[str, AnyDestination],
-    tensors: Iterable[tuple[str, AnyWeight]],
+    destinations: Mapping[str, Tensor | Destination],
+    tensors: Iterable[tuple[str, Tensor | BlockWeight]],
     *,
     prefix: str,
     ignored: Callable[[str], bool],
@@ -53,14 +43,13 @@ def load_checkpoint(
     """Copy each checkpoint tensor into the parameter, or the part of a fused one, that has its name.
 
     `destinations` maps names, without the optional `prefix`, to the views that they fill, in the checkpoint's shape.
-    The copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Matrices in block types replace `Rows`, and are
-    dequantized for other destinations. Tensors for which `ignored(name)` is
+    The copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Tensors for which `ignored(name)` is
     true are skipped. With `tied = (alias, target)` the alias may be absent; if present it must equal the target.
     Raises CheckpointMismatchError naming what is missing, unexpected, misshapen or of another dtype.
     """
     filled: set[str] = set()
     problems: list[str] = []
-    alias: Tensor | None = None
+    alias: Tensor | BlockWeight | None = None
     for full_name, tensor in tensors:
         name = full_name.removeprefix(prefix)
         if ignored(name):
@@ -70,24 +59,19 @@ def load_checkpoint(
         if destination is None:
             problems.append(f"unexpected {full_name}")
             continue
-        if isinstance(destination, Rows):
-            fits = isinstance(tensor, BlockWeight) and destination.tensor.shape == (tensor.outputs, tensor.inputs)
-            if isinstance(tensor, BlockWeight) and fits and not is_alias:
-                destination.replace(tensor)
-                filled.add(name)
-                continue
-            destination = destination.tensor
-        if isinstance(tensor, BlockWeight):
-            tensor = tensor.dequantized()
         if isinstance(destination, Tensor):
             place = Destination([destination.shape], FLOAT_DTYPES, destination.copy_)
         else:
             place = destination
-        if tensor.shape not in map(torch.Size, place.shapes):
-            expected = " or ".join(str(list(shape)) for shape in place.shapes)
-            problems.append(f"{full_name} has shape {list(tensor.shape)}, not {expected}")
+        shape = [tensor.outputs, tensor.inputs] if isinstance(tensor, BlockWeight) else list(tensor.shape)
+        if shape not in map(list, place.shapes):
+            expected = " or ".join(str(list(allowed)) for allowed in place.shapes)
+            problems.append(f"{full_name} has shape {shape}, not {expected}")
             filled.add(name)
-        elif tensor.dtype not in place.dtypes:
+        elif isinstance(tensor, BlockWeight) and not place.takes_blocks:
+            problems.append(f"{full_name} has the block type {tensor.type.name}, not floats")
+            filled.add(name)
+        elif isinstance(tensor, Tensor) and tensor.dtype not in place.dtypes:
             expected = (
                 "a 16, 32 or 64-bit float" if place.dtypes is FLOAT_DTYPES else " or ".join(map(str, place.dtypes))
             )
@@ -99,19 +83,21 @@ def load_checkpoint(
             place.copy_(tensor)
             filled.add(name)
     if tied is not None and alias is not None:
-        target = destinations[tied[1]]
-        target = target.tensor if isinstance(target, Rows) else target
-        assert isinstance(target, Tensor)
+        target: Any = destinations[tied[1]]
         if tied[1] not in filled:
             target.copy_(alias)
             filled.add(tied[1])
-        elif not torch.equal(target, alias.to(device=target.device, dtype=target.dtype)):
+        elif isinstance(target, Tensor) and not _equal(target, alias):
             problems.append(f"{tied[0]} differs from {tied[1]} although the configuration ties them")
     for name, wanted in destinations.items():
-        if name not in filled and (not isinstance(wanted, Destination) or wanted.is_required):
+        if name not in filled and (isinstance(wanted, Tensor) or wanted.is_required):
             problems.append(f"missing {name}")
     if problems:
         raise CheckpointMismatchError(listed(problems))
+
+
+def _equal(target: Tensor, alias: Tensor | BlockWeight) -> bool:
+    return isinstance(alias, Tensor) and torch.equal(target, alias.to(device=target.device, dtype=target.dtype))
 
 
 def listed(problems: Sequence[str]) -> str:

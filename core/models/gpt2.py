@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
-from vllm_mp.core.models.checkpoint import load_checkpoint
+from vllm_mp.core.models.block_matrix import destination_of, embedding, vocabulary_matrix
+from vllm_mp.core.models.checkpoint import Destination, load_checkpoint
 from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 
@@ -38,11 +39,11 @@ class Block(AttentionLayer):
         self.activation = ops.ACTIVATIONS[arch.activation]
         hidden, inner = arch.hidden_size, arch.intermediate_size
         self.ln_1 = LayerNorm(hidden, arch.norm_eps, dtype, device)
-        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device)
-        self.o_proj = Linear(hidden, hidden, True, dtype, device)
+        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device, has_blocks=arch.blocks is not None)
+        self.o_proj = Linear(hidden, hidden, True, dtype, device, has_blocks=arch.blocks is not None)
         self.ln_2 = LayerNorm(hidden, arch.norm_eps, dtype, device)
-        self.up_proj = Linear(hidden, inner, True, dtype, device)
-        self.down_proj = Linear(inner, hidden, True, dtype, device)
+        self.up_proj = Linear(hidden, inner, True, dtype, device, has_blocks=arch.blocks is not None)
+        self.down_proj = Linear(inner, hidden, True, dtype, device, has_blocks=arch.blocks is not None)
 
     def forward(self, x: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         tokens, hidden = x.shape
@@ -67,14 +68,15 @@ class GPT2LMHeadModel(nn.Module):
         self.arch = arch
         self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.wte = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
+        self._dtype = dtype
+        self.wte = vocabulary_matrix(arch, dtype, device)
         self.wpe = nn.Parameter(torch.empty(arch.max_position, arch.hidden_size, **at))
         self.h = nn.ModuleList(Block(arch, i, dtype, device) for i in range(arch.num_layers))
         self.ln_f = LayerNorm(arch.hidden_size, arch.norm_eps, dtype, device)
         head = self.wte
         if not arch.tie_word_embeddings:
-            head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
-        self.lm_head = VocabularyHead(head)
+            head = vocabulary_matrix(arch, dtype, device)
+        self.lm_head = VocabularyHead(head, dtype)
 
     def forward(
         self,
@@ -92,14 +94,14 @@ class GPT2LMHeadModel(nn.Module):
         return normed
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.wte)
+        return embedding(input_ids, self.wte, self._dtype)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return self.lm_head.argmax(hidden)
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        return self.lm_head.argmax(hidden, masks)
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         pack_projections(self, quantization)
@@ -118,11 +120,11 @@ class GPT2LMHeadModel(nn.Module):
             tied=("lm_head.weight", "wte.weight") if self.arch.tie_word_embeddings else None,
         )
 
-    def _destinations(self) -> dict[str, Tensor]:
+    def _destinations(self) -> dict[str, Tensor | Destination]:
         """Map checkpoint names (without `transformer.`) to the parameters that they fill."""
-        places: dict[str, Tensor] = {"wte.weight": self.wte, "wpe.weight": self.wpe}
+        places: dict[str, Tensor | Destination] = {"wte.weight": destination_of(self.wte), "wpe.weight": self.wpe}
         if not self.arch.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head.weight
+            places["lm_head.weight"] = destination_of(self.lm_head.weight)
         named: dict[str, LayerNorm | Linear] = {"ln_f": self.ln_f}
         for i, block in enumerate(self.h):
             assert isinstance(block, Block)
@@ -136,7 +138,7 @@ class GPT2LMHeadModel(nn.Module):
             }
         for name, module in named.items():
             # transformers' Conv1D keeps its weight [in, out], the transpose of a linear layer's.
-            places[f"{name}.weight"] = module.weight.t() if isinstance(module, Linear) else module.weight
+            places[f"{name}.weight"] = module.transposed_destination() if isinstance(module, Linear) else module.weight
             if module.bias is not None:
                 places[f"{name}.bias"] = module.bias
         return places

@@ -11,23 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
-from vllm_mp.core.models.checkpoint import (
-    FLOAT_DTYPES,
-    AnyDestination,
-    AnyWeight,
-    CheckpointMismatchError,
-    Destination,
-    Rows,
-    load_checkpoint,
-)
+from vllm_mp.core.models.block_matrix import destination_of, embedding, vocabulary_matrix
+from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
+from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_experts
 from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
+from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata, BlockWeight
+from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 logger = logging.getLogger(__name__)
@@ -48,8 +42,9 @@ class Attention(AttentionLayer):
         """Scales of the keys and of the values; a cache of 8-bit floats holds each divided by its scale."""
         sizes = [heads * arch.head_dim for heads in self.heads]
         parts = [sum(sizes)] if arch.has_fused_projections else sizes
-        self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, dtype, device, arch.fp8)
-        self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, dtype, device, arch.fp8)
+        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "has_blocks": arch.blocks is not None}
+        self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, **form)
+        self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, **form)
         self.norms_all_heads = arch.norms_all_heads
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
@@ -101,28 +96,6 @@ class Attention(AttentionLayer):
         return Destination([[], [1]], FLOAT_DTYPES, keep, is_required=False)
 
 
-class MLP(nn.Module):
-    """The gated feed-forward network, with gate and up in one projection."""
-
-    def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        inner, hidden = arch.intermediate_size, arch.hidden_size
-        parts = [2 * inner] if arch.has_fused_projections else [inner, inner]
-        self.gate_up_proj = Linear(hidden, parts, arch.mlp_bias, dtype, device, arch.fp8)
-        self.down_proj = Linear(inner, hidden, arch.mlp_bias, dtype, device, arch.fp8)
-        self.activation = None if arch.activation in ("silu", "swish") else ops.ACTIVATIONS[arch.activation]
-
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        gate_up = self.gate_up_proj(x, adapter_slots)
-        if self.activation is None:
-            product = ops.silu_and_mul(gate_up)
-        else:
-            gate, up = gate_up.chunk(2, -1)
-            product = self.activation(gate) * up
-        out: Tensor = self.down_proj(product, adapter_slots)
-        return out
-
-
 class DecoderLayer(nn.Module):
     """Attention and MLP, whose outputs are added to the residual stream, with norms before or after each, or both."""
 
@@ -135,7 +108,11 @@ class DecoderLayer(nn.Module):
             norm_weight(arch, arch.hidden_size, dtype, device) if has_norm else None for has_norm in has_norms * 2
         )
         self.attention = Attention(arch, layer, dtype, device)
-        self.mlp = MLP(arch, dtype, device)
+        self.mlp: MLP | ExpertMLP
+        if arch.experts is not None and arch.experts.layers[layer]:
+            self.mlp = ExpertMLP(arch, arch.experts, dtype, device)
+        else:
+            self.mlp = MLP(arch, arch.intermediate_size, dtype, device)
         self.table = int(arch.local_rope is not None and arch.sliding_window[layer] is not None)
         """The index of the layer's table of rotary angles."""
 
@@ -185,13 +162,14 @@ class DecoderLayer(nn.Module):
 
     def projections(self) -> list[Linear]:
         """Return the projections in the order of `core.lora.targets.projections`."""
-        return [self.attention.qkv_proj, self.attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
+        return [self.attention.qkv_proj, self.attention.o_proj, *self.mlp.adaptable_projections()]
 
     def weights(self) -> ops.LayerWeights:
         """Return the weights and shapes of this layer, for `ops.fuse_decoder`."""
         attention, mlp = self.attention, self.mlp
         assert self.input_norm is not None
         assert self.mlp_norm is not None
+        assert isinstance(mlp, MLP)
         return ops.LayerWeights(
             input_norm=self.input_norm,
             post_attention_norm=self.mlp_norm,
@@ -240,8 +218,7 @@ class Decoder(nn.Module):
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
-        is_uniform = len({projection.keeps_blocks() for projection in self._projections()}) == 1
-        if _is_plain(self.arch) and cache_dtype == self.norm.dtype and is_uniform:
+        if _is_plain(self.arch) and cache_dtype == self.norm.dtype:
             fused = ops.fuse_decoder(self._weights(), self.norm, self.arch.norm_eps, quantization)
             if fused is not None:
                 return fused
@@ -267,7 +244,8 @@ class Decoder(nn.Module):
 def _is_plain(arch: NativeArchitecture) -> bool:
     """Tell whether `ops.fuse_decoder` computes the layers of `arch`: those of Llama, Qwen2 and Qwen3."""
     return (
-        arch.activation in ("silu", "swish")
+        arch.experts is None
+        and arch.activation in ("silu", "swish")
         and arch.norm_place == "before"
         and arch.norm_offset is None
         and arch.residual_multiplier == 1.0
@@ -302,15 +280,13 @@ class LlamaForCausalLM(nn.Module):
             )
         self.arch = arch
         self.kv_shapes = arch.kv_shapes
-        at: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.embed_tokens = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
-        self.embed_block: BlockWeight | None = None
-        """The embeddings in a block type, which take the place of `embed_tokens`."""
+        self._dtype = dtype
+        self.embed_tokens = vocabulary_matrix(arch, dtype, device)
         self.decoder: nn.Module = Decoder(arch, dtype, device)
         head = self.embed_tokens
         if not arch.tie_word_embeddings:
-            head = nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, **at))
-        self.lm_head = VocabularyHead(head)
+            head = vocabulary_matrix(arch, dtype, device)
+        self.lm_head = VocabularyHead(head, dtype)
         ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
         tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
         self.cos_sin: Tensor
@@ -332,10 +308,7 @@ class LlamaForCausalLM(nn.Module):
         return hidden
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        if self.embed_block is None:
-            embeds = F.embedding(input_ids, self.embed_tokens)
-        else:
-            embeds = ops.block_embedding(self.embed_block, input_ids, self.cos_sin.dtype)
+        embeds = embedding(input_ids, self.embed_tokens, self._dtype)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -345,9 +318,9 @@ class LlamaForCausalLM(nn.Module):
         cap = self.arch.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def argmax(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
         # Dividing logits and capping them keeps their order.
-        return self.lm_head.argmax(hidden)
+        return self.lm_head.argmax(hidden, masks)
 
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         assert isinstance(self.decoder, Decoder)
@@ -359,11 +332,11 @@ class LlamaForCausalLM(nn.Module):
         stacks: list[ops.AnyAdapterStack] = decoder.make_adapter_stacks(num_slots, max_rank)
         return stacks
 
-    def load_weights(self, tensors: Iterable[tuple[str, AnyWeight]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor | ops.BlockWeight]]) -> None:
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
         load_checkpoint(
             self._destinations(),
-            ((self._name(name), tensor) for name, tensor in tensors),
+            separate_experts((self._name(name), tensor) for name, tensor in tensors),
             prefix="model.",
             ignored=self._ignores,
             tied=tied,
@@ -375,6 +348,8 @@ class LlamaForCausalLM(nn.Module):
             name = re.sub(r"\.weight_scale_inv$", ".weight_scale", name)
         # Checkpoints of models of text and images name the text part.
         name = re.sub(r"^(model\.)?language_model\.(model\.)?", "", name)
+        if self.arch.experts is not None:
+            name = mixture_name(name)
         return re.sub(r"\.[kv]_proj\.([kv]_scale)$", r".\1", name)
 
     def _ignores(self, name: str) -> bool:
@@ -386,14 +361,14 @@ class LlamaForCausalLM(nn.Module):
             or (self.arch.fp8 is not None and is_input_scale)
         )
 
-    def _destinations(self) -> dict[str, AnyDestination]:
+    def _destinations(self) -> dict[str, Tensor | Destination]:
         """Map checkpoint names (without `model.`) to the parameters, or rows of fused ones, that they fill."""
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
         fused = arch.has_fused_projections
-        places: dict[str, AnyDestination] = {"embed_tokens.weight": Rows(self.embed_tokens, self._replace_embeddings)}
+        places: dict[str, Tensor | Destination] = {"embed_tokens.weight": destination_of(self.embed_tokens)}
         if not arch.tie_word_embeddings:
-            places["lm_head.weight"] = Rows(self.lm_head.weight, self.lm_head.replace)
+            places["lm_head.weight"] = destination_of(self.lm_head.weight)
         norms: dict[str, Tensor | None] = {"norm": decoder.norm}
         for i, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)
@@ -401,20 +376,12 @@ class LlamaForCausalLM(nn.Module):
             attention, mlp = layer.attention, layer.mlp
             norms |= layer.norms_by_name(at)
             qkv = ["qkv_proj"] if fused else ["q_proj", "k_proj", "v_proj"]
-            gate_up = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
             places |= attention.qkv_proj.destinations([f"{at}self_attn.{name}" for name in qkv])
             places |= attention.o_proj.destinations([at + "self_attn.o_proj"])
-            places |= mlp.gate_up_proj.destinations([f"{at}mlp.{name}" for name in gate_up])
-            places |= mlp.down_proj.destinations([at + "mlp.down_proj"])
+            places |= mlp.destinations(at + "mlp.")
             for part, name in enumerate("kv"):
                 places[f"{at}self_attn.{name}_scale"] = attention.kv_scale(part)
         return places | {f"{name}.weight": self._norm(weight) for name, weight in norms.items() if weight is not None}
-
-    def _replace_embeddings(self, weight: BlockWeight) -> None:
-        self.embed_block = weight
-        del self.embed_tokens
-        if self.arch.tie_word_embeddings:
-            self.lm_head.replace(weight)
 
     def _norm(self, weight: Tensor) -> Tensor | Destination:
         """Return the destination of the weight of a norm."""

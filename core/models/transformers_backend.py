@@ -33,7 +33,7 @@ from vllm_mp.core.models.transformers_probe import (
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import Architecture
 
 
@@ -80,8 +80,8 @@ class TransformersForCausalLM(AttentionLayer):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return compute_logits(self.causal, hidden)
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return ops.argmax(self.compute_logits(hidden))
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        return ops.masked_argmax(self.compute_logits(hidden), masks)
 
 
 def load_model(

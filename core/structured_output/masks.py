@@ -1,7 +1,7 @@
 """The masks of several rows, filled in parallel where the library can."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -19,35 +19,32 @@ _MIN_PARALLEL = 16
 _MAX_THREADS = 8
 
 
-def fill_masks(matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> dict[int, GrammarError]:
-    """Write the tokens that each matcher allows into the row of `masks` [num_matchers, num_words] with its index.
+def fill_masks(matchers: Mapping[int, Matcher], masks: npt.NDArray[np.int32]) -> dict[int, GrammarError]:
+    """Write the tokens that each matcher allows into the row of `masks` [n, num_words] that is its key.
 
-    Return the errors of the matchers that have reached a limit, by their index; their rows have no meaning.
+    Return the errors of the matchers that have reached a limit, by row; these rows have no meaning.
     """
     errors = {}
-    parallel = []
+    parallel: dict[int, LLGuidanceMatcher] = {}
     if len(matchers) >= _MIN_PARALLEL and masks.flags.c_contiguous:
-        parallel = [row for row, matcher in enumerate(matchers) if _fits(matcher, masks.shape[1])]
-    if len(parallel) > 1:
-        pairs = [(matchers[row].library_matcher, row) for row in parallel]  # type: ignore[attr-defined]
+        parallel = {
+            row: matcher
+            for row, matcher in matchers.items()
+            if isinstance(matcher, LLGuidanceMatcher) and matcher.num_words == masks.shape[1]
+        }
+    if parallel:
+        pairs = [(matcher.library_matcher, row) for row, matcher in parallel.items()]
         address = masks.__array_interface__["data"][0]
         _executor().unsafe_compute_mask_ptr(pairs, address, masks.strides[0], len(masks))
-    else:
-        parallel = []
-    filled = frozenset(parallel)
-    for row, matcher in enumerate(matchers):
+    for row, matcher in matchers.items():
         try:
-            if row in filled:
-                matcher.check()  # type: ignore[attr-defined]
+            if row in parallel:
+                parallel[row].check()
             else:
                 matcher.fill(masks[row])
         except GrammarError as error:
             errors[row] = error
     return errors
-
-
-def _fits(matcher: Matcher, num_words: int) -> bool:
-    return isinstance(matcher, LLGuidanceMatcher) and matcher.num_words == num_words
 
 
 @cache

@@ -5,6 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from vllm_mp.core.models.block_matrix import BlockMatrix
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_MAX
 
 # A prime, so that the repeats of the dummy sequence never line up with the rows of a matrix.
@@ -23,22 +24,31 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
     float8_scale = float(drawn.abs().max()) / FLOAT8_MAX
     sequences: dict[torch.dtype, Tensor] = {}
     at = 0
-    for name, parameter in model.named_parameters():
-        if name.endswith(".weight_scale"):
-            parameter.fill_(float8_scale)
-            continue
-        if parameter.dim() == 1 and not name.endswith("bias"):
-            parameter.fill_(1.0)
-            continue
-        if parameter.dtype not in sequences:
-            of_dtype = drawn / float8_scale if parameter.dtype == FLOAT8 else drawn
-            sequences[parameter.dtype] = of_dtype.to(parameter)
-        sequence = sequences[parameter.dtype]
+
+    def fill(tensor: Tensor) -> None:
+        nonlocal at
+        if tensor.dtype not in sequences:
+            sequences[tensor.dtype] = (drawn / float8_scale if tensor.dtype == FLOAT8 else drawn).to(tensor)
+        sequence = sequences[tensor.dtype]
         # A fresh draw for each weight would take a minute per billion, so one sequence repeats.
-        flat = parameter.view(-1)
+        flat = tensor.view(-1)
         filled = 0
         while filled < flat.numel():
             count = min(DUMMY_PERIOD - at, flat.numel() - filled)
             flat[filled : filled + count] = sequence[at : at + count]
             filled += count
             at = (at + count) % DUMMY_PERIOD
+
+    for name, parameter in model.named_parameters():
+        if name.endswith(".weight_scale"):
+            parameter.fill_(float8_scale)
+        elif parameter.dim() == 1 and not name.endswith("bias"):
+            parameter.fill_(1.0)
+        else:
+            fill(parameter)
+    for module in model.modules():
+        if isinstance(module, BlockMatrix):
+            for part, shape in enumerate(module.shapes):
+                weight = torch.empty(shape)
+                fill(weight)
+                module.store(part, weight)

@@ -1,6 +1,6 @@
 """Load a model: choose its native module or transformers' own, and give it its weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,10 +10,11 @@ from torch import nn
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
-from vllm_mp.core.models.checkpoint import AnyWeight, CheckpointMismatchError, count_parameters
+from vllm_mp.core.models.block_matrix import count_block_weights
+from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
-from vllm_mp.core.weights.gguf_tensors import gguf_tensors
+from vllm_mp.core.weights.gguf_tensors import gguf_tensors, has_block_types
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_store.gguf import gguf_place
@@ -36,14 +37,25 @@ def load_model(
         if arch.rope is not None:
             # Rotary angles are computed for the positions that requests can have, and LongRoPE's for that context.
             arch = msgspec.structs.replace(arch, max_position=config.max_model_len)
+        if arch.blocks is not None and device.type != "cpu":
+            raise ValueError(
+                f"quantization={config.quantization!r} is computed on CPUs only, and the device is {device}; set "
+                "device='cpu', or leave the quantization out"
+            )
+        keeps_blocks = (
+            config.quantization is None
+            and config.load_format != "dummy"
+            and ops.computes_blocks(device, dtype)
+            and has_block_types(config.folder)
+        )
+        if keeps_blocks:
+            arch = msgspec.structs.replace(arch, blocks="gguf")
         model = build_model(arch, dtype, device)
-        keeps_blocks = config.quantization is None and ops.computes_blocks(device, dtype)
-        num_parameters = count_parameters(model)
         load_weights(model, config.folder, config.load_format, config.weights_seed, progress, keeps_blocks)
         native = cast("NativeModel", model)
-        native.num_parameters = num_parameters
-        # FP8 weights were made by `load_weights` already.
-        native.pack(None if config.quantization == "fp8" else config.quantization, cache_dtype or dtype)
+        native.num_parameters = count_parameters(model) + count_block_weights(model)
+        # `load_weights` made all other kinds of weights already.
+        native.pack("int8" if config.quantization == "int8" else None, cache_dtype or dtype)
         return native
     # Imported here, because importing transformers takes seconds, which native models do not need.
     from vllm_mp.core.models import transformers_backend
@@ -63,8 +75,8 @@ def load_weights(
 
     `load_format="dummy"` draws random weights from `seed` alone. Any other format reads the GGUF file that `folder`
     names, or else safetensors from `folder`, one file or shards with an index. Weights are cast to the dtype of the
-    parameters; with `keeps_blocks`, matrices of a GGUF file in block types take the place of parameters. `progress` is
-    called with the fraction done, ending at 1.0.
+    parameters; with `keeps_blocks`, matrices of a GGUF file stay where they lie, for a model with `blocks="gguf"`.
+    `progress` is called with the fraction done, ending at 1.0.
     Raises ValueError, naming the file, the cause and the remedy, when weights are absent, unreadable, damaged
     or belong to another model.
     """
@@ -75,13 +87,11 @@ def load_weights(
         return
     loader: Any = model
     place = gguf_place(folder)
-    tensors: Iterator[tuple[str, AnyWeight]] = (
-        read_tensors(checkpoint_files(folder), progress)
-        if place is None
-        else gguf_tensors(place, keeps_blocks, progress)
-    )
     try:
-        loader.load_weights(tensors)
+        if place is None:
+            loader.load_weights(read_tensors(checkpoint_files(folder), progress))
+        else:
+            loader.load_weights(gguf_tensors(place, keeps_blocks, progress))
     except CheckpointMismatchError as error:
         if place is not None:
             raise ValueError(f"{place.path}: {error}; convert the model to GGUF again") from None

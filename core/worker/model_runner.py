@@ -309,7 +309,8 @@ class ModelRunner:
             hidden = hidden[self._to_device(last)]
         if sampler.is_argmax(rows, num_tokens) and not wants_logprobs(batch, rows):
             self._beat()
-            tokens = self._model.argmax(hidden)
+            vocab_size = self._config.model_config.architecture.vocab_size
+            tokens = self._model.argmax(hidden, sampler.token_masks(rows, num_tokens, vocab_size))
             messages: Callable[[], list[Owned]] = list
         else:
             logits = self._compute_logits(hidden)

@@ -17,7 +17,7 @@ from vllm_mp.core.worker.host_copies import to_device
 from vllm_mp.core.worker.logits_processors import Ids, as_ids
 from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import DrawParams
+from vllm_mp.kernels.ops import DrawParams, TokenMasks
 
 NO_TOKEN = ops.NO_PLACE
 """Negative: the token of a row for which no token could be sampled."""
@@ -48,9 +48,10 @@ class Sampler:
         batch = self._batch
         if num_tokens is None:
             num_tokens = batch.num_tokens[rows]
-        if batch.is_constrained[rows].any():
+        masks = self.token_masks(rows, num_tokens, logits.shape[-1])
+        if masks is not None:
             logits = logits.contiguous()
-            apply_token_masks(logits, batch, rows, num_tokens)
+            ops.apply_token_masks(logits, *masks)
         if self._changes_logits(rows, num_tokens):
             logits = logits.float().contiguous()
             apply_logits_processors(logits, batch, rows, num_tokens, self._registered)
@@ -62,10 +63,40 @@ class Sampler:
         return ops.sample(logits, params)
 
     def is_argmax(self, rows: Rows, num_tokens: Counts | None = None) -> bool:
-        """Return whether `sample` would give each of `rows` [n] the token that `ops.argmax` finds in its logits."""
+        """Return whether `sample` would give each of `rows` [n] the highest logit that its token mask allows."""
         counts = self._batch.num_tokens[rows] if num_tokens is None else num_tokens
-        is_changed = self._changes_logits(rows, counts) or bool(self._batch.is_constrained[rows].any())
-        return not is_changed and not self._draws(rows)
+        return not self._changes_logits(rows, counts) and not self._draws(rows)
+
+    def token_masks(self, rows: Rows, num_tokens: Counts, vocab_size: int) -> TokenMasks | None:
+        """Return the masks of the tokens that grammars allow in `rows` [n]; None without a constrained row.
+
+        `num_tokens` [n] counts the known tokens of each row. The mask of a row whose grammar fails allows no token.
+        """
+        batch = self._batch
+        outputs: list[ConstrainedOutput] = []
+        matchers: dict[int, Matcher] = {}  # by index into `outputs`
+        places: list[int] = []
+        for place in np.flatnonzero(batch.is_constrained[rows]).tolist():
+            row = int(rows[place])
+            constrained, start = batch.request(row).constrained, int(batch.num_prompt_tokens[row])
+            assert constrained is not None
+            matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[place]].tolist())
+            if matcher is not None:
+                matchers[len(outputs)] = matcher
+            if matcher is not None or constrained.error is not None:
+                outputs.append(constrained)
+                places.append(place)
+        if not outputs:
+            return None
+        masks = np.zeros((len(outputs), -(-vocab_size // 32)), np.int32)
+        errors = fill_masks(matchers, masks)
+        for i, output in enumerate(outputs):
+            if i in errors:
+                output.error = str(errors[i])
+                masks[i] = 0
+            elif i in matchers and (token := output.also_allowed) is not None:
+                masks.view(np.uint32)[i, token // 32] |= np.uint32(1 << token % 32)
+        return TokenMasks(to_device(masks, self._device), to_device(np.array(places), self._device))
 
     def _changes_logits(self, rows: Rows, num_tokens: Counts) -> bool:
         batch = self._batch
@@ -92,36 +123,6 @@ class Sampler:
         return DrawParams(
             **{name: to_device(column, self._device) for name, column in columns.items()}, filters=tuple(filters)
         )
-
-
-def apply_token_masks(logits: Tensor, batch: Batch, rows: Rows, num_tokens: Counts) -> None:
-    """Bar the tokens that grammars forbid in `logits` [n, vocab], contiguous, of the batch's `rows` [n].
-
-    `num_tokens` [n] counts the known tokens of each row.
-    """
-    outputs: list[ConstrainedOutput] = []
-    matchers: dict[int, Matcher] = {}  # by index into `outputs`
-    places = np.flatnonzero(batch.is_constrained[rows])
-    for place in places.tolist():
-        row = int(rows[place])
-        constrained, start = batch.request(row).constrained, int(batch.num_prompt_tokens[row])
-        assert constrained is not None
-        matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[place]].tolist())
-        if matcher is not None:
-            matchers[len(outputs)] = matcher
-        outputs.append(constrained)
-    masks = np.empty((len(matchers), -(-logits.shape[-1] // 32)), np.int32)
-    errors = fill_masks([*matchers.values()], masks)
-    for i, index in enumerate(matchers):
-        if i in errors:
-            outputs[index].error = str(errors[i])
-        elif (token := outputs[index].also_allowed) is not None:
-            masks.view(np.uint32)[i, token // 32] |= np.uint32(1 << token % 32)
-    if failed := [i for i, output in enumerate(outputs) if output.error is not None]:
-        logits[to_device(places[failed], logits.device)] = -torch.inf
-    if matchers:
-        device = logits.device
-        ops.apply_token_masks(logits, to_device(masks, device), to_device(places[[*matchers]], device))
 
 
 def apply_logits_processors(

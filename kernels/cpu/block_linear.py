@@ -8,7 +8,8 @@ from torch import Tensor
 
 from vllm_mp.kernels.block_weight import BlockWeight
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
-from vllm_mp.kernels.cpu.library import DTYPES, CBlockLinear, CBlockPart, Library, address
+from vllm_mp.kernels.cpu.library import DTYPES, CBlockLinear, CBlockPart, CTokenMasks, Library, address
+from vllm_mp.kernels.sampling import TokenMasks
 
 
 class BlockLinear:
@@ -77,12 +78,17 @@ class BlockLinear:
             self._library, self.interface.inputs, part_sizes, num_slots, max_rank, self._dtype, is_pair=self._is_pair
         )
 
-    def argmax(self, x: Tensor) -> Tensor:
-        """Return `ops.argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
+    def argmax(self, x: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        """Return `ops.masked_argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
         x = x.contiguous()
         places = torch.empty(x.shape[0], dtype=torch.int64)
         self._library.function("block_argmax", self._dtype)(
-            self._pointer, x.data_ptr(), x.shape[0], places.data_ptr(), torch.get_num_threads()
+            self._pointer,
+            x.data_ptr(),
+            x.shape[0],
+            places.data_ptr(),
+            CTokenMasks.pointer(masks),
+            torch.get_num_threads(),
         )
         return places
 

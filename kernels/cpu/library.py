@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, obstacle, refusal, runnable_builds
+from vllm_mp.kernels.sampling import TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,20 @@ class CLayerAdapters(ctypes.Structure):
     _fields_ = tuple((name, POINTER(CAdapterStack)) for name in ("qkv", "o", "gate_up", "down"))
 
 
+class CTokenMasks(ctypes.Structure):
+    """Mirrors `TokenMasks` of csrc/token_masks.h."""
+
+    _fields_ = (("words", c_void_p), ("num_words", c_int64), ("rows", c_void_p), ("count", c_int64))
+
+    @classmethod
+    def pointer(cls, masks: TokenMasks | None) -> Any:
+        """Return a pointer to `masks`, which must outlive it; None without masks."""
+        if masks is None:
+            return None
+        words, rows = masks
+        return ctypes.pointer(cls(words.data_ptr(), words.shape[1], rows.data_ptr(), len(rows)))
+
+
 class CDraws(ctypes.Structure):
     """Mirrors `Draws` of csrc/sampling.h."""
 
@@ -173,10 +188,10 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
     "logits": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
-    "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int),
+    "argmax": (POINTER(CLinear), c_void_p, c_int64, c_void_p, POINTER(CTokenMasks), c_int),
     "block_linear": (POINTER(CBlockLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
     "block_logits": (POINTER(CBlockLinear), c_void_p, c_int64, c_void_p, c_int),
-    "block_argmax": (POINTER(CBlockLinear), c_void_p, c_int64, c_void_p, c_int),
+    "block_argmax": (POINTER(CBlockLinear), c_void_p, c_int64, c_void_p, POINTER(CTokenMasks), c_int),
     "block_embedding": (POINTER(CBlockPart), c_int64, c_void_p, c_int64, c_void_p, c_int),
     "argmax_rows": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
     "sample": (c_void_p, c_int64, c_int64, c_int64, POINTER(CDraws), c_void_p, c_int),
@@ -209,6 +224,8 @@ def _interface() -> int:
         CDecoder,
         CAdapterStack,
         CLayerAdapters,
+        CTokenMasks,
+        CDraws,
     )
     fields = [[(field[0], field[1].__name__) for field in structure._fields_] for structure in structures]
     arguments = [(name, [kind.__name__ for kind in kinds]) for name, kinds in _SIGNATURES.items()]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
-from vllm_mp.kernels.cpu.library import DTYPES, CLinear, Library, address
+from vllm_mp.kernels.cpu.library import DTYPES, CLinear, CTokenMasks, Library, address
+from vllm_mp.kernels.sampling import TokenMasks
 
 MAX_INT8_INPUTS: Final = 65_536
 """With more inputs, a sum of 8-bit products may overflow 32 bits."""
@@ -128,12 +129,17 @@ class PackedLinear:
             self._library, self.interface.inputs, part_sizes, num_slots, max_rank, self._dtype, is_pair=self._is_pair
         )
 
-    def argmax(self, x: Tensor) -> Tensor:
-        """Return `ops.argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
+    def argmax(self, x: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        """Return `ops.masked_argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
         x = x.contiguous()
         places = torch.empty(x.shape[0], dtype=torch.int64)
         self._library.function("argmax", self._dtype)(
-            self._pointer, x.data_ptr(), x.shape[0], places.data_ptr(), torch.get_num_threads()
+            self._pointer,
+            x.data_ptr(),
+            x.shape[0],
+            places.data_ptr(),
+            CTokenMasks.pointer(masks),
+            torch.get_num_threads(),
         )
         return places
 

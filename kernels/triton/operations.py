@@ -1,5 +1,6 @@
 """All operations that Triton computes, under their names in kernels/ops.py."""
 
+from vllm_mp.kernels.reference import experts
 from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul
 from vllm_mp.kernels.triton.attention import paged_attention
 from vllm_mp.kernels.triton.float8 import fp8_linear, quantize_rows
@@ -14,6 +15,7 @@ __all__ = [
     "add_rms_norm",
     "apply_token_masks",
     "argmax",
+    "experts",
     "fp8_linear",
     "gelu",
     "gelu_tanh",

@@ -48,7 +48,7 @@ def assert_equal(found, expected):
 
 
 # They share their code with others here; test_model_parity.py runs them all.
-SLOW = ("gemma2", "granite", "olmo2")
+SLOW = ("gemma2", "granite", "olmo2", "mixtral", "granite-moe")
 
 
 @pytest.fixture(

@@ -17,13 +17,17 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from vllm_mp.core.models import build_model
@@ -53,7 +57,9 @@ def test_logits_from_chunks_over_a_paged_cache_equal_those_of_transformers(name:
     assert_same_logits(save_random_model(CONFIGS[name], tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "phi3-partial", "granite", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma2", "gemma3", "phi3-partial", "granite", "olmo2", "mixtral", "qwen2-moe"]
+)
 def test_bfloat16_logits_are_as_exact_as_those_of_transformers(name: str, tmp_path: Path) -> None:
     rounded = save_random_model(CONFIGS[name], tmp_path).bfloat16()
     rounded.set_attn_implementation("eager")
@@ -82,14 +88,18 @@ def test_bfloat16_logits_are_as_exact_as_those_of_transformers(name: str, tmp_pa
         Phi3Config,
         GraniteConfig,
         Olmo2Config,
+        MixtralConfig,
+        Qwen2MoeConfig,
+        Qwen3MoeConfig,
+        GraniteMoeConfig,
         GPT2Config,
     ],
 )
 def test_fields_absent_from_config_json_get_the_defaults_of_transformers(kind: type[PreTrainedConfig]) -> None:
     sizes = GPT2_SIZES if kind is GPT2Config else SIZES
     sizes = {key: value for key, value in sizes.items() if key not in ("head_dim", "num_key_value_heads")}
-    if kind in (MistralConfig, Qwen2Config, Qwen3Config, Gemma2Config, Gemma3TextConfig):
-        sizes["num_attention_heads"] = 32  # a multiple of 4, 8 and 32, the defaults for the KV heads
+    if kind not in (LlamaConfig, Phi3Config, GraniteConfig, GraniteMoeConfig, Olmo2Config, GPT2Config):
+        sizes["num_attention_heads"] = 32  # a multiple of 4, 8, 16 and 32, the defaults for the KV heads
         sizes["hidden_size"] = 64
     padding = {"pad_token_id": 0} if kind is Phi3Config else {}  # its default is outside a small vocabulary
     filled = {**kind(**sizes, **padding).to_dict(), "architectures": None}

@@ -29,14 +29,11 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
-    MixtralConfig,
     NemotronConfig,
     OlmoeConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
     RobertaConfig,
     RwkvConfig,
     StableLmConfig,
@@ -109,29 +106,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_chunk_size=128,
         no_rope_layers=[1, 1, 0],
     ),
-    "mixtral": MixtralConfig(**SIZES, **TOKENS, num_local_experts=4, sliding_window=9),
     "nemotron": NemotronConfig(**SIZES, **TOKENS),
     "olmoe": OlmoeConfig(**SIZES, **TOKENS, num_experts=4, num_experts_per_tok=2),
     "opt": OPTConfig(**SIZES, **TOKENS, ffn_dim=80, word_embed_proj_dim=48),
     "phi": PhiConfig(**SIZES, **TOKENS, partial_rotary_factor=0.5),
-    "qwen2-moe-windowed": Qwen2MoeConfig(
-        **SIZES,
-        **TOKENS,
-        **MOE,
-        num_experts=4,
-        shared_expert_intermediate_size=32,
-        use_sliding_window=True,
-        sliding_window=9,
-        layer_types=ALTERNATING,
-    ),
-    "qwen3-moe": Qwen3MoeConfig(**SIZES, **TOKENS, **MOE, num_experts=4),
     "stablelm": StableLmConfig(**SIZES, **TOKENS, use_qkv_bias=True, use_parallel_residual=True),
     "starcoder2": Starcoder2Config(**SIZES, **TOKENS, sliding_window=9),
 }
 THROUGH_A_CORE = [
     "deepseek-v3",
     "cohere2",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3n-shared-kv", "mixtral", "opt", "phi")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3n-shared-kv", "olmoe", "opt", "phi")),
 ]
 
 
@@ -193,7 +178,7 @@ def test_latent_attention_caches_keys_and_values_of_different_sizes(tmp_path):
 
 
 def test_dummy_weights_are_a_function_of_the_seed(tmp_path):
-    folder = save_named_config(CONFIGS["mixtral"], tmp_path)
+    folder = save_named_config(CONFIGS["olmoe"], tmp_path)
     first, again, other = (load_ours(folder, load_format="dummy", seed=seed).state_dict() for seed in (7, 7, 8))
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
     assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
@@ -356,7 +341,7 @@ def test_loaded_model_does_not_change_with_its_file(tmp_path):
 
 
 def test_loading_reports_its_progress_and_can_be_stopped(tmp_path):
-    save_random_model(CONFIGS["mixtral"], tmp_path)
+    save_random_model(CONFIGS["olmoe"], tmp_path)
     fractions: list[float] = []
     load_ours(tmp_path, progress=fractions.append)
     assert fractions == sorted(fractions)

@@ -139,6 +139,19 @@ def test_argmax_finds_the_first_of_the_highest_outputs(build, dtype, quantizatio
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
+def test_argmax_takes_only_tokens_that_a_mask_allows(build, quantization):
+    product = PackedLinear(build, torch.randn(70, 64), None, quantization)
+    x = torch.randn(20, 64)
+    x[5, 3] = float("nan")
+    logits = product(x, torch.float32)
+    masks = torch.randint(-(2**31), 2**31, (4, 3)).int()
+    masks[1] = 0
+    given = ops.TokenMasks(masks, torch.tensor([17, 0, 5, 9]))
+    assert torch.equal(product.argmax(x, given), ops.masked_argmax(logits, given))
+    assert product.argmax(x, given)[[0, 5]].tolist() == [ops.NO_PLACE] * 2
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
 def test_argmax_of_a_row_that_is_not_finite_is_no_place(build, quantization):
     product = PackedLinear(build, torch.randn(70, 64), None, quantization)
     x = torch.randn(20, 64)

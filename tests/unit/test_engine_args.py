@@ -473,9 +473,19 @@ def test_max_model_len_is_by_default_the_context_and_may_be_shorter(model):
 @pytest.mark.parametrize(
     ("options", "words"), [({"device": "cuda"}, "on CPUs only"), ({"dtype": "float16"}, "float32 or bfloat16")]
 )
-def test_option_that_contradicts_int8_is_refused_by_name(model, options, words):
-    with pytest.raises(ValueError, match=rf"quantization='int8' .*{words}"):
-        config_of(model(), quantization="int8", **options)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_option_that_contradicts_integers_is_refused_by_name(model, quantization, options, words):
+    with pytest.raises(ValueError, match=rf"quantization='{quantization}' .*{words}"):
+        config_of(model(), quantization=quantization, **options)
+
+
+def test_int4_makes_blocks_and_is_refused_for_experts(model):
+    config = config_of(model(), quantization="int4").model_config
+    assert (config.quantization, config.architecture.blocks) == ("int4", "int4")
+    assert config_of(model()).model_config.architecture.blocks is None
+    experts = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+    with pytest.raises(ValueError, match=r"quantization='int4' is not served for experts, which MixtralForCausalLM"):
+        config_of(model(**experts), quantization="int4")
 
 
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}

@@ -8,7 +8,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from vllm_mp.model_config.quantization import Fp8Scales
+from vllm_mp.model_config.experts import Experts
+from vllm_mp.model_config.quantization import BlockSource, Fp8Scales
 from vllm_mp.model_config.rope import Rope
 
 NormPlace = Literal["before", "after", "around"]
@@ -81,13 +82,17 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """True: a query/key norm (`qk_norm`) runs over all heads together, not over each."""
     has_fused_projections: bool = False
     """True: the checkpoint has one matrix for q, k and v, and one for gate and up."""
+    experts: Experts | None = None
+    """The experts of a mixture of experts."""
     num_token_types: int = 0
     """Rows of an encoder's table of token types: the first row is of all tokens, except that the second is of the
     second text of a pair; 0: no table."""
     position_offset: int = 0
     """Rows of the table of learned positions before the row of the first position."""
     fp8: Fp8Scales | None = None
-    """The kind of scales that the projections' 8-bit weights have; None for weights in `dtype`."""
+    """The kind of scales that the projections' 8-bit weights have; None for other weights."""
+    blocks: BlockSource | None = None
+    """Where the block types of the weights come from; None for weights that are not in block types."""
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of KV cache per token over all layers, at `dtype_bytes` per element; 0 for an encoder."""

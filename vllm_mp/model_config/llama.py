@@ -85,7 +85,7 @@ def read_phi3(name: str, config: Config) -> NativeArchitecture:
     )
 
 
-def read_granite(name: str, config: Config) -> NativeArchitecture:
+def read_granite(name: str, config: Config, **variations: Any) -> NativeArchitecture:
     layers = integer(config, "num_hidden_layers")
     bias = flag(config, "attention_bias", False)
     return llama_family(
@@ -99,6 +99,7 @@ def read_granite(name: str, config: Config) -> NativeArchitecture:
         input_multiplier=number(config, "embedding_multiplier", 1.0),
         residual_multiplier=number(config, "residual_multiplier", 1.0),
         logits_divisor=number(config, "logits_scaling", 1.0),
+        **variations,
     )
 
 

@@ -23,6 +23,7 @@ from vllm_mp.model_config.llama import (
     read_qwen2,
     read_qwen3,
 )
+from vllm_mp.model_config.mixtures import read_granite_moe, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from vllm_mp.model_config.other_decoder import read_other_decoder
 from vllm_mp.model_config.quantization import read_fp8_scales
 
@@ -51,6 +52,10 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
     "Phi3ForCausalLM": NativeEntry(read_phi3, "llama:LlamaForCausalLM", "phi3", has_fp8=True),
     "GraniteForCausalLM": NativeEntry(read_granite, "llama:LlamaForCausalLM", "granite", has_fp8=True),
     "Olmo2ForCausalLM": NativeEntry(read_olmo2, "llama:LlamaForCausalLM", "olmo2", has_fp8=True),
+    "MixtralForCausalLM": NativeEntry(read_mixtral, "llama:LlamaForCausalLM", "mixtral"),
+    "Qwen2MoeForCausalLM": NativeEntry(read_qwen2_moe, "llama:LlamaForCausalLM", "qwen2_moe"),
+    "Qwen3MoeForCausalLM": NativeEntry(read_qwen3_moe, "llama:LlamaForCausalLM", "qwen3_moe"),
+    "GraniteMoeForCausalLM": NativeEntry(read_granite_moe, "llama:LlamaForCausalLM", "granitemoe"),
     "GPT2LMHeadModel": NativeEntry(read_gpt2, "gpt2:GPT2LMHeadModel", "gpt2"),
     "BertModel": NativeEntry(read_bert, "bert:BertModel", "bert"),
     "BertForMaskedLM": NativeEntry(read_bert, "bert:BertModel"),

@@ -13,14 +13,18 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -71,6 +75,7 @@ LONGROPE = rope("longrope", short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[2.0,
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
@@ -123,6 +128,28 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         logits_scaling=2.0,
     ),
     "olmo2": Olmo2Config(**SIZES, **TOKENS),
+    "mixtral": MixtralConfig(**SIZES, **TOKENS, num_local_experts=4, sliding_window=9),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SIZES,
+        **TOKENS,
+        **EXPERTS,
+        shared_expert_intermediate_size=40,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=ALTERNATING,
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, **TOKENS, **EXPERTS),
+    "qwen3-moe-normalized": Qwen3MoeConfig(**SIZES, **TOKENS, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    "granite-moe": GraniteMoeConfig(
+        **SIZES,
+        **TOKENS,
+        num_local_experts=6,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.5,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+    ),
     "gpt2": GPT2Config(**GPT2_SIZES),
     "gpt2-scaled": GPT2Config(
         **GPT2_SIZES, n_inner=64, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False
@@ -139,6 +166,10 @@ NATIVE = (
     "phi3",
     "granite",
     "olmo2",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "granite-moe",
     "gpt2",
 )
 """One configuration of each native architecture, and Llama with the rotary scaling of Llama 3.1."""

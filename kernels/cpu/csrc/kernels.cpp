@@ -62,12 +62,14 @@ void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
 }
 
 // Writes the index of the highest output of each row, the first of equal outputs; -1 if it is not finite or any is NaN.
+// With `masks`, rows that have a mask have only the outputs that it allows.
 template <class T, class Weight>
-void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, int threads) {
+void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, const TokenMasks* masks, int threads) {
     typename Weight::Buffer buffer;
     if (w.quantizes()) buffer.fit(rows, w.inputs);
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
     std::fill_n(places, rows, 0);
+    const std::vector<const uint32_t*> mask_of_row = masks ? masks->of_rows(rows) : std::vector<const uint32_t*>(rows);
     std::mutex mutex;
     team().run(threads, [&](Member& member) {
         // For each place in a panel, the highest output that this thread has seen, and its column.
@@ -83,10 +85,12 @@ void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, int thre
         const auto given = input(member, w, x, rows, buffer);
         each_panel(member, w, rows, [&](int64_t i) {
             products(w, i, given, [&](int64_t row, vf first, vf second) {
+                const uint32_t* const mask = mask_of_row[row];
                 auto take = [&](int half, vf value) {
                     const vi column = lane + int32_t(i * NR + half * W);
                     Best& so_far = best[row];
-                    const vi is_new = ((value > so_far.value[half]) | (value != value)) & (column < int32_t(w.outputs));
+                    vi is_new = ((value > so_far.value[half]) | (value != value)) & (column < int32_t(w.outputs));
+                    if (mask) is_new &= allowed(mask, i * NR + half * W);
                     so_far.value[half] = select(is_new, value, so_far.value[half]);
                     so_far.column[half] = (column & is_new) | (so_far.column[half] & ~is_new);
                 };
@@ -141,7 +145,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0x0e12a467u; }
+uint32_t vmp_interface() { return 0xf9e360a1u; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -164,8 +168,9 @@ int64_t vmp_panel_columns() { return NR; }
     void vmp_block_logits_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, float* out, int threads) {        \
         linear(*w, x, rows, out, threads);                                                                            \
     }                                                                                                                 \
-    void vmp_block_argmax_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {   \
-        argmax(*w, x, rows, places, threads);                                                                         \
+    void vmp_block_argmax_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, int64_t* places,                  \
+                                 const TokenMasks* masks, int threads) {                                              \
+        argmax(*w, x, rows, places, masks, threads);                                                                  \
     }                                                                                                                 \
     void vmp_block_embedding_##NAME(const BlockPart* weight, int64_t inputs, const int64_t* ids, int64_t count, T* out,\
                                     int threads) {                                                                    \
@@ -187,8 +192,9 @@ int64_t vmp_panel_columns() { return NR; }
                                   const LayerAdapters<T>* adapters, const int32_t* slots) {                           \
         run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads, adapters, slots);   \
     }                                                                                                                 \
-    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, int threads) {              \
-        argmax(*w, x, rows, places, threads);                                                                         \
+    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, const TokenMasks* masks,    \
+                           int threads) {                                                                             \
+        argmax(*w, x, rows, places, masks, threads);                                                                  \
     }                                                                                                                 \
     void vmp_argmax_rows_##NAME(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* places,        \
                                 int threads) {                                                                        \

@@ -1,5 +1,7 @@
-// Token masks: a forbidden token's logit becomes -inf.
+// Token masks: bit t % 32 of word t / 32 is set if token t is allowed. A forbidden token's logit becomes -inf.
 #pragma once
+
+#include <vector>
 
 #include "simd.h"
 #include "team.h"
@@ -29,6 +31,28 @@ inline void mask_word(T* logits, uint32_t word, int64_t count) {
         const Vector is_allowed = (Vector)(((Vector{} + Bits(word >> i)) & lanes) != Vector{});
         write(logits + i, (read<Vector>(logits + i) & is_allowed) | (infinity & ~is_allowed));
     }
+}
+
+// Masks of some rows; mirrors `kernels.sampling.TokenMasks`.
+struct TokenMasks {
+    const uint32_t* words;  // [count, num_words]
+    int64_t num_words;
+    const int64_t* rows;  // the row that each mask applies to
+    int64_t count;
+
+    // Returns the mask of each of `num_rows` rows, null for a row without.
+    std::vector<const uint32_t*> of_rows(int64_t num_rows) const {
+        std::vector<const uint32_t*> masks(num_rows);
+        for (int64_t i = 0; i < count; ++i) masks[rows[i]] = words + i * num_words;
+        return masks;
+    }
+};
+
+// Returns which of the W tokens from `token` on are allowed; W divides `token`.
+inline vi allowed(const uint32_t* mask, int64_t token) {
+    vu lanes;
+    for (int i = 0; i < W; ++i) lanes[i] = 1u << i;
+    return (vi)((((vu{} + (mask[token / MASK_WORD] >> token % MASK_WORD)) & lanes) != vu{}));
 }
 
 // Applies `masks` [count, num_words] to the rows `rows` [count] of `logits` [n, vocab_size].

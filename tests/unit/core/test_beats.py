@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, GPTNeoXConfig, MixtralConfig
+from transformers import BertConfig, GPTNeoXConfig, OlmoeConfig
 
 from vllm_mp import AsyncEngineArgs, PoolingParams, SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
@@ -21,7 +21,7 @@ MODELS = {
     "gpt2": CONFIGS["gpt2"],
     "encoder": BertConfig(**SIZES, architectures=["BertModel"]),
     "transformers": GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]),
-    "transformers-experts": MixtralConfig(**SIZES, num_local_experts=4, architectures=["MixtralForCausalLM"]),
+    "transformers-experts": OlmoeConfig(**SIZES, num_experts=8, architectures=["OlmoeForCausalLM"]),
 }
 ARCHITECTURES = {"llama": ["LlamaForCausalLM"], "gpt2": ["GPT2LMHeadModel"]}
 

@@ -121,7 +121,7 @@ def test_masks_of_many_rows_are_those_of_each_row(library, num_rows):
     for row, matcher in enumerate(matchers):
         matcher.accept(tokens[: row % len(tokens)])
     masks = np.full((num_rows, NUM_WORDS), -1, np.int32)
-    assert fill_masks(matchers, masks) == {}
+    assert fill_masks(dict(enumerate(matchers)), masks) == {}
     alone = np.full_like(masks, -1)
     for row, matcher in enumerate(matchers):
         matcher.fill(alone[row])
@@ -140,7 +140,7 @@ def test_a_grammar_that_reaches_a_limit_fails_alone(llguidance, num_rows):
     matchers = [good.matcher() for _ in range(num_rows)]
     matchers[1] = bad
     masks = np.zeros((num_rows, NUM_WORDS), np.int32)
-    assert list(fill_masks(matchers, masks)) == [1]
+    assert list(fill_masks(dict(enumerate(matchers)), masks)) == [1]
     assert set(np.flatnonzero(masks.any(axis=1))) >= {0, *range(2, num_rows)}
 
 
