@@ -35,8 +35,8 @@ def gguf_tensors(
     """Yield the name in a checkpoint and the weight of each tensor in the file at `place`.
 
     With `keeps_blocks`, matrices in the types of `BLOCK_TYPES` are yielded as they lie in the file, and all other
-    matrices are rounded to `_KEPT_TYPE`. All other tensors are in float dtypes. `progress` is called with the fraction of the bytes done, ending at 1.0. Raises ValueError as
-    `GgufPlace.read` does, before anything is mapped.
+    matrices are rounded to `_KEPT_TYPE`. All other tensors are in float dtypes. `progress` is called with the fraction
+    of the bytes done, ending at 1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
     """
     file = place.read()
     with open(place.path, "rb") as opened:

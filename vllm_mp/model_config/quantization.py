@@ -14,7 +14,8 @@ Fp8Scales = Literal["channel", "tensor", "block"]
 BlockSource = Literal["int4", "gguf"]
 """What makes the weights of a model block types.
 
-"int4": projections are rounded to 4 bits at load, embeddings and head to more. "gguf": the model's file has block types.
+"int4": projections are rounded to 4 bits at load, embeddings and head to more. "gguf": the model's file has
+block types.
 """
 _BLOCK: Final = [128, 128]
 # The projections of a layer, all of which must be quantized.
