@@ -28,7 +28,7 @@ from vllm_mp.kernels.cpu import block_linear as cpu_blocks
 from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
-from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
+from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeights, can_fuse
 from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
@@ -48,6 +48,7 @@ __all__ = [
     "AttentionMetadata",
     "BlockType",
     "BlockWeight",
+    "DecoderOptions",
     "DrawParams",
     "Factors",
     "LayerWeights",
@@ -351,24 +352,19 @@ def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Ten
 
 
 def fuse_decoder(
-    layers: Iterable[LayerWeights],
-    norm: Tensor,
-    eps: float,
-    quantization: str | None = None,
-    rotates_pairs: bool = False,
+    layers: Iterable[LayerWeights], norm: Tensor, options: DecoderOptions, quantization: str | None = None
 ) -> nn.Module | None:
     """Return a decoder that is computed by one call; None if no kernel does that.
 
     Weights are copied, except those in block types, to which `quantization` does not apply. The `layers` have the same
-    shapes. Each is taken from the iterator after the layer before it was copied. With `rotates_pairs`, rotary embedding
-    rotates neighbouring elements of a head instead of elements half a head apart.
+    shapes. Each is taken from the iterator after the layer before it was copied. `norm` is the weight of the last norm.
     """
     iterator = iter(layers)
     first = next(iterator)
-    kernels = library() if can_fuse(first) else None
+    kernels = library() if can_fuse(first, options) else None
     if kernels is None:
         return None
-    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization, rotates_pairs)
+    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, options, quantization)
 
 
 def _operations(x: Tensor) -> Any:

@@ -160,11 +160,16 @@ def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
 
     Raises ValueError if the option contradicts the architecture, the checkpoint or another option.
     """
-    in_checkpoint = architecture.fp8 if isinstance(architecture, NativeArchitecture) else None
-    if args.quantization is None:
-        return "fp8" if in_checkpoint else None
-    wanted = f"quantization={args.quantization!r}"
-    if args.quantization == "fp8":
+    in_checkpoint = _checkpoint_quantization(architecture)
+    quantization = args.quantization or in_checkpoint
+    if quantization is None:
+        return None
+    wanted = f"quantization={quantization!r}"
+    if in_checkpoint not in (None, quantization):
+        raise ValueError(f"{wanted} needs another checkpoint: {args.model} is {in_checkpoint.upper()}; leave it out")
+    if quantization in ("awq", "gptq") and in_checkpoint is None:
+        raise ValueError(f"{wanted} needs a checkpoint of that kind, which {args.model} is not; leave it out")
+    if quantization == "fp8":
         if architecture.name not in FP8_ARCHITECTURES:
             raise ValueError(
                 f"{wanted} is served for {', '.join(FP8_ARCHITECTURES)} and not for {architecture.name}; leave it out"
@@ -179,11 +184,16 @@ def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
             f"{wanted} needs an architecture with a native model, and {architecture.name} runs on the transformers "
             "backend; leave it out"
         )
-    if args.quantization == "int4" and architecture.experts is not None:
+    if quantization != "int8" and architecture.experts is not None:
         raise ValueError(f"{wanted} is not served for experts, which {architecture.name} has; leave it out")
-    if in_checkpoint:
-        raise ValueError(f"{wanted} needs weights that are plain floats, and {args.model} is FP8; leave it out")
-    return args.quantization
+    return quantization
+
+
+def _checkpoint_quantization(architecture: Architecture) -> str | None:
+    """Return the name of the quantization that the checkpoint has; None for plain floats."""
+    if not isinstance(architecture, NativeArchitecture):
+        return None
+    return "fp8" if architecture.fp8 else architecture.blocks
 
 
 def _check_encoder_options(args: "EngineArgs") -> None:

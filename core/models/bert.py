@@ -52,7 +52,7 @@ class EncoderLayer(nn.Module):
         self.scale = arch.attention_scale[layer]
         self.activation = ops.ACTIVATIONS[arch.activation]
         hidden, inner = arch.hidden_size, arch.intermediate_size
-        form: Any = {"bias": True, "dtype": dtype, "device": device, "has_blocks": arch.blocks is not None}
+        form: Any = {"bias": True, "dtype": dtype, "device": device, "blocks": arch.blocks}
         self.qkv_proj = Linear(hidden, [hidden] * 3, **form)
         self.o_proj = Linear(hidden, hidden, **form)
         self.attention_norm = LayerNorm(hidden, arch.norm_eps, dtype, device)

@@ -11,6 +11,7 @@ from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, Destination
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import BLOCK_TYPES, BlockType, BlockWeight
 from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.quantization import BlockSource
 
 
 class BlockMatrix(nn.Module):
@@ -43,10 +44,12 @@ class BlockMatrix(nn.Module):
         return Destination([self.shapes[0][::-1]], FLOAT_DTYPES, lambda weight: self.store(0, weight.t().contiguous()))
 
 
-def projection_type(in_size: int) -> BlockType:
-    """Return the type with 4 bits for a projection of so many inputs; raises ValueError if there is none."""
+def projection_type(in_size: int, source: BlockSource) -> BlockType:
+    """Return the type to which floats of a projection are rounded; raises ValueError if there is none."""
     if in_size % 32:
         raise ValueError(f"4 bits need projections with a multiple of 32 inputs, not {in_size}; leave quantization out")
+    if source != "int4":
+        return BLOCK_TYPES["Q8_0"]
     return BLOCK_TYPES["Q4_K" if in_size % 256 == 0 else "Q4_1"]
 
 

@@ -39,11 +39,11 @@ class Block(AttentionLayer):
         self.activation = ops.ACTIVATIONS[arch.activation]
         hidden, inner = arch.hidden_size, arch.intermediate_size
         self.ln_1 = LayerNorm(hidden, arch.norm_eps, dtype, device)
-        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device, has_blocks=arch.blocks is not None)
-        self.o_proj = Linear(hidden, hidden, True, dtype, device, has_blocks=arch.blocks is not None)
+        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device, blocks=arch.blocks)
+        self.o_proj = Linear(hidden, hidden, True, dtype, device, blocks=arch.blocks)
         self.ln_2 = LayerNorm(hidden, arch.norm_eps, dtype, device)
-        self.up_proj = Linear(hidden, inner, True, dtype, device, has_blocks=arch.blocks is not None)
-        self.down_proj = Linear(inner, hidden, True, dtype, device, has_blocks=arch.blocks is not None)
+        self.up_proj = Linear(hidden, inner, True, dtype, device, blocks=arch.blocks)
+        self.down_proj = Linear(inner, hidden, True, dtype, device, blocks=arch.blocks)
 
     def forward(self, x: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         tokens, hidden = x.shape

@@ -12,15 +12,15 @@ from vllm_mp.core.models.block_matrix import BlockMatrix, projection_type
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, Destination
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import TokenMasks, pack_linear
-from vllm_mp.model_config.quantization import Fp8Scales
+from vllm_mp.model_config.quantization import BlockSource, Fp8Scales
 
 
 class Linear(nn.Module):
     """`x @ weight.T + bias`, allocated without the initialisation that `nn.Linear` spends start-up time on.
 
     `weight` [out_size, in_size]; `bias` [out_size] or None. With `fp8` the weights are allocated as `ops.FLOAT8`, and
-    `weight_scale` has the form that `ops.fp8_linear` takes; without `fp8` it is None. With `has_blocks` there is no
-    `weight`, but `blocks`.
+    `weight_scale` has the form that `ops.fp8_linear` takes; without `fp8` it is None. With `blocks` there is no
+    `weight`, but a `BlockMatrix`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Linear(nn.Module):
         device: torch.device,
         fp8: Fp8Scales | None = None,
         *,
-        has_blocks: bool = False,
+        blocks: BlockSource | None = None,
     ) -> None:
         """Allocate; `out_sizes` is the number of outputs, or one number for each projection that is fused here."""
         super().__init__()
@@ -43,8 +43,8 @@ class Linear(nn.Module):
         self._in_size = in_size
         out_size = sum(self._out_sizes)
         self.blocks: BlockMatrix | None = None
-        if has_blocks:
-            self.blocks = BlockMatrix(in_size, self._out_sizes, projection_type(in_size))
+        if blocks is not None:
+            self.blocks = BlockMatrix(in_size, self._out_sizes, projection_type(in_size, blocks))
         else:
             weight = torch.empty(out_size, in_size, dtype=ops.FLOAT8 if fp8 else dtype, device=device)
             self.weight = nn.Parameter(weight, requires_grad=False)

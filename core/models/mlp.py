@@ -19,7 +19,7 @@ class MLP(nn.Module):
         super().__init__()
         hidden = arch.hidden_size
         parts = [2 * inner] if arch.has_fused_projections else [inner, inner]
-        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "has_blocks": arch.blocks is not None}
+        form: Any = {"dtype": dtype, "device": device, "fp8": arch.fp8, "blocks": arch.blocks}
         self.gate_up_proj = Linear(hidden, parts, arch.mlp_bias, **form)
         self.down_proj = Linear(inner, hidden, arch.mlp_bias, **form)
         self._gate_up_names = ["gate_up_proj"] if arch.has_fused_projections else ["gate_proj", "up_proj"]

@@ -14,6 +14,7 @@ from vllm_mp.core.models.block_matrix import count_block_weights
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
+from vllm_mp.core.weights.four_bit_checkpoint import unpacked
 from vllm_mp.core.weights.gguf_tensors import gguf_tensors, has_block_types
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -88,10 +89,12 @@ def load_weights(
     loader: Any = model
     place = gguf_place(folder)
     try:
-        if place is None:
-            loader.load_weights(read_tensors(checkpoint_files(folder), progress))
-        else:
+        if place is not None:
             loader.load_weights(gguf_tensors(place, keeps_blocks, progress))
+        else:
+            tensors = read_tensors(checkpoint_files(folder), progress)
+            four_bits = loader.arch.four_bits
+            loader.load_weights(tensors if four_bits is None else unpacked(tensors, four_bits))
     except CheckpointMismatchError as error:
         if place is not None:
             raise ValueError(f"{place.path}: {error}; convert the model to GGUF again") from None

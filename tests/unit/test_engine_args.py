@@ -491,6 +491,19 @@ def test_int4_makes_blocks_and_is_refused_for_experts(model):
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}
 BERT = {**LLAMA, "architectures": ["BertModel"]}
 FP8_CHECKPOINT = {"quantization_config": {"quant_method": "fp8"}}
+AWQ_CHECKPOINT = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+
+
+def test_checkpoint_with_4_bits_is_found_and_contradictions_are_refused_by_name(model):
+    for quantization in (None, "awq"):
+        assert config_of(model(**AWQ_CHECKPOINT), quantization=quantization).model_config.quantization == "awq"
+    for quantization in ("gptq", "int8", "int4", "fp8"):
+        with pytest.raises(ValueError, match=rf"quantization='{quantization}' needs another checkpoint.* is AWQ"):
+            config_of(model(**AWQ_CHECKPOINT), quantization=quantization)
+    with pytest.raises(ValueError, match=r"quantization='gptq' needs a checkpoint of that kind"):
+        config_of(model(), quantization="gptq")
+    with pytest.raises(ValueError, match=r"quantization='awq' is computed on CPUs only"):
+        config_of(model(**AWQ_CHECKPOINT), device="cuda")
 
 
 def test_fp8_checkpoint_stays_fp8_and_other_weights_become_fp8(model):

@@ -9,7 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 from vllm_mp.model_config.experts import Experts
-from vllm_mp.model_config.quantization import BlockSource, Fp8Scales
+from vllm_mp.model_config.quantization import BlockSource, FourBits, Fp8Scales
 from vllm_mp.model_config.rope import Rope
 
 NormPlace = Literal["before", "after", "around"]
@@ -93,6 +93,8 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """The kind of scales that the projections' 8-bit weights have; None for other weights."""
     blocks: BlockSource | None = None
     """Where the block types of the weights come from; None for weights that are not in block types."""
+    four_bits: FourBits | None = None
+    """The layout of a checkpoint with 4 bits per weight; None for another checkpoint."""
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of KV cache per token over all layers, at `dtype_bytes` per element; 0 for an encoder."""

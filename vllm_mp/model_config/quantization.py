@@ -1,9 +1,11 @@
-"""Read the `quantization_config` of a checkpoint whose weights are 8-bit floats."""
+"""Read the `quantization_config` of a checkpoint whose weights are 8-bit floats, or have 4 bits (AWQ, GPTQ)."""
 
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from vllm_mp.model_config.config_json import Config, choice, integer, shorten
+import msgspec
+
+from vllm_mp.model_config.config_json import Config, choice, flag, integer, shorten
 
 Fp8Scales = Literal["channel", "tensor", "block"]
 """The weights of a projection, in float8_e4m3fn, that share a scale.
@@ -11,11 +13,11 @@ Fp8Scales = Literal["channel", "tensor", "block"]
 "channel": the weights of each output, quantized at load. "tensor": each matrix; "block": each tile of 128 outputs and
 128 inputs of a matrix; both are quantized in the checkpoint.
 """
-BlockSource = Literal["int4", "gguf"]
+BlockSource = Literal["int4", "awq", "gptq", "gguf"]
 """What makes the weights of a model block types.
 
-"int4": projections are rounded to 4 bits at load, embeddings and head to more. "gguf": the model's file has
-block types.
+"int4": projections are rounded to 4 bits at load, embeddings and head to more. "awq", "gptq": projections have 4 bits
+in the checkpoint, and those that it leaves in 16 bits are rounded to 8. "gguf": the file has block types.
 """
 _BLOCK: Final = [128, 128]
 # The projections of a layer, all of which must be quantized.
@@ -23,6 +25,46 @@ _PROJECTIONS: Final = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
+
+
+class FourBits(msgspec.Struct, frozen=True):
+    """The layout of a checkpoint with 4 bits per weight."""
+
+    method: Literal["awq", "gptq"]
+    group_size: int
+    """Inputs that share a scale; 0: all inputs of a matrix."""
+    is_reordered: bool = False
+    """True: a group may consist of any inputs (GPTQ's desc_act)."""
+    zero_offset: int = 0
+    """What is added to the stored zeros."""
+
+
+def read_four_bits(architecture: str, config: Config, architectures: Sequence[str]) -> FourBits | None:
+    """Return the layout of an AWQ or GPTQ checkpoint with these contents of `config.json`; None for another.
+
+    `architectures` are those that may have such weights. Raises ValueError, naming the field, its value and what is
+    allowed, for a layout that is not supported.
+    """
+    stated = config.get("quantization_config")
+    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    if not isinstance(stated, dict) or method not in ("awq", "gptq"):
+        return None
+    if architecture not in architectures:
+        raise ValueError(
+            f"config field 'quantization_config' (quant_method {method!r}) is not supported for {architecture}; use "
+            "the same model in float16, bfloat16 or float32"
+        )
+    if stated.get("bits") != 4:
+        raise ValueError(f"config field 'bits' is {shorten(stated.get('bits'))}; {method} is supported with 4")
+    size = stated.get("group_size", 128)
+    if size != -1 and (not isinstance(size, int) or size <= 0 or size % 32):
+        raise ValueError(f"config field 'group_size' is {shorten(size)}; supported are multiples of 32, and -1")
+    group_size = max(size, 0)
+    if method == "awq":
+        choice(stated, "version", "gemm", ("gemm", "GEMM"))
+        return FourBits("awq", group_size)
+    version = choice(stated, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+    return FourBits("gptq", group_size, flag(stated, "desc_act", False), 1 if version == "gptq" else 0)
 
 
 def read_fp8_scales(architecture: str, config: Config, fp8_architectures: Sequence[str]) -> Fp8Scales | None:
@@ -35,10 +77,13 @@ def read_fp8_scales(architecture: str, config: Config, fp8_architectures: Sequen
     if not stated:
         return None
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
+    if method in ("awq", "gptq"):
+        return None
     if method != "fp8" or not isinstance(stated, dict):
         raise ValueError(
             f"config field 'quantization_config' (quant_method {shorten(method)}) describes a quantized checkpoint; "
-            "only quant_method 'fp8' is supported; use the same model in float16, bfloat16 or float32"
+            "only quant_method 'fp8', 'awq' and 'gptq' are supported; use the same model in float16, bfloat16 or "
+            "float32"
         )
     if architecture not in fp8_architectures:
         raise ValueError(

@@ -25,7 +25,7 @@ from vllm_mp.model_config.llama import (
 )
 from vllm_mp.model_config.mixtures import read_granite_moe, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from vllm_mp.model_config.other_decoder import read_other_decoder
-from vllm_mp.model_config.quantization import read_fp8_scales
+from vllm_mp.model_config.quantization import read_four_bits, read_fp8_scales
 
 
 class NativeEntry(NamedTuple):
@@ -86,8 +86,11 @@ def read_architecture(config: Config) -> Architecture:
     """
     name = architecture_name(config)
     scales = read_fp8_scales(name, config, FP8_ARCHITECTURES)
+    four_bits = read_four_bits(name, config, FP8_ARCHITECTURES)
     if name in NATIVE_MODELS:
-        return msgspec.structs.replace(NATIVE_MODELS[name].read(name, config), fp8=scales)
+        read = NATIVE_MODELS[name].read(name, config)
+        blocks = four_bits.method if four_bits else None
+        return msgspec.structs.replace(read, fp8=scales, blocks=blocks, four_bits=four_bits)
     try:
         return read_other_decoder(name, config)
     except ValueError as error:

@@ -9,6 +9,7 @@ import torch
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.worker.device import check_float8
+from vllm_mp.model_config.quantization import FourBits
 from vllm_mp.model_config.registry import read_architecture
 
 LLAMA = {
@@ -23,6 +24,8 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "
 OTHER = {"architectures": ["OtherForCausalLM"], "vocab_size": 100, "hidden_size": 64, "n_positions": 100}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 BLOCK = {**FP8, "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 
 
 def read(quantization: Any, base: dict[str, Any] = LLAMA) -> Any:
@@ -47,10 +50,31 @@ def test_fp8_checkpoints_of_the_llama_family_are_read(quantization: Any, scales:
 
 
 @pytest.mark.parametrize(
+    ("quantization", "four_bits"),
+    [
+        (AWQ, FourBits("awq", 128)),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, FourBits("awq", 0)),
+        (GPTQ, FourBits("gptq", 32, zero_offset=1)),
+        ({**GPTQ, "desc_act": True, "sym": False, "checkpoint_format": "gptq_v2"}, FourBits("gptq", 32, True)),
+    ],
+)
+def test_layout_of_a_checkpoint_with_4_bits_is_read(quantization: Any, four_bits: FourBits) -> None:
+    arch = read(quantization)
+    assert (arch.fp8, arch.blocks, arch.four_bits) == (None, four_bits.method, four_bits)
+    for base in (GPT2, OTHER):
+        with pytest.raises(ValueError, match=f"'{four_bits.method}'.* not supported for {base['architectures'][0]}"):
+            read(quantization, base)
+
+
+@pytest.mark.parametrize(
     ("quantization", "message"),
     [
         ({"quant_method": "compressed-tensors"}, r"'compressed-tensors'.* only quant_method 'fp8'"),
-        ({"quant_method": "awq", "bits": 4}, r"'quantization_config'.*'awq'"),
+        ({**AWQ, "bits": 8}, r"'bits' is 8; awq is supported with 4"),
+        ({**AWQ, "version": "gemv"}, r"'version' is 'gemv'; supported are gemm"),
+        ({**AWQ, "group_size": 48}, r"'group_size' is 48; supported are multiples of 32"),
+        ({**GPTQ, "desc_act": 1}, r"'desc_act' is 1"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, r"'checkpoint_format' is 'marlin'; supported are gptq, gptq_v2"),
         ({"bits": 4}, r"quant_method None.* only quant_method 'fp8'"),
         ("fp8", r"quant_method 'fp8'"),
         ({**FP8, "fmt": "e5m2"}, r"'fmt' is 'e5m2'; supported are e4m3"),

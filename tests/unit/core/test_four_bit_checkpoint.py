@@ -1,0 +1,151 @@
+"""AWQ and GPTQ checkpoints: matrices are read as the formats define them, and damaged ones are refused by name."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from vllm_mp.core.models import build_model
+from vllm_mp.core.models.block_matrix import BlockMatrix
+from vllm_mp.core.weights.four_bit_checkpoint import unpacked
+from vllm_mp.core.weights.loader import load_weights
+from vllm_mp.kernels.block_weight import BlockWeight
+from vllm_mp.model_config.quantization import FourBits
+from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.testing.random_models import save_random_model
+
+OUTPUTS, INPUTS = 24, 256
+
+
+def packed(integers, dim, order=range(8)):
+    """Return int32 with eight of `integers`, side by side in `dim`, in each; `order` has the place of each 4 bits."""
+    groups = integers.to(torch.int64).unflatten(dim, (-1, 8))
+    words = sum(groups.select(dim + 1, place) << 4 * i for i, place in enumerate(order))
+    return (words - (words >> 31 << 32)).to(torch.int32)
+
+
+def quantized(four_bits, is_symmetric=False, weight=None):
+    """Return the tensors that store a random matrix, or `weight`, and the matrix that they stand for, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(OUTPUTS, INPUTS, generator=generator) if weight is None else weight
+    inputs = weight.shape[1]
+    group = four_bits.group_size or inputs
+    group_of = torch.arange(inputs) // group
+    if four_bits.is_reordered:
+        group_of = group_of[torch.randperm(inputs, generator=generator)]
+    columns = [weight.T[group_of == i] for i in range(inputs // group)]
+    scales = torch.stack([(column.amax(0) - column.amin(0)) / 15 for column in columns]).half()
+    if is_symmetric:
+        scales, zeros = (scales * 1.2).half(), torch.full(scales.shape, 8)
+    else:
+        zeros = torch.stack([-column.amin(0) for column in columns]).div(scales.float()).round().clamp(0, 15).long()
+    integers = (weight.T / scales.float()[group_of] + zeros[group_of]).round().clamp(0, 15).long()
+    stands_for = (integers - zeros[group_of]) * scales.double()[group_of]
+    if four_bits.method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        tensors = {"qweight": packed(integers, 1, order), "qzeros": packed(zeros, 1, order)}
+    else:
+        stored = (zeros - four_bits.zero_offset) % 16
+        zeros_of_file = stored + four_bits.zero_offset
+        stands_for = (integers - zeros_of_file[group_of]) * scales.double()[group_of]
+        tensors = {"qweight": packed(integers, 0), "qzeros": packed(stored, 1), "g_idx": group_of.to(torch.int32)}
+    return tensors | {"scales": scales}, stands_for.T
+
+
+def read(tensors, four_bits):
+    return dict(unpacked([(f"a.b.{kind}", tensor) for kind, tensor in tensors.items()], four_bits))
+
+
+LAYOUTS = [
+    *(FourBits("awq", size) for size in (32, 64, 128, 0)),
+    *(FourBits("gptq", size, False, offset) for size, offset in itertools.product((32, 128, 0), (0, 1))),
+]
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize("four_bits", LAYOUTS, ids=str)
+def test_matrix_is_what_the_integers_stand_for(four_bits, is_symmetric):
+    tensors, stands_for = quantized(four_bits, is_symmetric)
+    weight = read(tensors, four_bits)["a.b.weight"]
+    assert weight.type.name == ("Q4_0" if is_symmetric else "Q4_1")
+    error = (weight.dequantized() - stands_for).abs()
+    # A minimum is rounded to 11 bits; its magnitude is at most 16 scales.
+    assert error.max() <= (0 if is_symmetric else 16 * float(tensors["scales"].max()) / 2**11)
+    assert error.norm() <= 1e-3 * stands_for.norm()
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_groups_of_any_inputs_are_kept_within_8_bits(is_symmetric):
+    four_bits = FourBits("gptq", 64, True, 1)
+    tensors, stands_for = quantized(four_bits, is_symmetric)
+    weight = read(tensors, four_bits)["a.b.weight"]
+    assert weight.type.name == "Q8_0"
+    assert (weight.dequantized() - stands_for).norm() < 0.006 * stands_for.norm()
+    in_order, _ = quantized(FourBits("gptq", 64, False, 1), is_symmetric)
+    assert read(in_order, four_bits)["a.b.weight"].type.name.startswith("Q4")
+
+
+def test_other_tensors_and_the_order_of_files_do_not_matter():
+    four_bits = FourBits("gptq", 32, False, 1)
+    tensors, _ = quantized(four_bits)
+    bias = torch.randn(OUTPUTS)
+    found = read({"scales": tensors["scales"], "bias": bias, **dict(reversed(tensors.items()))}, four_bits)
+    assert found.keys() == {"a.b.bias", "a.b.weight"}
+    assert found["a.b.bias"] is bias
+    assert isinstance(found["a.b.weight"], BlockWeight)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"qzeros": None}, r"missing a\.b\.qzeros"),
+        ({"qweight": torch.zeros(INPUTS // 8, OUTPUTS)}, r"a\.b\.qweight has dtype torch\.float32, not torch\.int32"),
+        ({"qweight": torch.zeros(48, dtype=torch.int32)}, r"a\.b\.qweight has shape \[48\], not two dimensions"),
+        ({"qweight": torch.zeros(5, OUTPUTS, dtype=torch.int32)}, r"a\.b\.qweight has 40 inputs.* groups of 32"),
+        ({"qzeros": torch.zeros(8, 4, dtype=torch.int32)}, r"a\.b\.qzeros has shape \[8, 4\], not \[8, 3\]"),
+        ({"scales": torch.zeros(4, OUTPUTS).half()}, r"a\.b\.scales has shape \[4, 24\], not \[8, 24\]"),
+        ({"scales": torch.full((8, OUTPUTS), torch.inf).half()}, r"a\.b\.scales has values that are not finite"),
+        ({"g_idx": torch.full((INPUTS,), 8, dtype=torch.int32)}, r"a\.b\.g_idx names a group outside of the 8"),
+        ({"g_idx": torch.zeros(9, dtype=torch.int32)}, r"a\.b\.g_idx has shape \[9\], not \[256\]"),
+    ],
+    ids=str,
+)
+def test_damaged_matrix_is_refused_by_the_name_of_its_tensor(changed, message):
+    four_bits = FourBits("gptq", 32, True, 1)
+    tensors, _ = quantized(four_bits)
+    given = {kind: tensor for kind, tensor in (tensors | changed).items() if tensor is not None}
+    with pytest.raises(ValueError, match=message):
+        read(given, four_bits)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_model_in_a_folder_is_read_and_leaves_what_is_not_quantized(method, tmp_path):
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
+    described = save_random_model(config, tmp_path).config.to_dict()
+    four_bits = FourBits(method, 32, zero_offset=int(method == "gptq"))
+    described["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    stored, expected = {}, {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if "_proj" in name and "v_proj" not in name:
+            tensors, expected[name] = quantized(four_bits, weight=tensor.float())
+            stored |= {f"{name.removesuffix('weight')}{kind}": part for kind, part in tensors.items()}
+        else:
+            stored[name] = expected[name] = tensor
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    model = build_model(read_architecture(described), torch.float32, "cpu")
+    load_weights(model, tmp_path, "auto", 0)
+    assert torch.equal(model.embed_tokens, expected["model.embed_tokens.weight"].float())
+    attention = model.decoder.layers[0].attention
+    assert [part.type.name for part in attention.qkv_proj.blocks.parts] == ["Q4_1", "Q4_1", "Q8_0"]
+    for path, matrix in model.named_modules():
+        if isinstance(matrix, BlockMatrix):
+            assert all(part.dequantized().isfinite().all() for part in matrix.parts), path
+    wanted = expected["model.layers.0.mlp.down_proj.weight"]
+    down = model.decoder.layers[0].mlp.down_proj.blocks.parts[0].dequantized()
+    assert (down - wanted).norm() < 1e-3 * wanted.norm()
