@@ -29,7 +29,7 @@ from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
 from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeights, can_fuse
-from vllm_mp.kernels.cpu.library import library
+from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
 from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
@@ -61,6 +61,7 @@ __all__ = [
     "argmax",
     "block_embedding",
     "block_linear",
+    "computes_blocks",
     "encoder_attention",
     "experts",
     "fp8_linear",
@@ -335,6 +336,11 @@ def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch
     """
     kernels = library() if cpu_blocks.can_read(parts, dtype) else None
     return TorchBlockLinear(parts, bias, dtype) if kernels is None else BlockLinear(kernels, parts, bias, dtype)
+
+
+def computes_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether kernels compute with weights in block types where they lie, for rows of `dtype`."""
+    return device.type == "cpu" and dtype in DTYPES and library() is not None
 
 
 def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
