@@ -28,8 +28,8 @@ from vllm_mp.kernels.cpu import block_linear as cpu_blocks
 from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
-from vllm_mp.kernels.cpu.decoder import FusedDecoder, LayerWeights, can_fuse
-from vllm_mp.kernels.cpu.library import library
+from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeights, can_fuse
+from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
 from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
@@ -48,6 +48,7 @@ __all__ = [
     "AttentionMetadata",
     "BlockType",
     "BlockWeight",
+    "DecoderOptions",
     "DrawParams",
     "Factors",
     "LayerWeights",
@@ -60,6 +61,7 @@ __all__ = [
     "argmax",
     "block_embedding",
     "block_linear",
+    "computes_blocks",
     "encoder_attention",
     "experts",
     "fp8_linear",
@@ -336,6 +338,11 @@ def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch
     return TorchBlockLinear(parts, bias, dtype) if kernels is None else BlockLinear(kernels, parts, bias, dtype)
 
 
+def computes_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether kernels compute with weights in block types where they lie, for rows of `dtype`."""
+    return device.type == "cpu" and dtype in DTYPES and library() is not None
+
+
 def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows `ids` of `weight`, dequantized, as `dtype` [*ids.shape, inputs]; `ids` int64, in range."""
     if cpu_blocks.can_read([weight], dtype) and (kernels := library()):
@@ -345,24 +352,19 @@ def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Ten
 
 
 def fuse_decoder(
-    layers: Iterable[LayerWeights],
-    norm: Tensor,
-    eps: float,
-    quantization: str | None = None,
-    rotates_pairs: bool = False,
+    layers: Iterable[LayerWeights], norm: Tensor, options: DecoderOptions, quantization: str | None = None
 ) -> nn.Module | None:
     """Return a decoder that is computed by one call; None if no kernel does that.
 
     Weights are copied, except those in block types, to which `quantization` does not apply. The `layers` have the same
-    shapes. Each is taken from the iterator after the layer before it was copied. With `rotates_pairs`, rotary embedding
-    rotates neighbouring elements of a head instead of elements half a head apart.
+    shapes. Each is taken from the iterator after the layer before it was copied. `norm` is the weight of the last norm.
     """
     iterator = iter(layers)
     first = next(iterator)
-    kernels = library() if can_fuse(first) else None
+    kernels = library() if can_fuse(first, options) else None
     if kernels is None:
         return None
-    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, eps, quantization, rotates_pairs)
+    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, options, quantization)
 
 
 def _operations(x: Tensor) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from shared.cpu_speed import FULL, QUICK, TORCH, measure
+from shared.roofline import measure_ceilings
 from shared.test_run import commit_of_tree, run_tests
 
 from vllm_mp.cpu_info import KERNEL_BUILDS, cpu_name, obstacle, runnable_builds
@@ -31,6 +32,9 @@ TESTS = ["tests/kernels/test_cpu_kernels.py", "tests/kernels/test_tiles.py"]
 def table(found: dict[str, Any]) -> str:
     """Return the findings as a readable table: milliseconds of each case, a column for each build."""
     lines = [f"{found['processor']}, {found['threads']} threads; commit {found['commit']}, {found['date']}"]
+    if ceilings := found["ceilings"]:
+        read, product = ceilings["bytes"] / 1e9, ceilings["flops"] / 1e9
+        lines.append(f"reads {read:,.0f} GB/s, torch multiplies matrices in bfloat16 with {product:,.0f} GFLOP/s")
     lines += found["cannot_run"]
     if tests := found["tests"]:
         counts = ", ".join(f"{tests[kind]} {kind}" for kind in ("passed", "failed", "errors", "skipped"))
@@ -76,6 +80,7 @@ def main() -> int:
         "torch": torch.__version__,
         "builds": builds,
         "cannot_run": [obstacle(name) or f"{name} is not built" for name in KERNEL_BUILDS if name not in built],
+        "ceilings": None if args.quick else measure_ceilings()._asdict(),
         "tests": None,
         "measured": [],
     }

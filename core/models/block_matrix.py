@@ -60,7 +60,7 @@ def vocabulary_type(hidden_size: int) -> BlockType:
 
 def vocabulary_matrix(arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> nn.Parameter | BlockMatrix:
     """Return the uninitialised weight [vocab_size, hidden_size] of an embedding or a head."""
-    if arch.blocks == "int4":
+    if arch.blocks in ("int4", "gguf"):
         return BlockMatrix(arch.hidden_size, [arch.vocab_size], vocabulary_type(arch.hidden_size))
     return nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype, device=device))
 

@@ -115,6 +115,7 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(arch, arch.intermediate_size, dtype, device)
         self.table = int(arch.local_rope is not None and arch.sliding_window[layer] is not None)
         """The index of the layer's table of rotary angles."""
+        self.has_fused_projections = arch.has_fused_projections
 
     def forward(
         self,
@@ -167,12 +168,12 @@ class DecoderLayer(nn.Module):
     def weights(self) -> ops.LayerWeights:
         """Return the weights and shapes of this layer, for `ops.fuse_decoder`."""
         attention, mlp = self.attention, self.mlp
-        assert self.input_norm is not None
-        assert self.mlp_norm is not None
         assert isinstance(mlp, MLP)
         return ops.LayerWeights(
             input_norm=self.input_norm,
-            post_attention_norm=self.mlp_norm,
+            attention_output_norm=self.attention_output_norm,
+            mlp_norm=self.mlp_norm,
+            mlp_output_norm=self.mlp_output_norm,
             q_norm=attention.q_norm,
             k_norm=attention.k_norm,
             qkv_proj=attention.qkv_proj.parts,
@@ -184,6 +185,9 @@ class DecoderLayer(nn.Module):
             head_dim=attention.head_dim,
             scale=attention.scale,
             window=attention.window,
+            soft_cap=attention.soft_cap,
+            table=self.table,
+            has_fused_parts=self.has_fused_projections,
         )
 
 
@@ -193,6 +197,7 @@ class Decoder(nn.Module):
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.arch = arch
+        self.dtype = dtype
         self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
         self.norm = norm_weight(arch, arch.hidden_size, dtype, device)
 
@@ -218,8 +223,12 @@ class Decoder(nn.Module):
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
-        if _is_plain(self.arch) and cache_dtype == self.norm.dtype:
-            fused = ops.fuse_decoder(self._weights(), self.norm, self.arch.norm_eps, quantization)
+        arch = self.arch
+        if arch.experts is None and cache_dtype == self.dtype:
+            options = ops.DecoderOptions(
+                self.dtype, arch.norm_eps, arch.activation, arch.residual_multiplier, arch.norms_all_heads
+            )
+            fused = ops.fuse_decoder(self._weights(), self.norm, options, quantization)
             if fused is not None:
                 return fused
         pack_projections(self, quantization)
@@ -239,23 +248,6 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             yield layer.weights()
             self.layers[i] = nn.Module()
-
-
-def _is_plain(arch: NativeArchitecture) -> bool:
-    """Tell whether `ops.fuse_decoder` computes the layers of `arch`: those of Llama, Qwen2 and Qwen3."""
-    return (
-        arch.experts is None
-        and arch.activation in ("silu", "swish")
-        and arch.norm_place == "before"
-        and arch.norm_offset is None
-        and arch.residual_multiplier == 1.0
-        and arch.attention_soft_cap is None
-        and arch.local_rope is None
-        and arch.rope is not None
-        and arch.rope.partial_factor == 1.0
-        and not arch.norms_all_heads
-        and not arch.has_fused_projections
-    )
 
 
 def norm_weight(arch: NativeArchitecture, size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

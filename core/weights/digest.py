@@ -5,11 +5,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files
+from vllm_mp.model_store.gguf import gguf_place
+from vllm_mp.model_store.gguf_file import GgufFile
 from vllm_mp.tokenizer_files import TokenizerFiles
 from vllm_mp.wire import ModelDigest
 
@@ -39,11 +42,14 @@ def model_digest(config: ModelConfig) -> ModelDigest:
 def _weights_digest(config: ModelConfig) -> str:
     if config.load_format == "dummy":
         return f"dummy {config.weights_seed}"
-    tensors = [
-        tensor
-        for path in checkpoint_files(config.folder)
-        for tensor in (_samples(path) if path.suffix == ".bin" else _tensors(path))
-    ]
+    if place := gguf_place(config.folder):
+        tensors = list(_gguf_tensors(place.read()))
+    else:
+        tensors = [
+            tensor
+            for path in checkpoint_files(config.folder)
+            for tensor in (_samples(path) if path.suffix == ".bin" else _tensors(path))
+        ]
     return _shortened(hashlib.sha256("\n".join(sorted(tensors)).encode()))
 
 
@@ -54,11 +60,21 @@ def _tensors(path: Path) -> Iterator[str]:
         for name, tensor in json.loads(file.read(header_bytes)).items():
             if name != "__metadata__":
                 begin, end = (8 + header_bytes + offset for offset in tensor["data_offsets"])
-                samples = [
-                    os.pread(file.fileno(), min(_SAMPLE_BYTES, end - offset), offset)
-                    for offset in (begin, (begin + end) // 2)
-                ]
-                yield f"{name} {tensor['dtype']} {tensor['shape']} {b''.join(samples).hex()}"
+                yield f"{name} {tensor['dtype']} {tensor['shape']} {_two_samples(file, begin, end)}"
+
+
+def _gguf_tensors(gguf: GgufFile) -> Iterator[str]:
+    """Yield a line for each tensor of a GGUF file."""
+    with gguf.path.open("rb") as file:
+        for name, tensor in gguf.tensors.items():
+            samples = _two_samples(file, tensor.offset, tensor.offset + tensor.num_bytes)
+            yield f"{name} {tensor.type.name} {list(tensor.shape)} {samples}"
+
+
+def _two_samples(file: BinaryIO, begin: int, end: int) -> str:
+    """Return samples of the bytes from `begin` to `end`, at the start and in the middle."""
+    samples = [os.pread(file.fileno(), min(_SAMPLE_BYTES, end - place), place) for place in (begin, (begin + end) // 2)]
+    return b"".join(samples).hex()
 
 
 def _samples(path: Path) -> Iterator[str]:

@@ -21,7 +21,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from vllm_mp.model_store.gguf import DISK_FULL_EXIT
+from vllm_mp.model_store.gguf import DISK_FULL_EXIT, TOKENIZER_ONLY
 
 _EXACT_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 """Types of tensors that are not quantized."""
@@ -72,10 +72,10 @@ class _Reader(gguf.GGUFReader):  # type: ignore[misc]
 
 
 def main(arguments: list[str]) -> int:
-    """Convert `arguments` = [source, folder]; return the exit status."""
-    source, folder = map(Path, arguments)
+    """Convert `arguments` = [source, folder], or the tokenizer alone with `TOKENIZER_ONLY`; return the exit status."""
+    source, folder = map(Path, arguments[:2])
     try:
-        convert(source, folder)
+        (convert_tokenizer if TOKENIZER_ONLY in arguments[2:] else convert)(source, folder)
     except Exception as error:
         text = str(error).strip() or type(error).__name__
         reason = getattr(error, "strerror", None) or text.splitlines()[0]
@@ -106,7 +106,8 @@ def convert(source: Path, folder: Path) -> None:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"architecture {architecture!r}: {text}") from error
     _report(_DEQUANTIZED_AT)
-    _use_special_tokens_of_file(model, tokenizer, reader)
+    _use_special_tokens_of_file(tokenizer, reader)
+    _use_end_tokens_of_file(model, tokenizer, reader)
     tokenizer.save_pretrained(folder)
     _narrow(model)
     model.save_pretrained(folder)
@@ -116,6 +117,23 @@ def convert(source: Path, folder: Path) -> None:
         # safetensors gives access to the owner only, but several users may share the cache.
         path.chmod(0o644)
     _report(1.0)
+
+
+def convert_tokenizer(source: Path, folder: Path) -> None:
+    """Write the tokenizer of `source` to `folder`. Raises ValueError as `convert` does."""
+    reader = _open(source)
+    _reuse_reader(reader)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"its tokenizer: {text}") from error
+    _use_special_tokens_of_file(tokenizer, reader)
+    tokenizer.save_pretrained(folder)
 
 
 def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:
@@ -274,16 +292,19 @@ def _reuse_reader(reader: gguf.GGUFReader) -> None:
     gguf.dequantize = dequantize_and_report
 
 
-def _use_special_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
-    """Make tokenizer and configurations use the special tokens that the file names.
+def _use_special_tokens_of_file(tokenizer: Any, reader: gguf.GGUFReader) -> None:
+    """Make the tokenizer use the special tokens that the file names.
 
-    Some versions of transformers guess them from the tokens' names, and mistake the start of a message for its
-    end. If the file has an end-of-turn token, it ends a generation too.
+    Some versions of transformers guess them from the tokens' names, and mistake the start of a message for its end.
     """
     for name, key in _SPECIAL_TOKENS.items():
         token = _token_id(reader, key)
         if token is not None and getattr(tokenizer, f"{name}_id") != token:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
+
+
+def _use_end_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
+    """Make the configurations use the special tokens; an end-of-turn token of the file ends a generation too."""
     ends = [tokenizer.eos_token_id, _token_id(reader, "tokenizer.ggml.eot_token_id")]
     ends = [token for token in dict.fromkeys(ends) if token is not None]
     for config in (model.config, model.generation_config):

@@ -15,7 +15,10 @@ from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parame
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.core.weights.four_bit_checkpoint import unpacked
+from vllm_mp.core.weights.gguf_tensors import gguf_tensors, has_block_types
+from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_store.gguf import gguf_place
 
 
 def load_model(
@@ -40,8 +43,16 @@ def load_model(
                 f"quantization={config.quantization!r} is computed on CPUs only, and the device is {device}; set "
                 "device='cpu', or leave the quantization out"
             )
+        keeps_blocks = (
+            config.quantization is None
+            and config.load_format != "dummy"
+            and ops.computes_blocks(device, dtype)
+            and has_block_types(config.folder)
+        )
+        if keeps_blocks:
+            arch = msgspec.structs.replace(arch, blocks="gguf")
         model = build_model(arch, dtype, device)
-        load_weights(model, config.folder, config.load_format, config.weights_seed, progress)
+        load_weights(model, config.folder, config.load_format, config.weights_seed, progress, keeps_blocks)
         native = cast("NativeModel", model)
         native.num_parameters = count_parameters(model) + count_block_weights(model)
         # `load_weights` made all other kinds of weights already.
@@ -59,12 +70,14 @@ def load_weights(
     load_format: str,
     seed: int,
     progress: Callable[[float], None] | None = None,
+    keeps_blocks: bool = False,
 ) -> None:
     """Fill every parameter of a model that `build_model` made.
 
-    `load_format="dummy"` draws random weights from `seed` alone. Any other format reads safetensors from `folder`,
-    one file or shards with an index, and casts them to the dtype of the parameters (a GGUF file was converted to such
-    a folder before). `progress` is called with the fraction done, ending at 1.0.
+    `load_format="dummy"` draws random weights from `seed` alone. Any other format reads the GGUF file that `folder`
+    names, or else safetensors from `folder`, one file or shards with an index. Weights are cast to the dtype of the
+    parameters; with `keeps_blocks`, matrices of a GGUF file stay where they lie, for a model with `blocks="gguf"`.
+    `progress` is called with the fraction done, ending at 1.0.
     Raises ValueError, naming the file, the cause and the remedy, when weights are absent, unreadable, damaged
     or belong to another model.
     """
@@ -74,11 +87,17 @@ def load_weights(
             progress(1.0)
         return
     loader: Any = model
-    tensors = read_tensors(checkpoint_files(folder), progress)
-    four_bits = loader.arch.four_bits
+    place = gguf_place(folder)
     try:
-        loader.load_weights(tensors if four_bits is None else unpacked(tensors, four_bits))
+        if place is not None:
+            loader.load_weights(gguf_tensors(place, keeps_blocks, progress))
+        else:
+            tensors = read_tensors(checkpoint_files(folder), progress)
+            four_bits = loader.arch.four_bits
+            loader.load_weights(tensors if four_bits is None else unpacked(tensors, four_bits))
     except CheckpointMismatchError as error:
+        if place is not None:
+            raise ValueError(f"{place.path}: {error}; convert the model to GGUF again") from None
         raise ValueError(
             f"{folder}: {error}. Check that config.json and the weights belong to the same model."
         ) from None

@@ -19,6 +19,7 @@ from vllm_mp.kernels.cpu.library import (
     CDecoderLayer,
     CHeads,
     CLayerAdapters,
+    CRotaryTables,
     Library,
     address,
 )
@@ -37,10 +38,15 @@ Projection = tuple[Tensor | Sequence[BlockWeight], Tensor | None]
 
 
 class LayerWeights(NamedTuple):
-    """The weights and shapes of a decoder layer, all of whose projections have either tensors or block types."""
+    """The weights and shapes of a decoder layer, all of whose projections have either tensors or block types.
 
-    input_norm: Tensor
-    post_attention_norm: Tensor
+    The weights of norms are None where there is no norm, and of one dtype; see `ops.rms_norm`.
+    """
+
+    input_norm: Tensor | None
+    attention_output_norm: Tensor | None
+    mlp_norm: Tensor | None
+    mlp_output_norm: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     qkv_proj: Projection
@@ -52,6 +58,29 @@ class LayerWeights(NamedTuple):
     head_dim: int
     scale: float
     window: int | None
+    soft_cap: float | None = None
+    table: int = 0
+    """The index of the layer's table of rotary angles."""
+    has_fused_parts: bool = False
+    """True: an adapter changes q, k and v as one part, and so gate and up."""
+
+
+class DecoderOptions(NamedTuple):
+    """The computation that all layers of a decoder share."""
+
+    dtype: torch.dtype
+    eps: float
+    activation: str = "silu"
+    """A key of `GATE_ACTIVATIONS`."""
+    residual_multiplier: float = 1.0
+    norms_all_heads: bool = False
+    """True: the norms of queries and of keys run over all heads of a token, not over each."""
+    rotates_pairs: bool = False
+    """True: rotary embedding rotates neighbouring elements of a head instead of elements half a head apart."""
+
+
+GATE_ACTIVATIONS: Final = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
+"""The activations of the gate that the kernels compute, and their number there."""
 
 
 class FusedDecoder(nn.Module):
@@ -62,9 +91,8 @@ class FusedDecoder(nn.Module):
         library: Library,
         layers: Iterable[LayerWeights],
         norm: Tensor,
-        eps: float,
+        options: DecoderOptions,
         quantization: str | None,
-        rotates_pairs: bool = False,
     ) -> None:
         """Copy the weights, except those in block types; see `ops.fuse_decoder`."""
         super().__init__()
@@ -74,33 +102,38 @@ class FusedDecoder(nn.Module):
         self._projections: list[list[PackedLinear | BlockLinear]] = []
         """Of each layer: qkv, o, gate and up, down."""
         self._part_sizes: list[list[Sequence[int]]] = []
-        interfaces: list[Any] = [self._packed(library, layer, quantization, arena) for layer in layers]
+        interfaces: list[Any] = [self._packed(library, layer, options.dtype, quantization, arena) for layer in layers]
         self._layer_weights = max(map(_num_weights, interfaces))
-        self._norm = norm.detach().clone()
+        self._norm = _in_float32(norm)
         self._interfaces = (type(interfaces[0]) * len(interfaces))(*interfaces)
         decoder = ctypes.byref(
             CDecoder(
-                ctypes.addressof(self._interfaces), len(interfaces), self._norm.data_ptr(), eps, int(rotates_pairs)
+                ctypes.addressof(self._interfaces),
+                len(interfaces),
+                self._norm.data_ptr(),
+                options.eps,
+                options.residual_multiplier,
+                int(norm.dtype == options.dtype),
+                int(options.norms_all_heads),
+                GATE_ACTIVATIONS[options.activation],
+                int(options.rotates_pairs),
             )
         )
         self._adapter_stacks: list[PackedAdapterStack] = []
         self._adapters: Any = None
         """The `CLayerAdapters` of each layer; None if no adapter can be loaded."""
         has_blocks = isinstance(interfaces[0], CBlockDecoderLayer)
-        run = library.function("block_decoder" if has_blocks else "decoder", norm.dtype)
+        run = library.function("block_decoder" if has_blocks else "decoder", options.dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
     def _packed(
-        self, library: Library, layer: LayerWeights, quantization: str | None, arena: Arena
+        self, library: Library, layer: LayerWeights, dtype: torch.dtype, quantization: str | None, arena: Arena
     ) -> CDecoderLayer | CBlockDecoderLayer:
         projections = [
-            _product(library, projection, layer.input_norm.dtype, quantization, arena, is_pair=i == _GATE_UP)
+            _product(library, projection, dtype, quantization, arena, is_pair=i == _GATE_UP)
             for i, projection in enumerate(_projections(layer))
         ]
-        norms = [
-            None if norm is None else norm.detach().clone()
-            for norm in (layer.input_norm, layer.post_attention_norm, layer.q_norm, layer.k_norm)
-        ]
+        norms = [None if norm is None else _in_float32(norm) for norm in layer[:6]]
         self._projections.append(projections)
         self._part_sizes.append(_part_sizes(layer))
         self._kept += norms
@@ -111,7 +144,7 @@ class FusedDecoder(nn.Module):
             value_dim=layer.head_dim,
             window=layer.window or 0,
             scale=layer.scale,
-            soft_cap=0.0,
+            soft_cap=layer.soft_cap or 0.0,
         )
         kind = CBlockDecoderLayer if isinstance(projections[0], BlockLinear) else CDecoderLayer
         return kind(
@@ -119,6 +152,7 @@ class FusedDecoder(nn.Module):
             *(part.interface for part in projections),
             heads,
             projections[-1].interface.inputs,
+            layer.table,
         )
 
     def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[PackedAdapterStack]:
@@ -141,7 +175,10 @@ class FusedDecoder(nn.Module):
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Overwrite the embeddings `x` and return the normed hidden states, both [num_tokens, hidden_size]."""
+        """Overwrite the embeddings `x` and return the normed hidden states, both [num_tokens, hidden_size].
+
+        `cos_sin` is [num_tables, max_position, rotary_dim], contiguous.
+        """
         out = torch.empty_like(x)
         step = c_metadata(metadata, kv_caches[0][0].shape[1])
         num_layers = len(self.layers)
@@ -149,7 +186,7 @@ class FusedDecoder(nn.Module):
             ctypes.byref(step),
             x.data_ptr(),
             positions.data_ptr(),
-            cos_sin.data_ptr(),
+            ctypes.byref(CRotaryTables(cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[2])),
             (c_void_p * num_layers)(*[keys.data_ptr() for keys, _ in kv_caches]),
             (c_void_p * num_layers)(*[values.data_ptr() for _, values in kv_caches]),
             out.data_ptr(),
@@ -187,7 +224,15 @@ def _part_sizes(layer: LayerWeights) -> list[Sequence[int]]:
     """Return the number of outputs of each part of qkv, o, gate and up, down."""
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     inner = _outputs(layer.gate_up_proj) // 2
-    return [(queries, keys, keys), (_outputs(layer.o_proj),), (inner, inner), (_outputs(layer.down_proj),)]
+    qkv, gate_up = [queries, keys, keys], [inner, inner]
+    if layer.has_fused_parts:
+        qkv, gate_up = [sum(qkv)], [sum(gate_up)]
+    return [qkv, [_outputs(layer.o_proj)], gate_up, [_outputs(layer.down_proj)]]
+
+
+def _in_float32(norm: Tensor) -> Tensor:
+    """Return a copy of the weight of a norm."""
+    return norm.detach().to(torch.float32, copy=True)
 
 
 def _outputs(projection: Projection) -> int:
@@ -213,10 +258,13 @@ class _LayersFrom(nn.Module):
         self._run(self._decoder, self._first, end, *arguments)
 
 
-def can_fuse(weights: LayerWeights) -> bool:
-    """Tell whether the kernels can compute a layer with these weights."""
-    dtype = weights.input_norm.dtype
-    return weights.head_dim % 2 == 0 and all(
-        can_pack(weight) if isinstance(weight, Tensor) else can_read(weight, dtype)
-        for weight, _ in _projections(weights)
+def can_fuse(weights: LayerWeights, options: DecoderOptions) -> bool:
+    """Tell whether the kernels can compute a layer with these weights and options."""
+    return (
+        options.activation in GATE_ACTIVATIONS
+        and weights.head_dim % 2 == 0
+        and all(
+            can_pack(weight) if isinstance(weight, Tensor) else can_read(weight, options.dtype)
+            for weight, _ in _projections(weights)
+        )
     )

@@ -96,7 +96,9 @@ class CDecoderLayer(ctypes.Structure):
 
     _fields_ = (
         ("input_norm", c_void_p),
-        ("post_attention_norm", c_void_p),
+        ("attention_output_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("mlp_output_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("qkv", CLinear),
@@ -105,6 +107,7 @@ class CDecoderLayer(ctypes.Structure):
         ("down", CLinear),
         ("heads", CHeads),
         ("inner", c_int64),
+        ("table", c_int64),
     )
 
 
@@ -122,7 +125,21 @@ class CDecoder(ctypes.Structure):
         ("num_layers", c_int64),
         ("norm", c_void_p),
         ("eps", c_float),
+        ("residual_multiplier", c_float),
+        ("rounds_norms", c_int64),
+        ("norms_all_heads", c_int64),
+        ("is_gelu", c_int64),
         ("rotates_pairs", c_int64),
+    )
+
+
+class CRotaryTables(ctypes.Structure):
+    """Mirrors `RotaryTables` of csrc/decoder.h."""
+
+    _fields_ = (
+        ("first", c_void_p),
+        ("stride", c_int64),
+        ("dim", c_int64),
     )
 
 
@@ -222,6 +239,7 @@ def _interface() -> int:
         CDecoderLayer,
         CBlockDecoderLayer,
         CDecoder,
+        CRotaryTables,
         CAdapterStack,
         CLayerAdapters,
         CTokenMasks,

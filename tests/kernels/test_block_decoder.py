@@ -30,8 +30,11 @@ def random_layer(dtype: torch.dtype) -> tuple[ops.LayerWeights, ops.LayerWeights
         bias = torch.randn(sum(outputs for _, outputs in parts)) / 4
         blocks[name] = (weights, bias)
         tensors[name] = (torch.cat([weight.dequantized() for weight in weights]).to(dtype), bias.to(dtype))
-    norms = {name: torch.rand(HIDDEN).add(0.5).to(dtype) for name in ("input_norm", "post_attention_norm")}
+    norms: dict[str, torch.Tensor | None] = {
+        name: torch.rand(HIDDEN).add(0.5).to(dtype) for name in ("input_norm", "mlp_norm")
+    }
     norms |= {name: torch.rand(HEAD_DIM).add(0.5).to(dtype) for name in ("q_norm", "k_norm")}
+    norms |= {"attention_output_norm": None, "mlp_output_norm": None}
     return ops.LayerWeights(**norms, **blocks, **SHAPES), ops.LayerWeights(**norms, **tensors, **SHAPES)
 
 
@@ -59,7 +62,9 @@ def outputs_of(decoders, rows, dtype, adapters=None):
 def test_fused_decoder_takes_block_types_that_differ_within_a_layer(build, dtype):
     layers = [random_layer(dtype) for _ in range(NUM_LAYERS)]
     norm = torch.rand(HIDDEN).add(0.5).to(dtype)
-    decoders = [ops.fuse_decoder(of_kind, norm, 1e-6) for of_kind in zip(*layers, strict=True)]
+    decoders = [
+        ops.fuse_decoder(of_kind, norm, ops.DecoderOptions(dtype, 1e-6)) for of_kind in zip(*layers, strict=True)
+    ]
     stacks = [decoder.make_adapter_stacks(2, 4) for decoder in decoders]
     for both in zip(*stacks, strict=True):
         sizes = both[0]._part_sizes
@@ -91,7 +96,11 @@ def test_neighbouring_elements_are_rotated_as_halves_of_heads_in_another_order(b
         of_pairs = [torch.cat((in_pairs(some[:rows], 0), some[rows:])) for some in (weight, bias)]
         pairs.append(layer._replace(qkv_proj=tuple(of_pairs)))
     norm = torch.ones(HIDDEN).to(dtype)
-    decoders = [ops.fuse_decoder(halves, norm, 1e-6), ops.fuse_decoder(pairs, norm, 1e-6, rotates_pairs=True)]
+    options = ops.DecoderOptions(dtype, 1e-6)
+    decoders = [
+        ops.fuse_decoder(layers, norm, options._replace(rotates_pairs=is_in_pairs))
+        for layers, is_in_pairs in ((halves, False), (pairs, True))
+    ]
     (hidden, keys), (hidden_of_pairs, keys_of_pairs) = outputs_of(decoders, [(30, 30), (7, 7)], dtype)
     bound = 1e-5 if dtype == torch.float32 else 0.02
     assert (hidden_of_pairs - hidden).norm() <= bound * hidden.norm()

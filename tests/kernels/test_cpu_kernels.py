@@ -10,7 +10,16 @@ import pytest
 import torch
 from support.covering import covering
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from vllm_mp import cpu_info
 from vllm_mp.core.lora.targets import projections
@@ -311,6 +320,13 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
     "one-kv-head": LlamaConfig(**{**SIZES, "hidden_size": 90, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    "gemma2": Gemma2Config(
+        **SIZES, head_dim=32, sliding_window=9, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=32, sliding_window=9, sliding_window_pattern=2),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0, partial_rotary_factor=0.75),
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.22, embedding_multiplier=12.0, logits_scaling=8.0),
+    "olmo2": Olmo2Config(**SIZES),
 }
 
 
@@ -320,7 +336,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fused_decoder_agrees_with_its_modules(build, dtype, quantization, name, monkeypatch):
     config = CONFIGS[name]
-    architecture = type(config).__name__.replace("Config", "ForCausalLM")
+    architecture = type(config).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
     arch = read_architecture({**config.to_dict(), "architectures": [architecture]})
     modules, packed = (build_model(arch, dtype, "cpu") for _ in range(2))
     fill_with_dummy_weights(modules, 0)

@@ -1,5 +1,7 @@
 """Random models with a few thousand weights, written in the format of llama.cpp's converter."""
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -60,10 +62,16 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> d
     return weights
 
 
-def write_random_gguf(path: Path, architecture: str, config: PreTrainedConfig, omitted: str | None = None) -> None:
-    """Write random weights of a transformers model with llama.cpp's names.
+def write_random_gguf(
+    path: Path,
+    architecture: str,
+    config: PreTrainedConfig,
+    omitted: str | None = None,
+    kinds: Sequence[gguf.GGMLQuantizationType] = (),
+) -> dict[str, Array]:
+    """Write random weights of a transformers model with llama.cpp's names, and order of rows. Return the weights.
 
-    Tensors whose names contain `omitted` are left out.
+    Tensors whose names contain `omitted` are left out. Matrices have the block types `kinds` in turn, if there are any.
     """
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
@@ -86,6 +94,8 @@ def write_random_gguf(path: Path, architecture: str, config: PreTrainedConfig, o
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     _add_vocabulary(writer, "llama" if architecture in ("gemma2", "phi3") else "gpt2")
 
+    weights: dict[str, Array] = {}
+    types = itertools.cycle(kinds)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -104,10 +114,22 @@ def write_random_gguf(path: Path, architecture: str, config: PreTrainedConfig, o
         else:
             places = [names.get_name(module)]
             parts = [weight[0] if "shared_expert_gate" in name else weight]
+        weights[name] = weight
         for place, part in zip(places, parts, strict=True):
-            if omitted is None or omitted not in place:
+            if omitted is not None and omitted in place:
+                continue
+            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(place[-6:], 0)
+            interleaves = architecture == "llama" and heads
+            if kinds and parameter.dim() == 2:
+                type = next(types)
+                weights[name] = gguf.dequantize(gguf.quantize(part, type), type)
+                part = _interleaved(part, heads) if interleaves else part
+                writer.add_tensor(f"{place}.{kind}", gguf.quantize(part, type), raw_dtype=type)
+            else:
+                part = _interleaved(part, heads) if interleaves else part
                 writer.add_tensor(f"{place}.{kind}", np.ascontiguousarray(part))
     _finish(writer)
+    return weights
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, model: str) -> None:
@@ -133,6 +155,5 @@ def _finish(writer: gguf.GGUFWriter) -> None:
 
 def _interleaved(weight: Array, heads: int) -> Array:
     """Return the rows in GGUF's order: the two parts of a rotated pair are adjacent, not half a head apart."""
-    rows, columns = weight.shape
-    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
+    halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))

@@ -13,11 +13,11 @@ Fp8Scales = Literal["channel", "tensor", "block"]
 "channel": the weights of each output, quantized at load. "tensor": each matrix; "block": each tile of 128 outputs and
 128 inputs of a matrix; both are quantized in the checkpoint.
 """
-BlockSource = Literal["int4", "awq", "gptq"]
+BlockSource = Literal["int4", "awq", "gptq", "gguf"]
 """What makes the weights of a model block types.
 
 "int4": projections are rounded to 4 bits at load, embeddings and head to more. "awq", "gptq": projections have 4 bits
-in the checkpoint, and those that it leaves in 16 bits are rounded to 8.
+in the checkpoint, and those that it leaves in 16 bits are rounded to 8. "gguf": the file has block types.
 """
 _BLOCK: Final = [128, 128]
 # The projections of a layer, all of which must be quantized.

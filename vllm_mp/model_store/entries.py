@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store.folder import SAFETENSORS, weight_files
+from vllm_mp.model_store.gguf import PLACE_FILE, gguf_place
 from vllm_mp.model_store.package import PACKAGED_MODELS, packaged_folder
 
-_CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{16}-v\d+")
-"""The name of a folder of a converted model."""
+_CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{16}-[vm]\d+")
+"""The name of the folder of a converted model or of a mapped file."""
 _HUB_PREFIX = "models--"
 _MAX_HEADER_BYTES = 100 * 10**6
 """Maximum size of the header of a safetensors file, as its format sets it."""
@@ -125,6 +126,8 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
 
 def _format(model: Path) -> str:
     """Return the form of the weights in the folder `model`, and how they are quantized, or their dtype."""
+    if (model / PLACE_FILE).is_file():
+        return _mapped_format(model)
     files = weight_files(model)
     if files is None:
         return "no weights"
@@ -137,6 +140,18 @@ def _format(model: Path) -> str:
     if files != SAFETENSORS:
         return ", ".join(filter(None, ("PyTorch", str(kind or config.get("dtype") or config.get("torch_dtype") or ""))))
     return ", ".join(filter(None, ("safetensors", str(kind or _stored_dtype(model)))))
+
+
+def _mapped_format(model: Path) -> str:
+    """Return the type of most bytes of the GGUF file that the folder `model` names."""
+    num_bytes: Counter[str] = Counter()
+    try:
+        place = gguf_place(model)
+        for tensor in place.read().tensors.values() if place else ():
+            num_bytes[tensor.type.name] += tensor.num_bytes
+    except ValueError:
+        return "GGUF, missing or changed"
+    return ", ".join(("GGUF", *(kind for kind, _ in num_bytes.most_common(1))))
 
 
 def _stored_dtype(model: Path) -> str:

@@ -1,21 +1,36 @@
-"""The model folders that GGUF files were converted to: found in the cache, or made once.
+"""The model folders of GGUF files: found in the cache, or made once.
 
-This module only keeps the conversions. The converter is a program of the core, which runs in a process of its own
-because it loads torch.
+Files of the families in `gguf_config.FAMILIES` are mapped: their folder holds configuration, tokenizer and the place of
+the file. Other files are converted to safetensors. The converter is a program of the core, which runs in a process of
+its own because it loads torch.
 """
 
+import contextlib
 import errno
 import hashlib
+import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from vllm_mp.model_store.cache import build_once, run_child
+from vllm_mp.model_store.gguf_config import GgufFamily, family_of, read_gguf_config
+from vllm_mp.model_store.gguf_file import FileIdentity, GgufFile, read_gguf
 from vllm_mp.model_store.progress import Progress
+
+PLACE_FILE: Final = "gguf_file.json"
+"""The file of a model folder that holds a `GgufPlace`."""
+
+TOKENIZER_ONLY: Final = "--tokenizer-only"
+"""The option of the converter that leaves out the weights."""
 
 _CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 """The program that converts a file: `python -m ... SOURCE.gguf FOLDER`."""
@@ -32,15 +47,45 @@ _KEPT_SECONDS = 24 * 3600
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
-def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
-    """Return the model folder that the GGUF file `source` was converted to, under the cache folder `root`.
+class GgufPlace(msgspec.Struct, frozen=True):
+    """A GGUF file whose weights are mapped, and what it was when its folder was made."""
 
-    The folder is keyed by the file's content, so a replaced file is converted again. Raises ValueError naming the file
-    if it cannot be converted, OSError if the cache cannot hold the result, RuntimeError if the system ended the
-    converter.
+    path: str
+    digest: str
+    """SHA-256 of its header, in hex."""
+    identity: FileIdentity
+
+    def read(self) -> GgufFile:
+        """Return the checked header of the file. Raises ValueError if it is not the same file, or as `read_gguf`."""
+        file = read_gguf(Path(self.path))
+        if (file.identity, file.digest) != (self.identity, self.digest):
+            raise ValueError(f"{self.path} was changed or replaced after the engine found it; start the engine again")
+        return file
+
+
+def gguf_place(folder: Path) -> GgufPlace | None:
+    """Return the GGUF file that has the weights of the model folder `folder`; None if the folder names none.
+
+    Raises ValueError, with the remedy, if its place cannot be read.
+    """
+    path = folder / PLACE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=GgufPlace) if path.is_file() else None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"cannot read {path} ({error}); remove the folder {folder}") from error
+
+
+def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
+    """Return the model folder of the GGUF file `source`, under the cache folder `root`.
+
+    A file that was written or replaced gets another folder. Raises ValueError naming the file if it is damaged or
+    cannot be converted, OSError if the cache cannot hold the result, RuntimeError if the system ended the converter.
     """
     if _SPLIT_FILE.search(source.name):
         raise ValueError(f"{source} is one part of a split GGUF: join the parts with `llama-gguf-split --merge` first")
+    file = read_gguf(source)
+    if family := family_of(file):
+        return _mapped_model(file, family, root, progress)
     identity = _identity(source)
     digest = _content_sha256(source, identity, root, progress)
 
@@ -55,10 +100,49 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
     return folder
 
 
+def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Progress) -> Path:
+    """Return the folder with configuration, tokenizer and place of `file`, which keeps the weights."""
+    place = GgufPlace(str(file.path.resolve()), file.digest, file.identity)
+    folder = _cache_folder(root, file.path.name, hashlib.sha256(msgspec.json.encode(place)).hexdigest(), "m1")
+
+    def build(workspace: Path, lock: int) -> Path:
+        config = read_gguf_config(file, family)
+        target = workspace / "model"
+        # The tokenizer depends on the header alone, so a file that was moved keeps its tokenizer.
+        same = [other for other, found in _places(folder.parent) if found.digest == place.digest]
+        if same:
+            shutil.copytree(same[0], target)
+        else:
+            _convert_tokenizer(file.path, target, lock, progress)
+        generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
+        (target / "config.json").write_text(json.dumps(config, indent=2))
+        (target / "generation_config.json").write_text(json.dumps(generation, indent=2))
+        (target / PLACE_FILE).write_bytes(msgspec.json.encode(place))
+        return target
+
+    build_once(folder, build, progress)
+    for other, found in _places(folder.parent):
+        if other != folder and found.path == place.path:
+            _remove_unused(other)
+    return folder
+
+
+def _places(models: Path) -> Iterator[tuple[Path, GgufPlace]]:
+    """Yield the folders of mapped files in the folder `models`, and the places of the files."""
+    for path in models.glob(f"[!.]*/{PLACE_FILE}"):
+        with contextlib.suppress(ValueError):
+            if place := gguf_place(path.parent):
+                yield path.parent, place
+
+
 def converted_folder(root: Path, file_name: str, sha256: str) -> Path:
     """Return the folder under `root` that keeps the model made from a file with this name and content."""
+    return _cache_folder(root, file_name, sha256, f"v{_CONVERTER_VERSION}")
+
+
+def _cache_folder(root: Path, file_name: str, key: str, version: str) -> Path:
     readable = re.sub(r"[^\w.-]+", "_", file_name.removesuffix(".gguf")).lstrip(".")[:80]
-    return root / "models" / f"{readable}-{sha256[:16]}-v{_CONVERTER_VERSION}"
+    return root / "models" / f"{readable}-{key[:16]}-{version}"
 
 
 def remove_older(folder: Path) -> None:
@@ -69,9 +153,14 @@ def remove_older(folder: Path) -> None:
     stem = folder.name.rpartition("-v")[0]
     for older in folder.parent.glob(f"{stem}-v*"):
         version = older.name.removeprefix(f"{stem}-v")
-        is_older = version.isdecimal() and int(version) < _CONVERTER_VERSION
-        if is_older and time.time() - older.stat().st_mtime > _KEPT_SECONDS:
-            shutil.rmtree(older, ignore_errors=True)  # a cache that is read-only keeps it
+        if version.isdecimal() and int(version) < _CONVERTER_VERSION:
+            _remove_unused(older)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder that no engine found in the last day."""
+    if time.time() - folder.stat().st_mtime > _KEPT_SECONDS:
+        shutil.rmtree(folder, ignore_errors=True)  # a cache that is read-only keeps it
 
 
 def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) -> Path:
@@ -97,9 +186,25 @@ def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) 
                 if word == "progress":
                     show(float(fraction))
 
+    _run(command, source, lock, follow)
+    return target
+
+
+def _convert_tokenizer(source: Path, target: Path, lock: int, progress: Progress) -> None:
+    """Run the converter to write the tokenizer of `source` to `target`. Raises the same errors as `gguf_model`."""
+
+    def follow(child: subprocess.Popen[str]) -> None:
+        with progress.task(f"converting the tokenizer of {source.name} (once)"):
+            child.wait()
+
+    _run([sys.executable, "-P", "-m", _CONVERTER, str(source), str(target), TOKENIZER_ONLY], source, lock, follow)
+
+
+def _run(command: list[str], source: Path, lock: int, follow: Callable[[subprocess.Popen[str]], None]) -> None:
+    """Run the converter on `source`; raise the errors of `gguf_model` if it fails."""
     status, reason = run_child(command, {"HF_HUB_OFFLINE": "1"}, lock, follow)
     if status == 0:
-        return target
+        return
     if status == DISK_FULL_EXIT:
         raise OSError(errno.ENOSPC, reason)
     if status < 0:

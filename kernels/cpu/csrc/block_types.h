@@ -96,9 +96,15 @@ ALWAYS_INLINE void nibbles(const uint8_t* at, int64_t stride, vi (&words)[8]) {
 ALWAYS_INLINE void add_fifth_bits(vi bits, vi (&words)[8]) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
-        // The product puts copies of the four bits 7 places apart, so that each byte has its bit in a copy.
         const vi four = (vi)((vu)bits >> (4 * i)) & 15;
+#if defined(__AVX512F__)
+        vi spread;
+        for (int n = 0; n < 16; ++n) spread[n] = (n * 0x02040810) & 0x10101010;
+        words[i] |= __builtin_shuffle(spread, four);
+#else
+        // The product puts copies of the four bits 7 places apart, so that each byte has its bit in a copy.
         words[i] |= (four * 0x02040810) & 0x10101010;
+#endif
     }
 }
 

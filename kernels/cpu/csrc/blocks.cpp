@@ -60,27 +60,42 @@ ALWAYS_INLINE vf add_group(vf total, const vi* words, vf scale, vf minimum, int 
     return total;
 }
 
-// Weights to prefetch while others are multiplied, with a share for each block.
-struct AheadOf {
-    const char* at;
-    int64_t share;
+// Prefetches W rows of a matrix, `stride` bytes apart, while they are multiplied, and then the rows that come `next`.
+// The lines go to the L2 cache, BYTES_AHEAD before they are read: 16 rows at once are too many for the processor's own
+// prefetching.
+struct RowsAhead {
+    static constexpr int64_t BYTES_AHEAD = 1024;
 
-    ALWAYS_INLINE void ask() {
-        const char* end = at + share;
-        for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+    const uint8_t* at;
+    const uint8_t* next;
+    int64_t stride;
+    int64_t row_bytes;
+
+    // Asks for the lines of 256 inputs, around input 32 * k, of an eighth of the rows; `place` is that in the block.
+    template <class Type>
+    ALWAYS_INLINE void ask(int64_t k, int place) const {
+        constexpr int BLOCKS = Type::WEIGHTS / 32;
+        if (place * Type::GROUP % 32 != 0) return;
+        const int part = BLOCKS == 1 ? int(k % 8) : place * Type::GROUP / 32;
+        const int64_t bytes = 8 / BLOCKS * Type::BYTES, ahead = k / 8 * bytes + BYTES_AHEAD;
+        const uint8_t* from = ahead < row_bytes ? at + ahead : next + (ahead - row_bytes);
+        for (int row = W * part / 8; row < W * (part + 1) / 8; ++row)
+            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + row * stride + byte, 0, 2);
     }
 };
 
 // Multiplies ROWS rows with W rows of a matrix, `stride` bytes apart.
 template <class Type, int ROWS>
-void multiply_blocks(const uint8_t* at, int64_t stride, int64_t inputs, const RowBlock* x,
-                                               int64_t x_stride, AheadOf ahead, vf* out) {
-    constexpr int BLOCKS = Type::WEIGHTS / 32;
+void multiply_blocks(const uint8_t* at, int64_t stride, int64_t inputs, const RowBlock* x, int64_t x_stride,
+                     const uint8_t* next, vf* out) {
+    constexpr int BLOCKS = Type::WEIGHTS / 32, BYTES = Type::BYTES;
+    const RowsAhead ahead{at, next, stride, inputs / Type::WEIGHTS * BYTES};
     vf totals[ROWS] = {};
-    for (int64_t k = 0; k < inputs / 32; k += BLOCKS, at += Type::BYTES) {
-        ahead.ask();
+    for (int64_t k = 0; k < inputs / 32; k += BLOCKS) {
         int place = 0;
-        Type::unpack(at, stride, [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+        const uint8_t* block_at = at + k / BLOCKS * BYTES;
+        Type::unpack(block_at, stride, [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+            ahead.ask<Type>(k, place);
             const int group = int(group_at<Type::GROUP>(place++));
             const int64_t block = k + group * Type::GROUP / 32;
 #pragma GCC unroll 8
@@ -94,19 +109,25 @@ void multiply_blocks(const uint8_t* at, int64_t stride, int64_t inputs, const Ro
 
 // Unpacks W rows of a matrix.
 template <class Type>
-void unpack_blocks(const uint8_t* at, int64_t stride, int64_t inputs, vf* out) {
-    constexpr int GROUP = Type::GROUP;
-    for (int64_t k = 0; k < inputs; k += Type::WEIGHTS, at += Type::BYTES)
-        Type::unpack(at, stride, [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+void unpack_blocks(const uint8_t* at, int64_t stride, int64_t inputs, const uint8_t* next, vf* out) {
+    constexpr int GROUP = Type::GROUP, BLOCKS = Type::WEIGHTS / 32, BYTES = Type::BYTES;
+    const RowsAhead ahead{at, next, stride, inputs / Type::WEIGHTS * BYTES};
+    for (int64_t k = 0; k < inputs / 32; k += BLOCKS) {
+        int place = 0;
+        const uint8_t* block_at = at + k / BLOCKS * BYTES;
+        Type::unpack(block_at, stride, [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+            ahead.ask<Type>(k, place++);
 #pragma GCC unroll 8
             for (int i = 0; i < GROUP / 4; ++i) out[i] = (vf)words[i];
             out[GROUP / 4] = scale;
             if constexpr (Type::HAS_MINIMUM) out[GROUP / 4 + 1] = minimum;
             out += KindOf<Type>::VECTORS;
         });
+    }
 }
 
-// Multiplies ROWS rows with COLUMNS * W rows of a matrix, which `unpack_blocks` wrote to `panels`: writes [ROWS, COLUMNS].
+// Multiplies ROWS rows with COLUMNS * W rows of a matrix, which `unpack_blocks` wrote to `panels`: writes [ROWS,
+// COLUMNS].
 template <class Kind, int ROWS, int COLUMNS>
 void multiply_unpacked(const vf* const* panels, int64_t inputs, int offset, const RowBlock* x, int64_t x_stride,
                        vf* out) {
@@ -147,17 +168,16 @@ void multiply_unpacked(const vf* const* panels, int64_t inputs, int offset, cons
 
 // The functions above for a type of blocks and each number of rows.
 struct BlockFunctions {
-    int block_bytes, offset;
-    void (*unpack)(const uint8_t*, int64_t, int64_t, vf*);
-    void (*multiply[FEW_ROWS])(const uint8_t*, int64_t, int64_t, const RowBlock*, int64_t, AheadOf, vf*);
+    int offset;
+    void (*unpack)(const uint8_t*, int64_t, int64_t, const uint8_t*, vf*);
+    void (*multiply[FEW_ROWS])(const uint8_t*, int64_t, int64_t, const RowBlock*, int64_t, const uint8_t*, vf*);
     void (*unpacked[2][TILE_OF_ROWS])(const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*);
 };
 
 template <class Type, int... FEW, int... ROWS>
 constexpr BlockFunctions block_functions(std::integer_sequence<int, FEW...>, std::integer_sequence<int, ROWS...>) {
     using Kind = KindOf<Type>;
-    return {Type::BYTES,
-            Type::OFFSET,
+    return {Type::OFFSET,
             unpack_blocks<Type>,
             {multiply_blocks<Type, FEW + 1>...},
             {{multiply_unpacked<Kind, ROWS + 1, 1>...}, {multiply_unpacked<Kind, ROWS + 1, 2>...}}};
@@ -248,11 +268,14 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
     vf bias[2] = {};
     if (w.bias)
         for (int half = 0; half < 2; ++half) bias[half] = load(w.bias + i * NR + half * W);
+    // Calls `f` for each slice, with the address of the rows that are read after it.
     auto each_slice = [&](auto&& f) {
+        const uint8_t* next = block_slices(w, i + 1 < w.panels() ? i + 1 : i, 0).begin();
         for (int half = 0; half < 2; ++half)
             for (int s = 0; s < slices[half].count; ++s) {
                 const BlockSlice& slice = slices[half].some[s];
-                f(half, slice, block_functions(slice.part->type));
+                f(half, slice, block_functions(slice.part->type),
+                  half == 0 && slices[1].count ? slices[1].begin() : next);
             }
     };
     auto put = [&](int half, const BlockSlice& slice, int64_t row, vf got) {
@@ -261,11 +284,9 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
     if (!slices[1].count)
         for (int64_t r = 0; r < rows; ++r) sums[2 * r + 1] = vf{};
     if (rows <= FEW_ROWS) {
-        const uint8_t* nexts[2] = {slices[1].begin(), i + 1 < w.panels() ? block_slices(w, i + 1, 0).begin() : nullptr};
-        each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions) {
+        each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             vf got[FEW_ROWS];
-            const AheadOf ahead{(const char*)nexts[half], nexts[half] ? W * functions.block_bytes : 0};
-            functions.multiply[rows - 1](whole_rows(slice), slice.part->row_bytes, w.inputs, x, stride, ahead, got);
+            functions.multiply[rows - 1](whole_rows(slice), slice.part->row_bytes, w.inputs, x, stride, next, got);
             for (int64_t r = 0; r < rows; ++r) put(half, slice, r, got[r]);
         });
         return;
@@ -275,8 +296,8 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
     unpacked.resize(std::max<int64_t>(unpacked.size(), 2 * size));
     const BlockSlice &slice0 = slices[0].some[0], &slice1 = slices[1].some[0];
     if (slices[0].count == 1 && slices[1].count == 1 && slice0.part->type == slice1.part->type) {
-        each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions) {
-            functions.unpack(whole_rows(slice), slice.part->row_bytes, w.inputs, unpacked.data() + half * size);
+        each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
+            functions.unpack(whole_rows(slice), slice.part->row_bytes, w.inputs, next, unpacked.data() + half * size);
         });
         const vf* const panels[2] = {unpacked.data(), unpacked.data() + size};
         multiply_tiles(block_functions(slice0.part->type), panels, w.inputs, x, stride, rows,
@@ -286,8 +307,8 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
                        });
         return;
     }
-    each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions) {
-        functions.unpack(whole_rows(slice), slice.part->row_bytes, w.inputs, unpacked.data());
+    each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
+        functions.unpack(whole_rows(slice), slice.part->row_bytes, w.inputs, next, unpacked.data());
         const vf* const panels[1] = {unpacked.data()};
         multiply_tiles(functions, panels, w.inputs, x, stride, rows,
                        [&](int64_t row, const vf* got) { put(half, slice, row, got[0]); });

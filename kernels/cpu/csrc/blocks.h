@@ -89,8 +89,8 @@ struct BlockPart {
     int64_t row_bytes;
 };
 
-// Matrices one below another, for rows of T; mirrored by CBlockLinear. If `is_pair` is set, the first half of all rows is
-// multiplied in pairs with the second: a panel has W columns of each.
+// Matrices one below another; mirrored by CBlockLinear. If `is_pair` is set, the first half of all rows is multiplied in
+// pairs with the second: a panel has W columns of each.
 struct BlockMatrix {
     const BlockPart* parts;
     int64_t num_parts;

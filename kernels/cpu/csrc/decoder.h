@@ -11,18 +11,19 @@ namespace vmp {
 // A layer whose projections are `Weight`: Linear or BlockLinear.
 template <class Weight>
 struct DecoderLayer {
-    using T = typename Weight::Value;
-
-    const T* input_norm;
-    const T* post_attention_norm;
-    const T* q_norm;  // or null
-    const T* k_norm;
+    const float* input_norm;  // the weights of a norm; null: there is none
+    const float* attention_output_norm;
+    const float* mlp_norm;
+    const float* mlp_output_norm;
+    const float* q_norm;
+    const float* k_norm;
     Weight qkv;
     Weight o;
     Weight gate_up;  // panels of W columns of gate beside the same columns of up
     Weight down;
     Heads heads;
     int64_t inner;
+    int64_t table;  // the index of the table of rotary angles
 };
 
 // The adapters of a layer's projections.
@@ -38,9 +39,21 @@ template <class Weight>
 struct Decoder {
     const DecoderLayer<Weight>* layers;
     int64_t num_layers;
-    const typename Weight::Value* norm;
+    const float* norm;
     float eps;
-    int64_t rotates_pairs;  // whether rotary embedding rotates neighbouring elements
+    float residual_multiplier;  // of the output of each attention and each MLP
+    int64_t rounds_norms;       // whether norms round before their weights multiply
+    int64_t norms_all_heads;    // whether the norms of queries and of keys run over all heads of a token
+    int64_t is_gelu;            // whether the tanh approximation of GELU activates the gate, instead of SiLU
+    int64_t rotates_pairs;      // whether rotary embedding rotates neighbouring elements
+};
+
+// Tables of rotary angles [max_position, dim], `stride` elements apart; the first `dim` elements of a head are rotated.
+template <class T>
+struct RotaryTables {
+    const T* first;
+    int64_t stride;
+    int64_t dim;
 };
 
 // Rows as the next product takes them: of type T, and also quantized if it requires that.
@@ -61,6 +74,7 @@ struct Buffers {
 
     RowBuffer<Weight> normed;
     std::vector<T> qkv, attended, inner;
+    std::vector<T> projected;  // outputs of attention or MLP that are normed before they are added
     std::vector<float> partials;
     AdapterRows adapter_rows;
     std::vector<T> ranked;
@@ -73,9 +87,8 @@ constexpr int64_t FEW = 2;
 template <class Weight, class T = typename Weight::Value>
 void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLayer<Weight>& layer,
                const LayerAdapters<T>& adapters, const AttentionMetadata& step, const Attention& todo, T* x,
-               const int64_t* positions, const T* cos_sin, T* k_cache, T* v_cache, Buffers<Weight>& b) {
+               const int64_t* positions, const RotaryTables<T>& rotary, T* k_cache, T* v_cache, Buffers<Weight>& b) {
     const Heads& heads = layer.heads;
-    const float eps = decoder.eps;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
     const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
     thread_local RowBuffer<Weight> own;
@@ -85,25 +98,43 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
         if (tokens > FEW) return member.each(tokens, f);
         for (int64_t i = 0; i < tokens; ++i) f(i);
     };
-    auto norm = [&](const T* weight, const Weight& next) {
+    auto rms_norm_into = [&](const T* from, const float* weight, int64_t dim, T* out) {
+        rms_norm(from, weight, dim, decoder.eps, decoder.rounds_norms, out);
+    };
+    auto rows_of = [&](const T* some, const Weight& next) {
+        if (next.quantizes()) each_row([&](int64_t i) { normed.quantize_row(some + i * next.inputs, next.inputs, i); });
+        return normed.rows(some, tokens);
+    };
+    auto norm = [&](const float* weight, const Weight& next) {
+        if (!weight) return rows_of(x, next);
         each_row([&](int64_t i) {
             T* out = normed.values.data() + i * hidden;
-            rms_norm(x + i * hidden, weight, hidden, eps, out);
+            rms_norm_into(x + i * hidden, weight, hidden, out);
             if (next.quantizes()) normed.quantize_row(out, hidden, i);
         });
         return normed.rows(normed.values.data(), tokens);
     };
-    auto rows_of = [&](const std::vector<T>& some, const Weight& next) {
-        if (next.quantizes())
-            each_row([&](int64_t i) { normed.quantize_row(some.data() + i * next.inputs, next.inputs, i); });
-        return normed.rows(some.data(), tokens);
-    };
     auto added = [&](const AdapterStack<T>* stack, const auto& rows) {
         return additions(member, stack, b.adapter_rows, rows.values, b.ranked.data());
     };
-    auto add_to_x = [&](int64_t row, int64_t column, vf sums, int count) {
-        T* out = x + row * hidden + column;
-        store_some(out, load_some(out, count) + rounded<T>(sums), count);
+    // Adds a product to `x`, normed if there is a norm.
+    auto add_product = [&](const Weight& w, const auto& rows, const AdapterStack<T>* stack, const float* weight) {
+        multiply_all(member, w, rows, added(stack, rows), [&](int64_t row, int64_t column, vf sums, int count) {
+            const int64_t at = row * hidden + column;
+            if (weight)
+                store_some(b.projected.data() + at, sums, count);
+            else
+                add_some(x + at, rounded<T>(sums), decoder.residual_multiplier, count);
+        });
+        if (!weight) return;
+        member.each(tokens, [&](int64_t i) {
+            T* out = b.projected.data() + i * hidden;
+            rms_norm_into(out, weight, hidden, out);
+            for (int64_t column = 0; column < hidden; column += W) {
+                const int count = int(std::min<int64_t>(W, hidden - column));
+                add_some(x + i * hidden + column, load_some(out + column, count), decoder.residual_multiplier, count);
+            }
+        });
     };
 
     const auto attention_rows = norm(layer.input_norm, layer.qkv);
@@ -111,14 +142,23 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
                  [&](int64_t row, int64_t column, vf sums, int count) {
                      store_some(b.qkv.data() + row * qkv_size + column, sums, count);
                  });
+    if (decoder.norms_all_heads && layer.q_norm)
+        member.each(2 * tokens, [&](int64_t i) {
+            T* queries = b.qkv.data() + i / 2 * qkv_size;
+            const int64_t size = heads.queries * head_dim;
+            if (i % 2 == 0)
+                rms_norm_into(queries, layer.q_norm, size, queries);
+            else
+                rms_norm_into(queries + size, layer.k_norm, heads.keys * head_dim, queries + size);
+        });
     member.each(tokens * all_heads, [&](int64_t i) {
         const int64_t token = i / all_heads, head = i % all_heads, cell = step.cell_mapping[token];
         T* at = b.qkv.data() + token * qkv_size + head * head_dim;
         if (head < heads.queries + heads.keys) {
-            const T* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
-            if (weight) rms_norm(at, weight, head_dim, eps, at);
-            const T* angles = cos_sin + positions[token] * head_dim;
-            decoder.rotates_pairs ? rotate_pairs(at, angles, head_dim) : rotate(at, angles, head_dim);
+            const float* weight = head < heads.queries ? layer.q_norm : layer.k_norm;
+            if (weight && !decoder.norms_all_heads) rms_norm_into(at, weight, head_dim, at);
+            const T* angles = rotary.first + layer.table * rotary.stride + positions[token] * rotary.dim;
+            decoder.rotates_pairs ? rotate_pairs(at, angles, rotary.dim) : rotate(at, angles, rotary.dim);
         }
         if (head >= heads.queries) {
             const bool is_key = head < heads.queries + heads.keys;
@@ -129,31 +169,30 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     });
     attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, k_cache, v_cache, b.attended.data(), attended_size,
                b.partials.data());
-    const auto attended_rows = rows_of(b.attended, layer.o);
-    multiply_all(member, layer.o, attended_rows, added(adapters.o, attended_rows), add_to_x);
+    add_product(layer.o, rows_of(b.attended.data(), layer.o), adapters.o, layer.attention_output_norm);
 
-    const auto mlp_rows = norm(layer.post_attention_norm, layer.gate_up);
+    const auto mlp_rows = norm(layer.mlp_norm, layer.gate_up);
     const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
     each_panel(member, layer.gate_up, tokens, [&](int64_t i) {
         const int64_t column = i * W;
         const int count = int(std::min<int64_t>(W, layer.inner - column));
         products(layer.gate_up, i, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
-            vf product = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(up);
+            gate = rounded<T>(gate);
+            vf product = rounded<T>(decoder.is_gelu ? gelu_tanh(gate) : silu(gate)) * rounded<T>(up);
             store_some(b.inner.data() + row * layer.inner + column, product, count);
         });
     });
-    const auto inner_rows = rows_of(b.inner, layer.down);
-    multiply_all(member, layer.down, inner_rows, added(adapters.down, inner_rows), add_to_x);
+    add_product(layer.down, rows_of(b.inner.data(), layer.down), adapters.down, layer.mlp_output_norm);
 }
 
 // Computes layers `first` up to `end`, and after the last layer the norm into `out`. `x` [num_tokens, hidden] holds the
-// embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; `cos_sin` [max_position,
-// head_dim]; one cache for each layer of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the
-// decoder, and `slots` [num_tokens] are null if no token has an adapter.
+// embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; one cache for each layer
+// of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the decoder, and `slots` [num_tokens] are
+// null if no token has an adapter.
 template <class Weight, class T = typename Weight::Value>
 void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
-         const int64_t* positions, const T* cos_sin, T* const* k_caches, T* const* v_caches, T* out, int threads,
-         const LayerAdapters<T>* adapters, const int32_t* slots) {
+         const int64_t* positions, const RotaryTables<T>& rotary, T* const* k_caches, T* const* v_caches, T* out,
+         int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {
     static Buffers<Weight> b;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);
@@ -169,6 +208,7 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
         fit(b.qkv, tokens * layer.qkv.outputs);
         fit(b.attended, tokens * layer.o.inputs);
         fit(b.inner, tokens * layer.inner);
+        if (layer.attention_output_norm || layer.mlp_output_norm) fit(b.projected, tokens * hidden);
         fit(b.partials, plans[same - first].partials * layer.heads.queries * layer.heads.partial_size());
         if (adapters)
             for (auto* stack : {adapters[i].qkv, adapters[i].o, adapters[i].gate_up, adapters[i].down})
@@ -178,10 +218,10 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
     team().run(threads, [&](Member& member) {
         for (int64_t i = first; i < end; ++i)
             add_layer(member, decoder, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step,
-                      *plan_of[i - first], x, positions, cos_sin, k_caches[i], v_caches[i], b);
+                      *plan_of[i - first], x, positions, rotary, k_caches[i], v_caches[i], b);
         if (end == decoder.num_layers)
             member.each(tokens, [&](int64_t i) {
-                rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, out + i * hidden);
+                rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, decoder.rounds_norms, out + i * hidden);
             });
     });
 }

@@ -7,9 +7,10 @@
 
 namespace vmp {
 
-// Writes rms_norm(x) * weight to `out`, which may be `x`.
+// Writes rms_norm(x) * weight to `out`, which may be `x`. With `rounds`, the normed values are rounded before the weight
+// multiplies them.
 template <class T>
-inline void rms_norm(const T* x, const T* weight, int64_t dim, float eps, T* out) {
+inline void rms_norm(const T* x, const float* weight, int64_t dim, float eps, bool rounds, T* out) {
     vf squares = {};
     for (int64_t i = 0; i < dim; i += W) {
         vf value = load_some(x + i, int(std::min<int64_t>(W, dim - i)));
@@ -18,16 +19,16 @@ inline void rms_norm(const T* x, const T* weight, int64_t dim, float eps, T* out
     const float scale = 1.0f / std::sqrt(sum(squares) / float(dim) + eps);
     for (int64_t i = 0; i < dim; i += W) {
         const int count = int(std::min<int64_t>(W, dim - i));
-        store_some(out + i, rounded<T>(load_some(x + i, count) * scale) * load_some(weight + i, count), count);
+        const vf normed = load_some(x + i, count) * scale;
+        store_some(out + i, (rounds ? rounded<T>(normed) : normed) * load_some(weight + i, count), count);
     }
 }
 
+// Adds `count` values times `multiplier` to `residual`, rounding the products and the sums.
 template <class T>
-inline void add(T* residual, const T* x, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += W) {
-        const int count = int(std::min<int64_t>(W, dim - i));
-        store_some(residual + i, load_some(residual + i, count) + load_some(x + i, count), count);
-    }
+inline void add_some(T* residual, vf values, float multiplier, int count) {
+    if (multiplier != 1.0f) values = rounded<T>(values * multiplier);
+    store_some(residual, load_some(residual, count) + values, count);
 }
 
 // Rotates one head in place; `cos_sin` has the cosines of the dim / 2 frequencies, then the sines.
@@ -72,5 +73,11 @@ inline void rotate_pairs(T* head, const T* cos_sin, int64_t dim) {
 }
 
 inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
+// The tanh approximation of GELU; (1 + tanh(y)) / 2 is the logistic function of 2y.
+inline vf gelu_tanh(vf x) {
+    const float twice_sqrt_2_over_pi = 1.5957691216f;
+    return x / (1.0f + exp((x + 0.044715f * x * x * x) * -twice_sqrt_2_over_pi));
+}
 
 }  // namespace vmp

@@ -145,7 +145,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xf9e360a1u; }
+uint32_t vmp_interface() { return 0x54292911u; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -181,16 +181,16 @@ int64_t vmp_panel_columns() { return NR; }
         attention(*step, *heads, q, q_stride, k_cache, v_cache, out, threads);                                        \
     }                                                                                                                 \
     void vmp_decoder_##NAME(const Decoder<Linear<T>>* decoder, int64_t first, int64_t end,                            \
-                            const AttentionMetadata* step, T* x, const int64_t* positions, const T* cos_sin,          \
-                            T* const* k_caches, T* const* v_caches, T* out, int threads,                              \
+                            const AttentionMetadata* step, T* x, const int64_t* positions,                            \
+                            const RotaryTables<T>* rotary, T* const* k_caches, T* const* v_caches, T* out, int threads,\
                             const LayerAdapters<T>* adapters, const int32_t* slots) {                                 \
-        run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads, adapters, slots);   \
+        run(*decoder, first, end, *step, x, positions, *rotary, k_caches, v_caches, out, threads, adapters, slots);   \
     }                                                                                                                 \
     void vmp_block_decoder_##NAME(const Decoder<BlockLinear<T>>* decoder, int64_t first, int64_t end,                 \
-                                  const AttentionMetadata* step, T* x, const int64_t* positions, const T* cos_sin,    \
-                                  T* const* k_caches, T* const* v_caches, T* out, int threads,                        \
-                                  const LayerAdapters<T>* adapters, const int32_t* slots) {                           \
-        run(*decoder, first, end, *step, x, positions, cos_sin, k_caches, v_caches, out, threads, adapters, slots);   \
+                                  const AttentionMetadata* step, T* x, const int64_t* positions,                      \
+                                  const RotaryTables<T>* rotary, T* const* k_caches, T* const* v_caches,              \
+                                  T* out, int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {      \
+        run(*decoder, first, end, *step, x, positions, *rotary, k_caches, v_caches, out, threads, adapters, slots);   \
     }                                                                                                                 \
     void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, const TokenMasks* masks,    \
                            int threads) {                                                                             \

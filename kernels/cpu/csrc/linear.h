@@ -319,12 +319,20 @@ inline void multiply(const uint8_t* x, int64_t stride, const Panel& panel, int64
             for (int v = 0; v < VECTORS; ++v) c[r][v] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][v], a, (__m512i)b[v]);
         }
 #else
-        for (int i = 0; i < 4; ++i)
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r)
+        // The first and third of each four weights, and the second and fourth, widened to 16 bits.
+        vs even[VECTORS], odd[VECTORS];
 #pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; ++v)
-                    c[r][v] += int32_t(x[r * stride + k + i]) * (b[v] << (24 - 8 * i) >> 24);
+        for (int v = 0; v < VECTORS; ++v) {
+            even[v] = (vs)b[v] << 8 >> 8;
+            odd[v] = (vs)b[v] >> 8;
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const uint32_t four = read<uint32_t>(x + r * stride + k);
+            const vs a0 = (vs)(vu{} + (four & 0x00ff00ff)), a1 = (vs)(vu{} + (four >> 8 & 0x00ff00ff));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) c[r][v] += multiply_pairs(a0, even[v]) + multiply_pairs(a1, odd[v]);
+        }
 #endif
     }
     std::memcpy(out, c, sizeof c);

@@ -29,6 +29,7 @@ typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint8_t vb __attribute__((vector_size(W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef int16_t vs __attribute__((vector_size(4 * W)));
 
 struct bf16 {
     uint16_t bits;
@@ -48,6 +49,17 @@ inline V read(const P* p) {
 template <class V, class P>
 inline void write(P* p, V v) {
     std::memcpy(p, &v, sizeof v);
+}
+
+// Returns for each pair of 16-bit integers the sum of their products.
+inline vi multiply_pairs(vs a, vs b) {
+#if defined(__AVX512BW__)
+    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return ((vi)a << 16 >> 16) * ((vi)b << 16 >> 16) + ((vi)a >> 16) * ((vi)b >> 16);
+#endif
 }
 
 inline vf select(vi condition, vf yes, vf no) { return (vf)(((vi)yes & condition) | ((vi)no & ~condition)); }

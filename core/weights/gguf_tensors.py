@@ -1,0 +1,132 @@
+"""The weights in a GGUF file, mapped into memory.
+
+The mapping is shared and read-only: matrices in block types stay where they are, and the system loads and evicts their
+pages. If the file is truncated while it is mapped, a read of a missing page ends the core with SIGBUS.
+"""
+
+import logging
+import mmap
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_mp.core.models.checkpoint import CheckpointMismatchError
+from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
+from vllm_mp.model_store.gguf import GgufPlace, gguf_place
+from vllm_mp.model_store.gguf_config import ROPE_FACTORS, checkpoint_name, family_of
+from vllm_mp.model_store.gguf_file import GgufFile, TensorPlace
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_KEPT_TYPE = BLOCK_TYPES["Q8_0"]
+"""The type of matrices beside others in block types whose own type has no kernel."""
+
+
+def gguf_tensors(
+    place: GgufPlace, keeps_blocks: bool, progress: Callable[[float], None] | None
+) -> Iterator[tuple[str, Tensor | BlockWeight]]:
+    """Yield the name in a checkpoint and the weight of each tensor in the file at `place`.
+
+    With `keeps_blocks`, matrices in the types of `BLOCK_TYPES` are yielded as they lie in the file, and all other
+    matrices are rounded to `_KEPT_TYPE`. All other tensors are in float dtypes. `progress` is called with the fraction
+    of the bytes done, ending at 1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
+    """
+    file = place.read()
+    with open(place.path, "rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), file.identity.size, access=mmap.ACCESS_READ)
+    mapped.madvise(mmap.MADV_WILLNEED)
+    converted: Counter[str] = Counter()
+    done = 0
+    for name, tensor in file.tensors.items():
+        if name != ROPE_FACTORS:
+            weight = _weight(mapped, tensor, keeps_blocks)
+            if tensor.type.name != (weight.type.name if isinstance(weight, BlockWeight) else _NAMES[weight.dtype]):
+                kind = f"to {weight.type.name}" if isinstance(weight, BlockWeight) else "to floats"
+                converted[f"{tensor.type.name} {kind}"] += tensor.num_bytes
+            heads = _interleaved_heads(file, name)
+            if heads and tensor.shape[0] % (2 * heads) == 0:
+                weight = _with_split_heads(weight, heads)
+                _release(mapped, tensor)
+            yield checkpoint_name(name) or name, weight
+        done += tensor.num_bytes
+        if progress is not None:
+            progress(min(1.0, done / file.identity.size))
+    if progress is not None:
+        progress(1.0)
+    if converted:
+        counts = ", ".join(f"{count:,} bytes of {kind}" for kind, count in sorted(converted.items()))
+        logger.info("%s: converted when they were loaded: %s", place.path, counts)
+
+
+def has_block_types(folder: Path) -> bool:
+    """Tell whether most matrices of the GGUF file that `folder` names are in the types of `BLOCK_TYPES`.
+
+    The other matrices can then be rounded to `_KEPT_TYPE`. False if `folder` names no file.
+    """
+    place = gguf_place(folder)
+    if place is None:
+        return False
+    matrices = [tensor for tensor in place.read().tensors.values() if len(tensor.shape) == 2]
+    in_blocks = sum(tensor.num_bytes for tensor in matrices if tensor.type.name in BLOCK_TYPES)
+    fits = all(tensor.shape[1] % _KEPT_TYPE.weights == 0 for tensor in matrices)
+    return fits and 2 * in_blocks > sum(tensor.num_bytes for tensor in matrices)
+
+
+def _weight(mapped: mmap.mmap, place: TensorPlace, keeps_blocks: bool) -> Tensor | BlockWeight:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of memory that is read-only
+        data = torch.frombuffer(mapped, dtype=torch.uint8, count=place.num_bytes, offset=place.offset)
+    kind, is_matrix = place.type.name, len(place.shape) == 2
+    if kind in BLOCK_TYPES and is_matrix:
+        weight = BlockWeight(data.view(place.shape[0], -1), BLOCK_TYPES[kind], place.shape[1])
+        return weight if keeps_blocks else weight.dequantized()
+    if kind in _DTYPES:
+        floats = data.view(_DTYPES[kind]).view(place.shape)
+    else:
+        # Imported here, because few files have other types.
+        import gguf
+
+        rows = data.view(place.shape[0], -1).numpy()
+        try:
+            dequantized = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+        except NotImplementedError:
+            raise CheckpointMismatchError(f"weights of the type {kind} cannot be read") from None
+        floats = torch.from_numpy(np.ascontiguousarray(dequantized)).view(place.shape)
+    return quantize_blocks(floats, _KEPT_TYPE) if keeps_blocks and is_matrix else floats
+
+
+def _interleaved_heads(file: GgufFile, name: str) -> int:
+    """Return the heads whose rows the tensor `name` has in interleaved order; 0 for other tensors."""
+    family = family_of(file)
+    kind = name.split(".")[-2] if name.count(".") >= 2 else ""
+    if family is None or not family.interleaves_heads or kind not in ("attn_q", "attn_k"):
+        return 0
+    architecture = file.metadata["general.architecture"]
+    heads = file.metadata[f"{architecture}.attention.head_count"]
+    if kind == "attn_k":
+        heads = file.metadata.get(f"{architecture}.attention.head_count_kv", heads)
+    assert isinstance(heads, int)
+    return heads
+
+
+def _with_split_heads(weight: Tensor | BlockWeight, heads: int) -> Tensor | BlockWeight:
+    """Return a copy with the two halves of each head's rotated pairs one after the other, as the models have them."""
+    rows = weight.data if isinstance(weight, BlockWeight) else weight
+    pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+    split = pairs.transpose(1, 2).reshape(rows.shape)
+    return BlockWeight(split, weight.type, weight.inputs) if isinstance(weight, BlockWeight) else split
+
+
+def _release(mapped: mmap.mmap, place: TensorPlace) -> None:
+    """Let the system take back the pages that lie in the tensor at `place`."""
+    begin = -(-place.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (place.offset + place.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)

@@ -1,0 +1,167 @@
+"""Engines compute with the weights of a mapped GGUF file where they lie, and survive what happens to the file."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from support.paged_steps import run_in_chunks
+from support.tiny_gguf import write_random_gguf, write_tiny_gguf
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from vllm_mp import AsyncEngineArgs, EngineDeadError, SamplingParams
+from vllm_mp.core.torch_threads import one_thread
+from vllm_mp.core.weights.loader import load_model
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.cpu.library import library
+from vllm_mp.model_store import gguf, resolve_model
+from vllm_mp.testing.engines import running_engine
+
+SIZES = {
+    "vocab_size": 12,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=False),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+}
+PROMPTS = [[3, 4, 5, 9, 7, 8], [10], [11, 3, 6] * 15]
+KINDS = [GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1")]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def _no_tokenizer(monkeypatch):
+    """Leave out the conversion of the tokenizer, which takes seconds."""
+    monkeypatch.setattr(gguf, "_convert_tokenizer", lambda _, target, *__: target.mkdir())
+
+
+def load(path: Path, **options):
+    config = AsyncEngineArgs(model=str(path), device="cpu", **options).create_engine_config().model_config
+    return load_model(config, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_mapped_file_gives_the_logits_of_its_dequantized_weights(architecture, tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    weights = write_random_gguf(path, architecture, CONFIGS[architecture], kinds=KINDS)
+    theirs = AutoModelForCausalLM.from_config(CONFIGS[architecture], attn_implementation="eager").eval()
+    theirs.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()}, strict=False)
+    theirs.tie_weights()
+
+    def assert_equal(model, tolerance: float) -> None:
+        for prompt, got in zip(PROMPTS, run_in_chunks(model, PROMPTS, block_size=4), strict=True):
+            expected = theirs(torch.tensor([prompt])).logits[0]
+            torch.testing.assert_close(got, expected, atol=tolerance * float(expected.std()), rtol=0)
+
+    with one_thread(), torch.inference_mode():
+        monkeypatch.setattr(ops, "computes_blocks", lambda *_: False)
+        assert_equal(load(path), 1e-4)
+        monkeypatch.setattr(ops, "computes_blocks", lambda *_: True)
+        if library() is not None:
+            assert_equal(load(path), 0.2)  # rows of 8 bits
+        monkeypatch.setattr(ops, "library", lambda: None)
+        assert_equal(load(path), 1e-4)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_weights_of_a_mapped_file_take_no_memory_of_their_own(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf(path, "qwen2", CONFIGS["qwen2"], kinds=KINDS)
+    if not ops.computes_blocks(torch.device("cpu"), torch.float32):
+        pytest.skip("the C++ kernels are not built")
+    model = load(path)
+    kept = sum(parameter.numel() for parameter in model.parameters())
+    assert kept <= (2 * 2 + 1) * 64  # norms
+    assert model.num_parameters > 50_000
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_error_names_the_tensor_that_a_mapped_file_lacks(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf(path, "qwen3", CONFIGS["qwen3"], omitted="blk.1.attn_output")
+    with pytest.raises(ValueError, match=r"tiny\.gguf: .* missing layers\.1\.self_attn\.o_proj\.weight; convert"):
+        load(path)
+
+
+ENGINE = {"skip_tokenizer_init": True, "device": "cpu", "max_model_len": 128}
+
+
+async def tokens_of(engine, prompt: list[int], count: int = 8, kill_at: int | None = None) -> list[int]:
+    """Return the greedy tokens of an answer; kill the core with SIGKILL after `kill_at` tokens."""
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    tokens: list[int] = []
+    async for output in engine.generate({"prompt_token_ids": prompt}, params):
+        tokens = list(output.outputs[0].token_ids)
+        if kill_at is not None and len(tokens) >= kill_at:
+            os.kill((await engine.core_status())["pid"], signal.SIGKILL)
+            kill_at = None
+    return tokens
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_core_maps_the_file_again_after_a_kill_and_a_sleep_and_names_it_when_it_was_truncated(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf(path, "llama", CONFIGS["llama"], kinds=KINDS)
+
+    async def run(engine):
+        expected = await tokens_of(engine, PROMPTS[0], 40)
+        assert await tokens_of(engine, PROMPTS[0], 40, kill_at=5) == expected
+        await engine.sleep(2)
+        await engine.wake_up()
+        assert await tokens_of(engine, PROMPTS[0], 40) == expected
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(EngineDeadError, match=r"max_core_restarts=2 .*tiny\.gguf: .* the file has \d+ bytes"):
+            await tokens_of(engine, PROMPTS[2])
+
+    with running_engine(path, **ENGINE, max_core_restarts=2) as engine:
+        asyncio.run(run(engine))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_replaced_file_ends_no_core_but_the_next_core_refuses_it(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf(path, "llama", CONFIGS["llama"], kinds=KINDS)
+
+    async def run(engine):
+        expected = await tokens_of(engine, PROMPTS[0])
+        write_random_gguf(tmp_path / "other.gguf", "llama", CONFIGS["llama"])
+        (tmp_path / "other.gguf").rename(path)
+        assert await tokens_of(engine, PROMPTS[0]) == expected
+        with pytest.raises(EngineDeadError, match=r"tiny\.gguf was changed or replaced after the engine found it"):
+            await tokens_of(engine, PROMPTS[0], 100, kill_at=1)
+
+    with running_engine(path, **ENGINE, max_core_restarts=1) as engine:
+        asyncio.run(run(engine))
+
+
+@pytest.mark.slow
+def test_tokenizer_of_a_mapped_file_is_that_of_the_file(tmp_path):
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    folder = resolve_model(str(tmp_path / "tiny.gguf"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)

@@ -1,0 +1,180 @@
+"""A GGUF file of a known family keeps its weights: its folder holds configuration, tokenizer and the file's place."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+from support.tiny_gguf import write_tiny_gguf
+
+from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_store import gguf, resolve_model
+from vllm_mp.model_store.entries import cache_entries
+from vllm_mp.model_store.gguf_config import family_of, read_gguf_config
+from vllm_mp.model_store.gguf_file import read_gguf
+from vllm_mp.model_store.progress import Progress
+
+Entries = dict[str, tuple[object, gguf_package.GGUFValueType]]
+UINT32, FLOAT32 = gguf_package.GGUFValueType.UINT32, gguf_package.GGUFValueType.FLOAT32
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def tokenizers(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files whose tokenizer was converted, which takes seconds."""
+    converted: list[Path] = []
+
+    def convert(source: Path, target: Path, lock: int, progress: Progress) -> None:
+        converted.append(source)
+        target.mkdir()
+        (target / "tokenizer.json").touch()
+
+    monkeypatch.setattr(gguf, "_convert_tokenizer", convert)
+    return converted
+
+
+def test_folder_has_configuration_and_tokenizer_and_no_weights(tmp_path: Path, tokenizers: list[Path]) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(source)
+    folder = resolve_model(str(source))
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["config.json", "generation_config.json", "gguf_file.json", "tokenizer.json"]
+    architecture = read_architecture(json.loads((folder / "config.json").read_text()))
+    assert (architecture.name, architecture.vocab_size, architecture.hidden_size) == ("LlamaForCausalLM", 12, 64)
+    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
+    place = gguf.gguf_place(folder)
+    assert place is not None
+    assert place.read() == read_gguf(source)
+    assert resolve_model(str(source)) == folder
+    assert tokenizers == [source]
+
+
+def test_moved_file_keeps_its_tokenizer_and_written_file_gets_another_folder(
+    tmp_path: Path, tokenizers: list[Path]
+) -> None:
+    source, moved = tmp_path / "tiny.gguf", tmp_path / "elsewhere.gguf"
+    write_tiny_gguf(source)
+    first = resolve_model(str(source))
+    source.rename(moved)
+    second = resolve_model(str(moved))
+    assert first != second
+    assert len(tokenizers) == 1
+
+    write_tiny_gguf(moved, seed=1)
+    place = gguf.gguf_place(second)
+    assert place is not None
+    with pytest.raises(ValueError, match=r"elsewhere\.gguf was changed or replaced after the engine found it; start"):
+        place.read()
+    assert resolve_model(str(moved)) != second
+
+
+def test_mapped_file_is_listed_with_the_type_of_its_weights(
+    tmp_path: Path, cache: Path, tokenizers: list[Path]
+) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(source)
+    resolve_model(str(source))
+    (entry,) = cache_entries(cache, tmp_path / "hub")
+    assert (entry.name, entry.format) == ("tiny", "GGUF, F32")
+    source.unlink()
+    (entry,) = cache_entries(cache, tmp_path / "hub")
+    assert entry.format == "GGUF, missing or changed"
+
+
+def test_folder_of_a_replaced_file_is_removed_after_a_day_without_use(tmp_path: Path, tokenizers: list[Path]) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(source)
+    first = resolve_model(str(source))
+    write_tiny_gguf(source, seed=1)
+    second = resolve_model(str(source))
+    assert first.exists()
+    os.utime(first, (0, time.time() - 25 * 3600))
+    assert resolve_model(str(source)) == second
+    assert not first.exists()
+
+
+def metadata_file(path: Path, entries: Entries, tensors: dict[str, object] = {}) -> Path:  # noqa: B006
+    """Write a model with these entries in place of those of `write_tiny_gguf`, and these tensors beside its tensors."""
+    plain = path.with_name("plain.gguf")
+    write_tiny_gguf(plain)
+    reader = gguf_package.GGUFReader(plain)
+    writer = gguf_package.GGUFWriter(path, "llama")
+    for key, field in reader.fields.items():
+        if key.startswith("llama.") and key not in entries:
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for key, (value, kind) in entries.items():
+        writer.add_key_value(key, value, kind)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, data in tensors.items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def config_of(path: Path) -> dict[str, object]:
+    file = read_gguf(path)
+    family = family_of(file)
+    assert family is not None
+    return read_gguf_config(file, family)
+
+
+def test_rotary_scaling_is_read_from_metadata_and_from_factors(tmp_path: Path) -> None:
+    string = gguf_package.GGUFValueType.STRING
+    scaling: Entries = {
+        "llama.rope.scaling.type": ("yarn", string),
+        "llama.rope.scaling.factor": (4.0, FLOAT32),
+        "llama.rope.scaling.original_context_length": (32, UINT32),
+    }
+    yarn = config_of(metadata_file(tmp_path / "a.gguf", scaling))["rope_parameters"]
+    assert yarn == {
+        "rope_theta": 10_000.0,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+
+    turns = 8192 / (2 * np.pi * 10_000.0 ** (np.arange(8) / 8))
+    smooth = np.clip((turns - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32)
+    llama3 = config_of(metadata_file(tmp_path / "b.gguf", {}, {"rope_freqs.weight": factors}))["rope_parameters"]
+    assert llama3 == {
+        "rope_theta": 10_000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    odd = metadata_file(tmp_path / "c.gguf", {}, {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)})
+    with pytest.raises(ValueError, match=r"c\.gguf: rope_freqs\.weight\[1\] is 1\.28\d*: .*Llama 3's rule"):
+        config_of(odd)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_count", 10**9, "the tensors have 1, it means 1000000000"),
+        ("embedding_length", 65, "the tensors have 64, it means 65"),
+        ("attention.head_count", 0, "it must be an integer of at least 1"),
+        ("attention.head_count_kv", 4, "the tensors have 32, it means 64"),
+        ("feed_forward_length", 97, "the tensors have 96, it means 97"),
+        ("context_length", 2**31, "it must be at most 16777216 tokens"),
+        ("rope.dimension_count", 8, "all 16 elements of a head must be rotated"),
+    ],
+)
+def test_metadata_that_does_not_fit_the_tensors_is_refused(tmp_path: Path, key: str, value: int, message: str) -> None:
+    path = metadata_file(tmp_path / "a.gguf", {f"llama.{key}": (value, UINT32)})
+    with pytest.raises(ValueError, match=rf"a\.gguf: llama\.{key} is {value}: {message}; convert the model again"):
+        config_of(path)
