@@ -14,7 +14,7 @@ from vllm_mp.testing.fuzzing import attack_client, attack_core, core_under_attac
 def test_core_under_attack_serves_other_clients_and_leaks_nothing(tmp_path, over_tcp):
     with core_under_attack(tmp_path, over_tcp=over_tcp) as target:
         report = asyncio.run(attack_core(target, 16_000, seed=5))
-    assert not report.breaches
+    assert not report.breaches, "\n".join(report.breaches)
     assert report.num_sent >= 16_000
     assert report.calm_answers
     for episode in ("raw connection", "fresh identity", "pause", "sleep", "megabytes", "never reads", "flood"):

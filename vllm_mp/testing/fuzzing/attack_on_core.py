@@ -28,6 +28,8 @@ _NUM_CALM_PROMPTS = 12
 _MARGIN = 1e-3
 """Log-probability by which each calm token is ahead of the next best, so that rounding changes none."""
 _BURST = 400
+_TRIAL_DESCRIPTORS = 2
+"""The pipes to the process that tries constraints, which the core keeps from the first suspicious constraint on."""
 _ANSWER_TIMEOUT_S = 60.0
 _REPEAT_MS = 1000
 """Time without any answer after which the last message is repeated."""
@@ -350,12 +352,12 @@ async def _check_resources(engine: AsyncLLM, target: AttackedCore, report: Campa
             now["live requests"] == 0
             and now["free blocks"] == now["blocks"]
             and now["clients"] <= 2
-            and now["descriptors"] <= before.get("descriptors", 0)
+            and now["descriptors"] <= before.get("descriptors", 0) + _TRIAL_DESCRIPTORS
         )
 
     try:
         await eventually(is_released, _ANSWER_TIMEOUT_S)
     except (AssertionError, EngineError) as error:
-        report.breaches.append(f"the core has not released its resources: {report.after}: {error!r}")
+        report.breaches.append(f"the core has not released its resources: {before} became {report.after}: {error!r}")
     if report.after.get("bytes of memory", 0) > before.get("bytes of memory", 0) + MEMORY_MARGIN:
         report.breaches.append("the core grew")
