@@ -9,8 +9,10 @@ from vllm_mp.cpu_info import runnable_builds
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import load
 
+_FASTEST, *_OTHERS = runnable_builds()
 
-@pytest.fixture(params=[*runnable_builds(), "amx_model"])
+
+@pytest.fixture(params=[_FASTEST, *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS), "amx_model"])
 def build(request, monkeypatch):
     found = load(request.param)
     if found is None and shutil.which("g++") is None:

@@ -5,11 +5,9 @@ import torch
 from support.sampling_logits import EQUAL_TO_REFERENCE, impossible_tokens_at_the_end, rows_that_are_not_finite
 from support.token_masks import VOCAB_SIZES, masked_case, same_bits
 
-from vllm_mp.cpu_info import runnable_builds
 from vllm_mp.kernels import ops, reference
 from vllm_mp.testing.sampling_cases import DRAWS, draw_params
 
-pytestmark = pytest.mark.parametrize("build", runnable_builds(), indirect=True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
