@@ -6,7 +6,9 @@ builds. `VLLM_MP_TILE_MODEL=1` adds the build `amx_model` for tests, in which a 
 stands in for them.
 """
 
+import concurrent.futures
 import copy
+import functools
 import glob
 import os
 import platform
@@ -26,7 +28,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 
 
 class ParallelBuild(build_ext):
-    """Compiles the extensions in parallel."""
+    """Compiles the extensions, and the sources of each, in parallel."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -36,7 +38,17 @@ class ParallelBuild(build_ext):
         # Builds of the same source need different places for its object file.
         command = copy.copy(self)
         command.build_temp = os.path.join(self.build_temp, extension.name)
+        command.compiler = copy.copy(self.compiler)
+        command.compiler.compile = functools.partial(compile_in_parallel, self.compiler.compile)
         build_ext.build_extension(command, extension)
+
+
+def compile_in_parallel(compile_files, sources, **options):
+    """Compile each of `sources` in a thread of its own; return the object files, in the order of the sources."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return [
+            file for files in pool.map(lambda source: compile_files([source], **options), sources) for file in files
+        ]
 
 
 def native_build():
