@@ -23,10 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "smollm2-135m-instruct"
 _PROBE = """
 import importlib.util, vllm_mp
+from vllm_mp.cpu_info import KERNEL_BUILDS
 from vllm_mp.replay_core.answers import Answers
 print(vllm_mp.__file__)
-for name in ("vllm_mp.kernels.cpu._portable", "vllm_mp.client.outputs._output_path", "vllm_mp.core._signal_sender"):
-    spec = importlib.util.find_spec(name)
+builds = [spec for name in KERNEL_BUILDS if (spec := importlib.util.find_spec("vllm_mp.kernels.cpu._" + name))]
+names = ("vllm_mp.client.outputs._output_path", "vllm_mp.core._signal_sender")
+for spec in (builds[0] if builds else None, *map(importlib.util.find_spec, names)):
     print(spec and spec.origin)
 print(Answers().tokens.shape)
 """
