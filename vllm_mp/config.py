@@ -123,6 +123,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
     """Maximum number of requests in one step."""
     max_num_batched_tokens: int
     """Maximum number of tokens in one step; if the option is not given, 0 until the core chooses for its device."""
+    num_cheap_tokens: int = 0
+    """Tokens of a step up to which another token takes hardly any time; 0 until the core chooses for its device."""
     max_num_partial_prefills: int
     """Maximum number of prompts in one step that are computed in part."""
     enable_chunked_prefill: bool

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
+from vllm_mp.core.scheduler.batch import Batch, Counts, Mask, Rows
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import PendingSteps
 
@@ -13,11 +13,19 @@ class ForcedTokens:
 
     A forced token is one of the known tokens of its row as soon as it is appended. Clients get it with the token before
     it.
+
+    All requests wait for the forced tokens that a step computes. So a step gets no more of them than fill it up to
+    `num_cheap_tokens`, or lengthen a larger step by a sixteenth. Other tokens that are forced are sampled, like all
+    tokens; rows take turns.
     """
 
-    def __init__(self, batch: Batch, pending_steps: PendingSteps) -> None:
+    def __init__(self, batch: Batch, pending_steps: PendingSteps, num_cheap_tokens: int) -> None:
         self._batch = batch
         self._pending_steps = pending_steps
+        self._num_cheap_tokens = num_cheap_tokens
+        self._room = 0
+        """How many forced tokens the next step may still get."""
+        self._turn = 0
 
     def follow(
         self,
@@ -34,14 +42,15 @@ class ForcedTokens:
         batch = self._batch
         added: list[tuple[int, int, int]] = []  # (row, place, token)
         in_pending_step = self._pending_steps.live_rows()
-        for i in np.flatnonzero(batch.is_constrained[rows]).tolist():
+        for i in self._in_turn(batch.is_constrained[rows]):
             row, start = int(rows[i]), int(ends[i]) + 1
             if row in ended:
                 continue
             forced = known.get(row, [])
-            if not in_pending_step[row]:
-                forced = self._forced_tokens(batch.request(row), start)
+            if not forced and not in_pending_step[row]:
+                forced = self._forced_tokens(batch.request(row), start, self._room)
                 self._append(row, start, forced)
+                self._room -= len(forced)
             added += [(row, start + j, token) for j, token in enumerate(forced)]
         if not added:
             return rows, ends, tokens
@@ -51,12 +60,20 @@ class ForcedTokens:
     def extend_awaited_rows(self) -> None:
         """Append forced tokens to rows whose awaited token is forced too, and so is known before it is sampled."""
         batch = self._batch
-        for row in np.flatnonzero(self._pending_steps.awaited_rows() & batch.is_constrained).tolist():
+        for row in self._in_turn(self._pending_steps.awaited_rows() & batch.is_constrained):
             start = int(batch.num_tokens[row]) - 1
-            forced = self._forced_tokens(batch.request(row), start)
+            forced = self._forced_tokens(batch.request(row), start, self._room + 1)
             if len(forced) > 1:
                 self._append(row, start, forced)
+                self._room -= len(forced) - 1  # The first one was awaited anyway.
                 self._pending_steps.oldest.forced[row] = forced[1:]
+
+    def _in_turn(self, mask: Mask) -> list[int]:
+        """Make room for the forced tokens of a step; return the places that `mask` marks, the next one first."""
+        num_running = len(self._batch.order)
+        self._room = max(self._num_cheap_tokens - num_running, num_running // 16)
+        self._turn += 1
+        return np.roll(np.flatnonzero(mask), -self._turn).tolist()
 
     def _append(self, row: int, start: int, tokens: list[int]) -> None:
         """Let `tokens` be the last known tokens of `row`, from the place `start`."""
@@ -65,13 +82,13 @@ class ForcedTokens:
         batch.num_tokens[row] = max(int(batch.num_tokens[row]), start + len(tokens))
         batch.num_forced_tokens[row] = len(tokens)
 
-    def _forced_tokens(self, request: Request, num_tokens: int) -> list[int]:
-        """Return what must follow the first `num_tokens` tokens of a running request, and does not end it."""
+    def _forced_tokens(self, request: Request, num_tokens: int, most: int) -> list[int]:
+        """Return up to `most` tokens that must follow the first `num_tokens` of a running request and do not end it."""
         constrained, batch, row = request.constrained, self._batch, request.row
-        if constrained is None or request.processed is not None:
+        if constrained is None or request.processed is not None or most <= 0:
             return []
         forced = constrained.forced(batch.token_ids[row, request.num_prompt_tokens : num_tokens].tolist())
         stops = {*(request.sampling.stop_token_ids or ()), *batch.eos_token_ids.tolist()}
         count = next((i for i, token in enumerate(forced) if token in stops), len(forced))
         # The last token that fits is sampled, so that the request ends where every request does.
-        return forced[: max(0, min(count, int(batch.max_total_tokens[row]) - 1 - num_tokens))]
+        return forced[: max(0, min(count, most, int(batch.max_total_tokens[row]) - 1 - num_tokens))]

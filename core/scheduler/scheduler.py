@@ -62,7 +62,7 @@ class Scheduler:
         self.waiting = WaitingQueue(adapters)
         self.adapters = adapters
         self.pending_steps = PendingSteps(len(batch.requests))
-        self._forced = ForcedTokens(batch, self.pending_steps)
+        self._forced = ForcedTokens(batch, self.pending_steps, config.num_cheap_tokens)
         self.memory = MemoryQuota()
         self.num_preemptions = 0
         self._requests: dict[RequestKey, Request] = {}

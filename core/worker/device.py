@@ -12,6 +12,7 @@ from vllm_mp.kernels import attention_backends
 logger = logging.getLogger(__name__)
 
 _STEP_TOKENS, _CPU_STEP_TOKENS = 2048, 512
+_CHEAP_TOKENS, _CPU_CHEAP_TOKENS = 256, 32
 _FLOAT8_CAPABILITY = (8, 9)
 """The lowest CUDA compute capability with 8-bit floats."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -69,13 +70,14 @@ def check_float8(config: VllmConfig, device: torch.device) -> None:
 
 
 def choose_step_size(config: VllmConfig, device: torch.device) -> None:
-    """Choose the maximum number of tokens of a step, unless it is given.
+    """Choose the maximum number of tokens of a step, unless it is given, and the number up to which tokens are cheap.
 
     A step has room for a token of every request and, without chunked prefill, for a whole prompt. All decodes wait for
     the prefills of the same step, so steps are no larger than speed requires: a CPU computes chunks above
     `_CPU_STEP_TOKENS` no faster per token.
     """
     scheduler = config.scheduler_config
+    scheduler.num_cheap_tokens = _CPU_CHEAP_TOKENS if device.type == "cpu" else _CHEAP_TOKENS
     if not scheduler.max_num_batched_tokens:
         usual = _CPU_STEP_TOKENS if device.type == "cpu" else _STEP_TOKENS
         whole_prompt = 0 if scheduler.enable_chunked_prefill else config.model_config.max_model_len

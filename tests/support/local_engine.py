@@ -32,6 +32,7 @@ class LocalEngine:
 
     def __init__(self, folder, device="cpu", make_capture=None, beat=lambda: None, **options):
         config = AsyncEngineArgs(str(folder), device=device, **{**OPTIONS, **options}).create_engine_config()
+        self.config = config
         self.device = torch.device(device)
         choose_step_size(config, self.device)
         dtype = getattr(torch, config.model_config.dtype)

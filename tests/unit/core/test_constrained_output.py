@@ -73,6 +73,19 @@ def test_a_run_of_forced_tokens_is_computed_in_one_step_and_sent_at_once(make):
     assert steps[True] <= 4 < 24 <= steps[False]
 
 
+def test_steps_get_forced_tokens_only_up_to_the_number_that_is_cheap(make):
+    engine = make()
+    for slot in range(8):
+        engine.add(slot, [1, 2], 24, constrained=constrained(SequenceGrammar([range(20, 44)])))
+    sizes = []
+    while engine.scheduler.has_work or engine.scheduler.pending_steps:
+        step = engine.step()
+        sizes += [] if step is None else [step.counts.sum()]
+    assert all(engine.tokens[slot] == list(range(20, 44)) for slot in range(8))
+    assert max(sizes) <= engine.config.scheduler_config.num_cheap_tokens == 32
+    assert len(sizes) < 16
+
+
 def test_a_forced_run_ends_before_stop_tokens_and_before_the_length(make):
     engine = make()
     engine.add(0, [1, 2], 24, constrained=constrained(SequenceGrammar([range(20, 44)])), stop_token_ids=[30])
@@ -132,7 +145,7 @@ def test_preempted_requests_continue_in_their_grammar(make):
     for slot in range(4):
         calm.add(slot, [slot, 9], 26, constrained=constrained(LONG), temperature=1.0)
     calm.run()
-    tight = make(kv_cache_memory_bytes=22 * 4 * calm.runner.token_bytes())
+    tight = make(kv_cache_memory_bytes=17 * 4 * calm.runner.token_bytes())
     for slot in range(4):
         tight.add(slot, [slot, 9], 26, constrained=constrained(LONG), temperature=1.0)
     tight.run()
