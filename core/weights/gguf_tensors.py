@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
 from vllm_mp.model_store.gguf import GgufPlace, gguf_place
-from vllm_mp.model_store.gguf_config import ROPE_FACTORS, checkpoint_name, family_of
+from vllm_mp.model_store.gguf_config import ROPE_FACTORS, GgufFamily, checkpoint_name, family_of
 from vllm_mp.model_store.gguf_file import GgufFile, TensorPlace
 
 logger = logging.getLogger(__name__)
@@ -39,22 +39,26 @@ def gguf_tensors(
     of the bytes done, ending at 1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
     """
     file = place.read()
+    family = family_of(file)
+    assert family is not None  # the folder was made of the same header
     with open(place.path, "rb") as opened:
         mapped = mmap.mmap(opened.fileno(), file.identity.size, access=mmap.ACCESS_READ)
     mapped.madvise(mmap.MADV_WILLNEED)
     converted: Counter[str] = Counter()
     done = 0
     for name, tensor in file.tensors.items():
-        if name != ROPE_FACTORS:
+        if name not in ROPE_FACTORS:
             weight = _weight(mapped, tensor, keeps_blocks)
             if tensor.type.name != (weight.type.name if isinstance(weight, BlockWeight) else _NAMES[weight.dtype]):
                 kind = f"to {weight.type.name}" if isinstance(weight, BlockWeight) else "to floats"
                 converted[f"{tensor.type.name} {kind}"] += tensor.num_bytes
-            heads = _interleaved_heads(file, name)
+            if family.norm_offset and name.endswith("_norm.weight") and isinstance(weight, Tensor):
+                weight = weight.float() - family.norm_offset
+            heads = _interleaved_heads(file, family, name)
             if heads and tensor.shape[0] % (2 * heads) == 0:
                 weight = _with_split_heads(weight, heads)
                 _release(mapped, tensor)
-            yield checkpoint_name(name) or name, weight
+            yield checkpoint_name(name, family) or name, weight
         done += tensor.num_bytes
         if progress is not None:
             progress(min(1.0, done / file.identity.size))
@@ -102,11 +106,10 @@ def _weight(mapped: mmap.mmap, place: TensorPlace, keeps_blocks: bool) -> Tensor
     return quantize_blocks(floats, _KEPT_TYPE) if keeps_blocks and is_matrix else floats
 
 
-def _interleaved_heads(file: GgufFile, name: str) -> int:
+def _interleaved_heads(file: GgufFile, family: GgufFamily, name: str) -> int:
     """Return the heads whose rows the tensor `name` has in interleaved order; 0 for other tensors."""
-    family = family_of(file)
     kind = name.split(".")[-2] if name.count(".") >= 2 else ""
-    if family is None or not family.interleaves_heads or kind not in ("attn_q", "attn_k"):
+    if not family.interleaves_heads or kind not in ("attn_q", "attn_k"):
         return 0
     architecture = file.metadata["general.architecture"]
     heads = file.metadata[f"{architecture}.attention.head_count"]

@@ -51,6 +51,13 @@ _IGNORED_METADATA = {
 
 _ABSENT = object()
 
+_OWN_TOKENIZERS = ("granite", "olmo2")
+"""Architectures that transformers does not know in GGUF files, and whose tokenizers are byte-level BPE."""
+_DIGIT_SPLITS = ("refact", "starcoder")
+"""Names of the split of GPT-2 in which each digit stands alone."""
+_SPLITS = (*_DIGIT_SPLITS, "dbrx", "gpt-4o", "gpt-2")
+"""Ways to split text before merges that are known for `_OWN_TOKENIZERS`."""
+
 _SPECIAL_TOKENS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -123,10 +130,14 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
     """Write the tokenizer of `source` to `folder`. Raises ValueError as `convert` does."""
     reader = _open(source)
     _reuse_reader(reader)
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    architecture = str(reader.fields["general.architecture"].contents())
+    tokenizer_class: Any = PreTrainedTokenizerFast if architecture in _OWN_TOKENIZERS else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+        tokenizer = tokenizer_class.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+        if architecture in _OWN_TOKENIZERS:
+            _use_split_of_file(tokenizer, reader)
     except OSError:
         raise
     except Exception as error:
@@ -134,6 +145,19 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
         raise ValueError(f"its tokenizer: {text}") from error
     _use_special_tokens_of_file(tokenizer, reader)
     tokenizer.save_pretrained(folder)
+
+
+def _use_split_of_file(tokenizer: Any, reader: gguf.GGUFReader) -> None:
+    """Split text as the file says. Raises ValueError for a split that is not known."""
+    from tokenizers import pre_tokenizers
+
+    field = reader.fields.get("tokenizer.ggml.pre")
+    split = None if field is None else field.contents()
+    if split not in _SPLITS:
+        raise ValueError(f"tokenizer.ggml.pre is {split!r}; supported are {', '.join(_SPLITS)}")
+    if split in _DIGIT_SPLITS:
+        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
 
 
 def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:

@@ -83,11 +83,23 @@ def write_random_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_layer_norm_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "attn_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if getattr(config, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if architecture == "phi3":
+        _add_phi3(writer, config)
     if getattr(config, "num_experts", None):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -96,6 +108,7 @@ def write_random_gguf(
 
     weights: dict[str, Array] = {}
     types = itertools.cycle(kinds)
+    adds_to_norms = architecture in ("gemma2", "gemma3")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -106,7 +119,7 @@ def write_random_gguf(
         module, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
             module, kind = name, "weight"  # the stacked experts of a layer
-        centre = 1.0 if parameter.dim() == 1 and kind == "weight" else 0.0
+        centre = 1.0 if parameter.dim() == 1 and kind == "weight" and not adds_to_norms else 0.0
         weight = (centre + 0.2 * random.standard_normal(tuple(parameter.shape))).astype(np.float32)
         if module.endswith("experts.gate_up_proj"):
             places = [names.get_name(module.replace("gate_up", part)) for part in ("gate", "up")]
@@ -119,7 +132,7 @@ def write_random_gguf(
             if omitted is not None and omitted in place:
                 continue
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(place[-6:], 0)
-            interleaves = architecture == "llama" and heads
+            interleaves = architecture in ("llama", "granite") and heads
             if kinds and parameter.dim() == 2:
                 type = next(types)
                 weights[name] = gguf.dequantize(gguf.quantize(part, type), type)
@@ -127,9 +140,23 @@ def write_random_gguf(
                 writer.add_tensor(f"{place}.{kind}", gguf.quantize(part, type), raw_dtype=type)
             else:
                 part = _interleaved(part, heads) if interleaves else part
+                if adds_to_norms and parameter.dim() == 1:
+                    part = part + 1
                 writer.add_tensor(f"{place}.{kind}", np.ascontiguousarray(part))
     _finish(writer)
     return weights
+
+
+def _add_phi3(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    """Add what only files of Phi-3 have."""
+    rope = config.rope_parameters
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, model: str) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import gguf as gguf_package
 import numpy as np
 import pytest
-from support.tiny_gguf import write_tiny_gguf
+from support.tiny_gguf import write_random_gguf, write_tiny_gguf
+from transformers import Phi3Config
 
 from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.model_store import gguf, resolve_model
@@ -101,14 +102,19 @@ def test_folder_of_a_replaced_file_is_removed_after_a_day_without_use(tmp_path: 
     assert not first.exists()
 
 
-def metadata_file(path: Path, entries: Entries, tensors: dict[str, object] = {}) -> Path:  # noqa: B006
+def metadata_file(
+    path: Path,
+    entries: Entries,
+    tensors: dict[str, object] = {},  # noqa: B006
+    architecture: str = "llama",
+) -> Path:
     """Write a model with these entries in place of those of `write_tiny_gguf`, and these tensors beside its tensors."""
     plain = path.with_name("plain.gguf")
-    write_tiny_gguf(plain)
+    write_tiny_gguf(plain, architecture)
     reader = gguf_package.GGUFReader(plain)
-    writer = gguf_package.GGUFWriter(path, "llama")
+    writer = gguf_package.GGUFWriter(path, architecture)
     for key, field in reader.fields.items():
-        if key.startswith("llama.") and key not in entries:
+        if key.startswith(f"{architecture}.") and key not in entries:
             writer.add_key_value(key, field.contents(), field.types[0])
     for key, (value, kind) in entries.items():
         writer.add_key_value(key, value, kind)
@@ -160,6 +166,62 @@ def test_rotary_scaling_is_read_from_metadata_and_from_factors(tmp_path: Path) -
     odd = metadata_file(tmp_path / "c.gguf", {}, {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)})
     with pytest.raises(ValueError, match=r"c\.gguf: rope_freqs\.weight\[1\] is 1\.28\d*: .*Llama 3's rule"):
         config_of(odd)
+
+
+def test_kinds_of_gemma_layers_follow_llama_cpp_if_the_file_does_not_state_them(tmp_path: Path) -> None:
+    window: Entries = {"gemma3.attention.sliding_window": (512, UINT32)}
+    config = config_of(metadata_file(tmp_path / "a.gguf", window, architecture="gemma3"))
+    assert (config["sliding_window"], config["layer_types"]) == (512, ["sliding_attention"])
+    assert config["query_pre_attn_scalar"] == 16
+    window["gemma3.attention.sliding_window_pattern"] = (1, UINT32)
+    config = config_of(metadata_file(tmp_path / "b.gguf", window, architecture="gemma3"))
+    assert config["layer_types"] == ["full_attention"]
+    config = config_of(metadata_file(tmp_path / "c.gguf", {}, architecture="gemma3"))
+    assert (config["sliding_window"], config["layer_types"]) == (None, ["full_attention"])
+    config = config_of(metadata_file(tmp_path / "d.gguf", {}, architecture="gemma2"))
+    assert (config["sliding_window"], config["attn_logit_softcapping"]) == (4096, 50.0)
+    window["gemma3.attention.sliding_window_pattern"] = (0, UINT32)
+    with pytest.raises(ValueError, match=r"e\.gguf: gemma3\.attention\.sliding_window_pattern is 0: it must be an"):
+        config_of(metadata_file(tmp_path / "e.gguf", window, architecture="gemma3"))
+
+
+def test_longrope_is_read_from_the_tensors_of_a_file_of_phi_3(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.25,
+        "short_factor": [1.0] * 6,
+        "long_factor": [2.0] * 6,
+    }
+    sizes = {"vocab_size": 12, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    original = Phi3Config(
+        **sizes, **heads, pad_token_id=0, original_max_position_embeddings=64, rope_parameters=dict(rope)
+    )
+    write_random_gguf(tmp_path / "a.gguf", "phi3", original)
+    config = config_of(tmp_path / "a.gguf")
+    assert config["rope_parameters"] == rope
+    assert read_architecture(config).has_fused_projections  # type: ignore[attr-defined]
+    write_random_gguf(tmp_path / "b.gguf", "phi3", original, omitted="ffn_up")
+    with pytest.raises(ValueError, match=r"b\.gguf: the shape of blk\.0\.ffn_up\.weight is None"):
+        config_of(tmp_path / "b.gguf")
+
+
+def test_file_that_its_family_here_cannot_compute_is_converted(tmp_path: Path) -> None:
+    plain, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    assert family_of(read_gguf(metadata_file(plain, {})))
+    metadata_file(other, {}, {"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
+    assert family_of(read_gguf(other)) is None
+    metadata_file(other, {"olmo2.attention.sliding_window": (512, UINT32)}, architecture="olmo2")  # OLMo 3
+    assert family_of(read_gguf(other)) is None
+    not_rotated: Entries = {"granite.rope.scaling.finetuned": (False, gguf_package.GGUFValueType.BOOL)}
+    metadata_file(other, not_rotated, architecture="granite")
+    assert family_of(read_gguf(other)) is None
+    assert family_of(read_gguf(metadata_file(other, {}, architecture="granite")))
+    metadata_file(other, {}, architecture="phi3")  # q, k and v in matrices of their own
+    assert family_of(read_gguf(other)) is None
 
 
 @pytest.mark.parametrize(
