@@ -24,6 +24,7 @@ from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.lora_request import AdapterRecord
+from vllm_mp.model_store.gguf import gguf_place
 from vllm_mp.operator_key import new_operator_key
 from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
 
@@ -172,6 +173,16 @@ class CoreLauncher:
         """Start the process of the next core. Raises OSError if the system cannot."""
         incarnation = self._first_incarnation + self._num_started - (not standby)
         return CoreProcess(self.folder, incarnation, standby, self._public, self._has_log_files)
+
+    def model_error(self) -> str | None:
+        """Return why no further core can load the model: its GGUF file is missing, changed or damaged; else None."""
+        try:
+            place = gguf_place(self._config.model_config.folder)
+            if place is not None:
+                place.read()
+        except ValueError as error:
+            return str(error)
+        return None
 
     def discard(self, process: CoreProcess) -> None:
         """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.

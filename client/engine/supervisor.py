@@ -360,6 +360,9 @@ class CoreSupervisor:
             except (EngineStartError, OSError, ValueError, zmq.ZMQError) as error:
                 logger.warning("%s", str(error).partition(";")[0])
                 cause, has_served, died_at = str(error), False, time.monotonic()
+                if (model_error := self._source.model_error()) is not None:
+                    self._tell(End(f"{death.cause}, and no further core can load the model: {model_error}"))
+                    return None
                 continue
             self._tell(successor)
             return successor
