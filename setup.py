@@ -20,6 +20,8 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = "kernels/cpu/csrc"
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+# Builds that are loaded in one process would share the static variables of inline functions, whose types differ.
+FLAGS += ["-fno-gnu-unique"]
 BUILDS = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     BUILDS["avx2"] = ["-march=x86-64-v3"]

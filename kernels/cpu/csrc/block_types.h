@@ -39,11 +39,12 @@ ALWAYS_INLINE void transpose(const uint8_t* at, int64_t stride, vi (&words)[4]) 
         four = _mm512_mask_broadcast_i32x4(four, 0x00f0, read<__m128i>(row + 4 * stride));
         four = _mm512_mask_broadcast_i32x4(four, 0x0f00, read<__m128i>(row + 8 * stride));
         some[i] = (vi)_mm512_mask_broadcast_i32x4(four, 0xf000, read<__m128i>(row + 12 * stride));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
         const __m128i low = read<__m128i>(row), high = read<__m128i>(row + 4 * stride);
         some[i] = (vi)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 #else
-        some[i] = read<vi>(row);
+        for (int lane = 0; lane < W / 4; ++lane)
+            std::memcpy((uint8_t*)&some[i] + 16 * lane, row + 4 * lane * stride, 16);
 #endif
     }
     const vi low0 = zipped<false>(some[0], some[1]), low1 = zipped<false>(some[2], some[3]);
@@ -113,7 +114,7 @@ ALWAYS_INLINE vi iq4_values(vi codes) {
     static constexpr uint8_t VALUES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 #if defined(__AVX512BW__)
     return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(read<__m128i>(VALUES)), (__m512i)codes);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)
     return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(read<__m128i>(VALUES)), (__m256i)codes);
 #else
     uint8_t bytes[4 * W];

@@ -19,7 +19,7 @@ template <bool IS_WIDE>
 ALWAYS_INLINE vi dot(vi sum, vi weights, int32_t x) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
     const __m256i all = _mm256_set1_epi32(x);
     if constexpr (IS_WIDE) {
         const __m256i even = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));

@@ -28,7 +28,8 @@ inline void mask_word(T* logits, uint32_t word, int64_t count) {
     Vector lanes;
     for (int i = 0; i < W; ++i) lanes[i] = Bits(1u << i);
     for (int64_t i = 0; i < MASK_WORD; i += W) {
-        const Vector is_allowed = (Vector)(((Vector{} + Bits(word >> i)) & lanes) != Vector{});
+        const Bits bits = Bits(word >> i);
+        const Vector is_allowed = (Vector)(((Vector{} + bits) & lanes) != Vector{});
         write(logits + i, (read<Vector>(logits + i) & is_allowed) | (infinity & ~is_allowed));
     }
 }
