@@ -115,3 +115,23 @@ def test_setup_venv_says_on_one_line_of_80_columns_what_it_does(clone, tmp_path)
     assert line.endswith("s · downloading torch (178.7 MB) · compiling C++ · fetching the model")
     assert len(line) < 80
     assert (clone / ".venv/.installed").exists()
+
+
+def test_setup_venv_compiles_only_what_no_current_set_up_compiled(clone, tmp_path):
+    calls = tmp_path / "calls"
+    log_compile = f'[[ "$*" != *" -e "* ]] || echo compiled >>"{calls}"'
+    stub = f'#!/bin/bash\n{log_compile}\n[[ $1 != - ]] || exec "{sys.executable}" "$@"\n'
+    program(clone / ".venv/bin/python", stub)
+
+    def compiles(*extra: str) -> bool:
+        calls.write_text("")
+        subprocess.run([clone / "tools/setup-venv", *extra], check=True, stderr=subprocess.DEVNULL)
+        return calls.read_text() != ""
+
+    assert [compiles(), compiles("docs"), compiles("test")] == [True, True, True]
+    sources = clone / "core/csrc/signal_sender.c"
+    original = sources.read_text()
+    sources.write_text(original + "\n")
+    assert [compiles("test"), compiles("docs"), compiles(), compiles("bench")] == [True, False, False, False]
+    sources.write_text(original)
+    assert [compiles("docs"), compiles()] == [True, False]
