@@ -2,19 +2,21 @@
 """Measure what structured output costs: streams of which half must match a JSON schema, beside streams without.
 
 Prints one JSON object: for greedy and for random sampling, tokens per second of all streams, the longest and the 99th
-percentile of the gaps between tokens, and the ratios of both cases. All streams have the same number of tokens. Each
-round measures all cases one after the other. Then the time to the first token of a request on an idle engine, with a
-schema that was seen before and without.
+percentile of the gaps between tokens, and the ratios of both cases. All streams begin together, and what counts begins
+when each has a token. Each round measures all cases one after the other. Then the time to the first token of a request
+on an idle engine, with a schema that was seen before and without.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import math
 import statistics
 import time
 from typing import Any
 
-from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams, StructuredOutputsParams
+from vllm_mp import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 SCHEMA = {
     "type": "array",
@@ -33,31 +35,43 @@ SCHEMA = {
 
 
 async def run_streams(llm: AsyncLLM, args: argparse.Namespace, temperature: float, share: float) -> dict[str, float]:
-    """Return tokens per second and gaps in seconds of streams of which `share` is constrained."""
+    """Return tokens per second and gaps in seconds while all streams decode, of which `share` is constrained."""
+    num_running = num_tokens = 0
+    start = math.inf  # of the time that counts
     gaps: list[float] = []
 
     async def stream(number: int) -> None:
+        nonlocal num_running, num_tokens, start
         form = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
         params = SamplingParams(
             temperature=temperature,
             seed=number,
-            max_tokens=args.tokens,
+            max_tokens=args.max_tokens,
             ignore_eos=True,
             structured_outputs=form if number < share * args.streams else None,
+            output_kind=RequestOutputKind.DELTA,
         )
         latest = None
-        async for _ in llm.generate(f"{number}. Write a list of people as JSON:", params):
-            now = time.perf_counter()
-            if latest is not None:
-                gaps.append(now - latest)
-            latest = now
+        outputs = llm.generate(f"{number}. Write a list of people as JSON:", params)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                now = time.perf_counter()
+                if now > start + args.seconds:
+                    return
+                if latest is None:
+                    num_running += 1
+                    if num_running == args.streams:
+                        start = now
+                elif latest >= start:
+                    gaps.append(now - latest)
+                    num_tokens += len(output.outputs[0].token_ids)
+                latest = now
+        raise ValueError(f"stream {number} ended after {args.max_tokens} tokens: give more --max-tokens")
 
-    started = time.perf_counter()
     await asyncio.gather(*(stream(number) for number in range(args.streams)))
-    seconds = time.perf_counter() - started
     gaps.sort()
     return {
-        "tokens per second": args.streams * args.tokens / seconds,
+        "tokens per second": num_tokens / args.seconds,
         "p99 gap": gaps[int(len(gaps) * 0.99)],
         "longest gap": gaps[-1],
     }
@@ -106,7 +120,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each stream (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=1000, help="most tokens of a stream (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each case that count (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds after one to warm up (%(default)s)")
     print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
 
