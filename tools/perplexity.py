@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -23,7 +24,8 @@ from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
 WINDOW: Final = 1024
 CHARACTERS: Final = 30_000
 DTYPES: Final = ("float32", "bfloat16", "float16")
-STREAMS: Final = (1, 16)
+STREAMS: Final = (1, 4, 16, 64)
+PROMPT_LENGTHS: Final = (128, 512)
 NEW_TOKENS: Final = 64
 
 
@@ -74,8 +76,17 @@ async def speed(engine: AsyncLLM, streams: int) -> float:
     return streams * NEW_TOKENS / (time.perf_counter() - start)
 
 
+async def prompt_speed(engine: AsyncLLM, length: int) -> float:
+    """Return the tokens per second of a random prompt of `length` tokens, from sending it to its first output token."""
+    prompt = random.choices(range(engine.model_config.get_vocab_size()), k=length)
+    start = time.perf_counter()
+    async for _ in engine.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=1)):
+        pass
+    return length / (time.perf_counter() - start)
+
+
 def measure(formats: dict[str, AsyncEngineArgs], text: str, rounds: int) -> list[dict[str, Any]]:
-    """Return the figures of each format; speeds are medians of `rounds`, in which the formats take turns."""
+    """Return the figures of each format; speeds are medians of `rounds` after one, in which they take turns."""
     results: list[dict[str, Any]] = []
     engines: list[AsyncLLM] = []
     first: list[float] = []
@@ -92,10 +103,12 @@ def measure(formats: dict[str, AsyncEngineArgs], text: str, rounds: int) -> list
                     results[-1]["standard_error"] = 100 * statistics.stdev(more) / math.sqrt(len(more))
                 if not rounds:
                     engines[-1].shutdown()
-            for streams in STREAMS if rounds else ():
-                turns = [[runner.run(speed(engine, streams)) for engine in engines] for _ in range(rounds)]
-                for figures, speeds in zip(results, zip(*turns, strict=True), strict=True):
-                    figures[f"tokens_per_second_{streams}"] = statistics.median(speeds)
+            cases = [(f"decode_{streams}", speed, streams) for streams in STREAMS]
+            cases += [(f"prompt_{length}", prompt_speed, length) for length in PROMPT_LENGTHS]
+            for name, run, size in cases if rounds else ():
+                turns = [[runner.run(run(engine, size)) for engine in engines] for _ in range(1 + rounds)]
+                for figures, speeds in zip(results, zip(*turns[1:], strict=True), strict=True):
+                    figures[name] = statistics.median(speeds)
         finally:
             for engine in engines:
                 engine.shutdown()
@@ -117,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8"], help="formats (bfloat16 int8)")
     parser.add_argument("--text", type=Path, help="file with the text (part of Python's language reference)")
-    parser.add_argument("--rounds", type=int, default=0, help="also measure the decode speed, in N rounds (0)")
+    parser.add_argument("--rounds", type=int, default=0, help="also measure speed, in N rounds (0)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     AsyncEngineArgs.add_cli_args(parser)
     parser.set_defaults(disable_log_requests=True)

@@ -28,6 +28,7 @@ NOT_RUN = {
     "vllm-mp bench": "measures for minutes; tests/engine/test_cli.py and tests/unit run short benchmarks",
     "python tools/structured_output_suite.py": "needs a suite of schemas; its test runs it",
     "python tools/block_speed.py": "takes minutes",
+    "python tools/perplexity.py": "takes minutes",
     "python tools/constrained_speed.py": "takes minutes",
     "python tools/structured_answers.py": "needs a suite of schemas, and takes minutes",
     "python tools/agent_clients.py": "needs other packages, which are not installed",
