@@ -37,11 +37,11 @@ SCHEMA = {
 async def run_streams(llm: AsyncLLM, args: argparse.Namespace, temperature: float, share: float) -> dict[str, float]:
     """Return tokens per second and gaps in seconds while all streams decode, of which `share` is constrained."""
     num_running = num_tokens = 0
-    start = math.inf  # of the time that counts
+    start = end = math.inf  # of the time that counts
     gaps: list[float] = []
 
     async def stream(number: int) -> None:
-        nonlocal num_running, num_tokens, start
+        nonlocal num_running, num_tokens, start, end
         form = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
         params = SamplingParams(
             temperature=temperature,
@@ -65,13 +65,14 @@ async def run_streams(llm: AsyncLLM, args: argparse.Namespace, temperature: floa
                 elif latest >= start:
                     gaps.append(now - latest)
                     num_tokens += len(output.outputs[0].token_ids)
+                    end = now  # the end of a step, so that each counted step counts as a whole
                 latest = now
         raise ValueError(f"stream {number} ended after {args.max_tokens} tokens: give more --max-tokens")
 
     await asyncio.gather(*(stream(number) for number in range(args.streams)))
     gaps.sort()
     return {
-        "tokens per second": num_tokens / args.seconds,
+        "tokens per second": num_tokens / (end - start),
         "p99 gap": gaps[int(len(gaps) * 0.99)],
         "longest gap": gaps[-1],
     }

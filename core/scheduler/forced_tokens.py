@@ -87,7 +87,7 @@ class ForcedTokens:
         constrained, batch, row = request.constrained, self._batch, request.row
         if constrained is None or request.processed is not None or most <= 0:
             return []
-        forced = constrained.forced(batch.token_ids[row, request.num_prompt_tokens : num_tokens].tolist())
+        forced = constrained.forced(batch.token_ids[row, request.num_prompt_tokens : num_tokens])
         stops = {*(request.sampling.stop_token_ids or ()), *batch.eos_token_ids.tolist()}
         count = next((i for i, token in enumerate(forced) if token in stops), len(forced))
         # The last token that fits is sampled, so that the request ends where every request does.

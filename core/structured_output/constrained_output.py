@@ -1,9 +1,13 @@
 """The output of a request that must match a constraint."""
 
-from collections.abc import Sequence
+import numpy as np
+import numpy.typing as npt
 
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
 from vllm_mp.structured_outputs import Constraint
+
+OutputIds = npt.NDArray[np.int32]
+"""[num_output_tokens]: the output tokens of a request so far."""
 
 
 class ConstrainedOutput:
@@ -38,8 +42,8 @@ class ConstrainedOutput:
         """Use `grammar`, which the constraint was compiled to. It must be called before the request first runs."""
         self._matcher = grammar.matcher()
 
-    def matcher_after(self, output: Sequence[int]) -> Matcher | None:
-        """Return the matcher that says which tokens may follow `output`, the output tokens so far.
+    def matcher_after(self, output: OutputIds) -> Matcher | None:
+        """Return the matcher that says which tokens may follow `output`.
 
         None if every token may follow, or after an error.
         """
@@ -48,7 +52,7 @@ class ConstrainedOutput:
             return None
         return self._running_matcher()
 
-    def forced(self, output: Sequence[int]) -> list[int]:
+    def forced(self, output: OutputIds) -> list[int]:
         """Return the tokens that must follow `output`, if they may be taken without being sampled."""
         if not self._may_force:
             return []
@@ -62,9 +66,9 @@ class ConstrainedOutput:
         """Whether the first token decides if there is reasoning."""
         return not self._has_begun and self._num_seen == 0 and self.constraint.reasoning_start >= 0
 
-    def _catch_up(self, output: Sequence[int]) -> None:
+    def _catch_up(self, output: OutputIds) -> None:
         """Read the tokens of `output` that were not read yet."""
-        new = list(output[self._num_seen :])
+        new: list[int] = output[self._num_seen :].tolist()
         if new and self._may_begin_reasoning:
             self._has_begun = new[0] != self.constraint.reasoning_start
         self._num_seen += len(new)

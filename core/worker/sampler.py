@@ -80,7 +80,7 @@ class Sampler:
             row = int(rows[place])
             constrained, start = batch.request(row).constrained, int(batch.num_prompt_tokens[row])
             assert constrained is not None
-            matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[place]].tolist())
+            matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[place]])
             if matcher is not None:
                 matchers[len(outputs)] = matcher
             if matcher is not None or constrained.error is not None:
@@ -89,7 +89,7 @@ class Sampler:
         if not outputs:
             return None
         masks = np.zeros((len(outputs), -(-vocab_size // 32)), np.int32)
-        errors = fill_masks(matchers, masks)
+        errors = fill_masks(matchers, masks, may_use_threads=self._device.type != "cpu")
         for i, output in enumerate(outputs):
             if i in errors:
                 output.error = str(errors[i])

@@ -113,23 +113,24 @@ def test_matcher_rebuilt_from_tokens_goes_on_as_the_first(library):
         matcher.accept([token])
 
 
+@pytest.mark.parametrize("may_use_threads", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
-def test_masks_of_many_rows_are_those_of_each_row(library, num_rows):
+def test_masks_of_many_rows_are_those_of_each_row(library, num_rows, may_use_threads):
     grammar = library.compile(Constraint("json", PERSON))
     tokens = library.tokens('{"name": "Zoé", "age": 13, "children": [{"name": "Bo", "age": 7}]}')
     matchers = [grammar.matcher() for _ in range(num_rows)]
     for row, matcher in enumerate(matchers):
         matcher.accept(tokens[: row % len(tokens)])
     masks = np.full((num_rows, NUM_WORDS), -1, np.int32)
-    assert fill_masks(dict(enumerate(matchers)), masks) == {}
+    assert fill_masks(dict(enumerate(matchers)), masks, may_use_threads) == {}
     alone = np.full_like(masks, -1)
     for row, matcher in enumerate(matchers):
         matcher.fill(alone[row])
     assert (masks == alone).all()
 
 
-@pytest.mark.parametrize("num_rows", [2, 40])
-def test_a_grammar_that_reaches_a_limit_fails_alone(llguidance, num_rows):
+@pytest.mark.parametrize(("num_rows", "may_use_threads"), [(2, True), (40, True), (40, False)])
+def test_a_grammar_that_reaches_a_limit_fails_alone(llguidance, num_rows, may_use_threads):
     good = llguidance.compile(Constraint("json_object"))
     bad = llguidance.compile(Constraint("grammar", 'start: ("a" "b"?){1,100000}')).matcher()
     try:
@@ -140,7 +141,7 @@ def test_a_grammar_that_reaches_a_limit_fails_alone(llguidance, num_rows):
     matchers = [good.matcher() for _ in range(num_rows)]
     matchers[1] = bad
     masks = np.zeros((num_rows, NUM_WORDS), np.int32)
-    assert list(fill_masks(dict(enumerate(matchers)), masks)) == [1]
+    assert list(fill_masks(dict(enumerate(matchers)), masks, may_use_threads)) == [1]
     assert set(np.flatnonzero(masks.any(axis=1))) >= {0, *range(2, num_rows)}
 
 
