@@ -86,6 +86,16 @@ def test_unknown_engine_is_refused_with_the_known_names(bench, monkeypatch, caps
     assert "unknown engine: other; choose from vllm_mp, vllm_mp-int8, llama.cpp" in capsys.readouterr().err
 
 
+def test_a_gguf_file_is_compared_in_place_and_must_exist(bench, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "small.Q4_0.gguf"
+    file.write_bytes(b"")
+    engines = bench._engines(tmp_path, file)
+    assert [engine.name for [engine] in engines.values()] == ["vllm_mp small.Q4_0", "llama.cpp small.Q4_0"]
+    monkeypatch.setattr("sys.argv", ["bench", "compare", "--gguf", str(tmp_path / "missing.gguf")])
+    assert bench.main() == 2
+    assert "missing.gguf does not exist" in capsys.readouterr().err
+
+
 def test_mixed_load_is_measured_from_its_start_to_its_last_token(bench):
     from shared.peers import MIXED_RATE, mixed_figures
 
@@ -147,7 +157,7 @@ def compare(bench, monkeypatch, tmp_path):
     """Run `tools/bench compare` with stand-in peers and cheap ceilings; return its exit code and its JSON."""
 
     def run(*peers, rounds=2):
-        monkeypatch.setattr(bench, "_engines", lambda _: {peer.name: [peer] for peer in peers})
+        monkeypatch.setattr(bench, "_engines", lambda *_: {peer.name: [peer] for peer in peers})
         monkeypatch.setattr(bench, "measure_ceilings", lambda: bench.Ceilings(1e9, 1e9))
         out = tmp_path / "out.json"
         monkeypatch.setattr("sys.argv", ["bench", "compare", "--rounds", str(rounds), "--json", str(out)])

@@ -119,7 +119,8 @@ class AsyncEngine:
         self._engine_args = engine_args
 
     def prepare(self) -> None:
-        resolve_model(MODEL)
+        if "model" not in self._engine_args:
+            resolve_model(MODEL)
 
     def measure(self, workloads: Workloads) -> Figures:
         chance = random.Random(0)
@@ -145,7 +146,8 @@ class AsyncEngine:
         return figures
 
     def _run_loads(self, loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
-        engine_args = {"model": str(resolve_model(MODEL)), "dtype": "bfloat16", **self._engine_args}
+        engine_args = {"dtype": "bfloat16", **self._engine_args}
+        engine_args.setdefault("model", str(resolve_model(MODEL)))
         task = json.dumps({"package": self._package, "engine_args": engine_args, "loads": loads})
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
             program = ROOT / "tools/peer_programs/run_async_llm_load.py"
@@ -153,10 +155,13 @@ class AsyncEngine:
             return [[Timeline(*timeline) for timeline in load] for load in json.load(out)]
 
 
-def ours(quantization: str | None = None) -> AsyncEngine:
-    """Return this engine, in this environment."""
-    name = f"vllm_mp {quantization or 'bfloat16'}"
-    return AsyncEngine(name, Path(sys.executable), "vllm_mp", quantization=quantization, disable_log_requests=True)
+def ours(quantization: str | None = None, file: Path | None = None) -> AsyncEngine:
+    """Return this engine, in this environment, with the weights of the GGUF file `file` if it is given."""
+    options: dict[str, Any] = {"quantization": quantization, "disable_log_requests": True}
+    if file is not None:
+        options |= {"model": str(file), "max_model_len": 4096}
+    name = f"vllm_mp {file.stem if file else quantization or 'bfloat16'}"
+    return AsyncEngine(name, Path(sys.executable), "vllm_mp", **options)
 
 
 class VllmCpu(AsyncEngine):
@@ -209,12 +214,15 @@ class LlamaCpp:
     Its own benchmarks measure streams and prompts; the mixed load goes through its server.
     """
 
-    def __init__(self, folder: Path, format: str) -> None:
-        """`format` is a format of llama-quantize. Program and weights are kept in `folder`."""
+    def __init__(self, folder: Path, format: str, weights: Path | None = None) -> None:
+        """Measure with the file `weights`; by default, with the default model in `format`, a format of llama-quantize.
+
+        The programs and these default weights are kept in `folder`.
+        """
         self.name = f"llama.cpp {format}"
         self._folder = folder
         self._format = format
-        self._weights = folder / f"SmolLM2-135M-Instruct.{format}.gguf"
+        self._weights = weights or folder / f"SmolLM2-135M-Instruct.{format}.gguf"
         self._threads = str(len(os.sched_getaffinity(0)))
 
     @property
