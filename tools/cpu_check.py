@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from shared.cpu_speed import FULL, QUICK, TORCH, measure
-from shared.roofline import measure_ceilings
+from shared.roofline import measure_ceilings, product_dtype
 from shared.test_run import commit_of_tree, run_tests
 
 from vllm_mp.cpu_info import KERNEL_BUILDS, cpu_name, obstacle, runnable_builds
@@ -34,7 +34,9 @@ def table(found: dict[str, Any]) -> str:
     lines = [f"{found['processor']}, {found['threads']} threads; commit {found['commit']}, {found['date']}"]
     if ceilings := found["ceilings"]:
         read, product = ceilings["bytes"] / 1e9, ceilings["flops"] / 1e9
-        lines.append(f"reads {read:,.0f} GB/s, torch multiplies matrices in bfloat16 with {product:,.0f} GFLOP/s")
+        lines.append(
+            f"reads {read:,.0f} GB/s, torch multiplies matrices in {product_dtype()} with {product:,.0f} GFLOP/s"
+        )
     lines += found["cannot_run"]
     if tests := found["tests"]:
         counts = ", ".join(f"{tests[kind]} {kind}" for kind in ("passed", "failed", "errors", "skipped"))
