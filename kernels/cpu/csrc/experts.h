@@ -70,13 +70,14 @@ void compute_experts(const Experts<Weight>& experts, const T* x, int64_t num_tok
     const Weight &gate_up = experts.gate_up[0], &down = experts.down[0];
     const int64_t hidden = gate_up.inputs, inner = down.inputs, count = num_tokens * chosen;
     const Choices choices(ids, num_tokens, chosen, experts.num_experts);
+    auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
     if (gate_up.quantizes())
         b.gathered_quantized.fit(count, hidden);
     else
-        b.gathered.resize(count * hidden);
+        fit(b.gathered, count * hidden);
     if (down.quantizes()) b.inner_quantized.fit(count, inner);
-    b.inner.resize(count * inner);
-    b.outputs.resize(count * hidden);
+    fit(b.inner, count * inner);
+    fit(b.outputs, count * hidden);
     team().run(threads, [&](Member& member) {
         // Multiplies the rows of each expert with its matrix: calls `take(place, panel, first, second)`.
         auto multiply = [&](const Weight* weights, const auto& rows, auto&& take) {
