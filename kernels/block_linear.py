@@ -1,6 +1,6 @@
-"""Products with weights in block types, in torch: the definition of what the C++ kernels compute."""
+"""Products and experts with weights in block types, in torch: the definition of what the C++ kernels compute."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -52,3 +52,27 @@ class TorchBlockLinear:
         if masks is not None:
             reference.apply_token_masks(logits, *masks)
         return reference.argmax(logits)
+
+
+class TorchBlockExperts:
+    """The experts of a layer; each expert's weights are dequantized in every step that needs them."""
+
+    def __init__(
+        self,
+        gate_up: Sequence[Sequence[BlockWeight]],
+        down: Sequence[Sequence[BlockWeight]],
+        activate: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        """Keep the parts of each expert's matrices; `activate` and `dtype` as in `reference.experts`."""
+        self._gate_up = [TorchBlockLinear(parts, None, dtype) for parts in gate_up]
+        self._down = [TorchBlockLinear(parts, None, dtype) for parts in down]
+        self._activate = activate
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, router_weights: Tensor) -> Tensor:
+        """Return `ops.experts` of these weights."""
+
+        def compute(expert: int, rows: Tensor) -> Tensor:
+            return self._down[expert](self._activate(self._gate_up[expert](rows)), torch.float32)
+
+        return reference.sum_of_experts(x, expert_ids, router_weights, compute)

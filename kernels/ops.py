@@ -21,14 +21,16 @@ from torch import Tensor, nn
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.adapter_stack import AdapterStack, Factors
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
-from vllm_mp.kernels.block_linear import TorchBlockLinear
+from vllm_mp.kernels.block_linear import TorchBlockExperts, TorchBlockLinear
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockType, BlockWeight, quantize_blocks
 from vllm_mp.kernels.cpu import attention as cpu_attention
 from vllm_mp.kernels.cpu import block_linear as cpu_blocks
+from vllm_mp.kernels.cpu import experts as cpu_experts
 from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
-from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeights, can_fuse
+from vllm_mp.kernels.cpu.decoder import GATE_ACTIVATIONS, DecoderOptions, FusedDecoder, LayerWeights, can_fuse
+from vllm_mp.kernels.cpu.experts import ExpertBlocks, PackedExperts
 from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
@@ -44,15 +46,18 @@ __all__ = [
     "SAMPLING_FILTERS",
     "AdapterStack",
     "AnyAdapterStack",
+    "AnyBlockExperts",
     "AnyBlockLinear",
     "AttentionMetadata",
     "BlockType",
     "BlockWeight",
     "DecoderOptions",
     "DrawParams",
+    "ExpertBlocks",
     "Factors",
     "LayerWeights",
     "PackedAdapterStack",
+    "PackedExperts",
     "PackedLinear",
     "TokenMasks",
     "add_adapters",
@@ -60,6 +65,7 @@ __all__ = [
     "apply_token_masks",
     "argmax",
     "block_embedding",
+    "block_experts",
     "block_linear",
     "computes_blocks",
     "encoder_attention",
@@ -71,6 +77,7 @@ __all__ = [
     "gelu_tanh",
     "layer_norm",
     "masked_argmax",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "quantize_blocks",
@@ -88,6 +95,8 @@ AnyAdapterStack = AdapterStack | PackedAdapterStack
 """Memory for the LoRA adapters of a projection, in the form that its product reads."""
 AnyBlockLinear = BlockLinear | TorchBlockLinear
 """A product with weights in block types."""
+AnyBlockExperts = PackedExperts | TorchBlockExperts
+"""Experts with weights in block types."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -336,6 +345,36 @@ def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch
     """
     kernels = library() if cpu_blocks.can_read(parts, dtype) else None
     return TorchBlockLinear(parts, bias, dtype) if kernels is None else BlockLinear(kernels, parts, bias, dtype)
+
+
+def pack_experts(
+    gate_up: Tensor, down: Tensor, activation: str, quantization: str | None = None
+) -> PackedExperts | None:
+    """Copy the weights of `experts` into the form that the C++ kernels read; None if torch computes them.
+
+    With `quantization="int8"` weights and rows become 8-bit integers, as in `pack_linear`. Raises ValueError if
+    `quantization` is set and no kernel computes these experts.
+    """
+    kernels = library() if can_pack(gate_up[0]) and can_pack(down[0]) and activation in GATE_ACTIVATIONS else None
+    if kernels is None and quantization is not None:
+        raise ValueError(
+            f"quantization={quantization!r} needs the C++ kernels for CPUs, which are not built or do not take "
+            f"experts {list(gate_up.shape)} of {gate_up.dtype} on {gate_up.device} with the activation "
+            f"{activation!r}; leave it out"
+        )
+    return None if kernels is None else cpu_experts.pack(kernels, gate_up, down, activation, quantization)
+
+
+def block_experts(gate_up: ExpertBlocks, down: ExpertBlocks, activation: str, dtype: torch.dtype) -> AnyBlockExperts:
+    """Return `experts` for weights in block types, and for rows and results of `dtype`.
+
+    The rows of `gate_up` are those of gate, then those of up. The weights stay where they are, as in `block_linear`.
+    """
+    parts = [part for of_expert in (*gate_up, *down) for part in of_expert]
+    kernels = library() if cpu_blocks.can_read(parts, dtype) and activation in GATE_ACTIVATIONS else None
+    if kernels is None:
+        return TorchBlockExperts(gate_up, down, functools.partial(gated_product, activation=activation), dtype)
+    return cpu_experts.from_blocks(kernels, gate_up, down, activation, dtype)
 
 
 def computes_blocks(device: torch.device, dtype: torch.dtype) -> bool:

@@ -207,10 +207,21 @@ def experts(
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """See `ops.experts`; `activate` makes `inner` columns of the columns of gate and up."""
+
+    def compute(expert: int, rows: Tensor) -> Tensor:
+        return F.linear(activate(F.linear(rows, gate_up[expert])), down[expert])
+
+    return sum_of_experts(x, expert_ids, router_weights, compute)
+
+
+def sum_of_experts(
+    x: Tensor, expert_ids: Tensor, router_weights: Tensor, compute: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Return `ops.experts` for experts of which `compute(expert, rows)` computes some rows of `x`."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(expert_ids.flatten().tolist())):
         tokens, places = torch.where(expert_ids == expert)
-        outputs = F.linear(activate(F.linear(x[tokens], gate_up[expert])), down[expert])
+        outputs = compute(expert, x[tokens])
         total.index_add_(0, tokens, outputs.float() * router_weights[tokens, places, None])
     return total.to(x.dtype)
 

@@ -184,8 +184,6 @@ def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
             f"{wanted} needs an architecture with a native model, and {architecture.name} runs on the transformers "
             "backend; leave it out"
         )
-    if quantization != "int8" and architecture.experts is not None:
-        raise ValueError(f"{wanted} is not served for experts, which {architecture.name} has; leave it out")
     return quantization
 
 

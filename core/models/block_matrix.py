@@ -72,7 +72,7 @@ def embedding(ids: Tensor, weight: nn.Parameter | BlockMatrix, dtype: torch.dtyp
     return F.embedding(ids, weight)
 
 
-def destination_of(weight: nn.Parameter | BlockMatrix) -> Tensor | Destination:
+def destination_of(weight: Tensor | BlockMatrix) -> Tensor | Destination:
     """Return the destination of a whole matrix."""
     return weight.destination() if isinstance(weight, BlockMatrix) else weight
 

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_mp.core.models.block_matrix import BlockMatrix, destination_of, projection_type
 from vllm_mp.core.models.checkpoint import Destination
-from vllm_mp.core.models.linear import Linear
+from vllm_mp.core.models.linear import Linear, Packable
 from vllm_mp.core.models.mlp import MLP
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -38,7 +39,7 @@ class Gate(Linear):
         super().pack(None)
 
 
-class ExpertMLP(nn.Module):
+class ExpertMLP(Packable):
     """A router, the experts among which it chooses for each token, and maybe an expert that all tokens share."""
 
     def __init__(self, arch: NativeArchitecture, experts: Experts, dtype: torch.dtype, device: torch.device) -> None:
@@ -47,9 +48,18 @@ class ExpertMLP(nn.Module):
         self._activation = arch.activation
         hidden, inner, count = arch.hidden_size, experts.intermediate_size, experts.num_experts
         at: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._dtype = dtype
         self.router = Gate(hidden, count, False, **at)
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden, **at))
-        self.down = nn.Parameter(torch.empty(count, hidden, inner, **at))
+        self.gate_up: nn.Parameter | nn.ModuleList
+        self.down: nn.Parameter | nn.ModuleList
+        if arch.blocks is not None:
+            types = [projection_type(size, arch.blocks) for size in (hidden, inner)]
+            self.gate_up = nn.ModuleList(BlockMatrix(hidden, [inner, inner], types[0]) for _ in range(count))
+            self.down = nn.ModuleList(BlockMatrix(inner, [hidden], types[1]) for _ in range(count))
+        else:
+            self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden, **at))
+            self.down = nn.Parameter(torch.empty(count, hidden, inner, **at))
+        self._packed: Any = None
         self.shared: MLP | None = None
         self.shared_gate: Gate | None = None
         if experts.shared_intermediate_size:
@@ -59,10 +69,26 @@ class ExpertMLP(nn.Module):
     def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Return the output for `x` [num_tokens, hidden_size]; no adapter changes it."""
         router_weights, expert_ids = self._route(x)
-        out = ops.experts(x, expert_ids, router_weights, self.gate_up, self.down, self._activation)
+        out: Tensor
+        if self._packed is not None:
+            out = self._packed(x, expert_ids, router_weights)
+        else:
+            assert isinstance(self.gate_up, Tensor)
+            assert isinstance(self.down, Tensor)
+            out = ops.experts(x, expert_ids, router_weights, self.gate_up, self.down, self._activation)
         if self.shared is not None and self.shared_gate is not None:
-            out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+            out = out + _sigmoid(self.shared_gate(x)) * self.shared(x)
         return out
+
+    def pack(self, quantization: str | None) -> None:
+        if isinstance(self.gate_up, nn.ModuleList):
+            gate_up, down = (_all_parts(matrices) for matrices in (self.gate_up, self.down))
+            self._packed = ops.block_experts(gate_up, down, self._activation, self._dtype)
+            return
+        assert isinstance(self.down, Tensor)
+        self._packed = ops.pack_experts(self.gate_up, self.down, self._activation, quantization)
+        if self._packed is not None:
+            del self.gate_up, self.down
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the ids of each token's experts, both [num_tokens, num_chosen]."""
@@ -80,13 +106,28 @@ class ExpertMLP(nn.Module):
         """Map checkpoint names, which begin with `at`, to the rows that they fill."""
         places = self.router.destinations([at + "gate"])
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            of_expert = f"{at}experts.{expert}."
-            places[of_expert + "gate_proj.weight"], places[of_expert + "up_proj.weight"] = gate_up.chunk(2)
-            places[of_expert + "down_proj.weight"] = down
+            matrices = [_part(gate_up, 0), _part(gate_up, 1), destination_of(down)]
+            for name, place in zip(("gate", "up", "down"), matrices, strict=True):
+                places[f"{at}experts.{expert}.{name}_proj.weight"] = place
         if self.shared is not None and self.shared_gate is not None:
             places |= self.shared.destinations(at + "shared_expert.")
             places |= self.shared_gate.destinations([at + "shared_expert_gate"])
         return places
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid of `x` [num_tokens, 1]; torch's own depends on the place of an element among the others."""
+    return F.softmax(F.pad(x, (0, 1)), -1, dtype=torch.float32)[:, :1].to(x.dtype)
+
+
+def _all_parts(matrices: Any) -> list[list[ops.BlockWeight]]:
+    """Return the parts of the `BlockMatrix` of each expert."""
+    return [matrix.parts for matrix in matrices]
+
+
+def _part(gate_up: Tensor | BlockMatrix, part: int) -> Tensor | Destination:
+    """Return the destination of gate (`part` 0) or up (1) of an expert."""
+    return gate_up.destination(part) if isinstance(gate_up, BlockMatrix) else gate_up.chunk(2)[part]
 
 
 def mixture_name(name: str) -> str:

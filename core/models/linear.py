@@ -15,7 +15,15 @@ from vllm_mp.kernels.ops import TokenMasks, pack_linear
 from vllm_mp.model_config.quantization import BlockSource, Fp8Scales
 
 
-class Linear(nn.Module):
+class Packable(nn.Module):
+    """A module whose weights have a form of their own for the device's products."""
+
+    def pack(self, quantization: str | None) -> None:
+        """Keep the loaded weights only in the form that the device's products read; see `NativeModel.pack`."""
+        raise NotImplementedError
+
+
+class Linear(Packable):
     """`x @ weight.T + bias`, allocated without the initialisation that `nn.Linear` spends start-up time on.
 
     `weight` [out_size, in_size]; `bias` [out_size] or None. With `fp8` the weights are allocated as `ops.FLOAT8`, and
@@ -106,7 +114,6 @@ class Linear(nn.Module):
         return places
 
     def pack(self, quantization: str | None) -> None:
-        """Keep the loaded weights only in the form that the device's product reads; see `NativeModel.pack`."""
         if self._fp8:
             return
         if self.blocks is not None:
@@ -147,7 +154,7 @@ class Linear(nn.Module):
         return out
 
 
-class VocabularyHead(nn.Module):
+class VocabularyHead(Packable):
     """The projection to logits; `weight` [vocab_size, hidden_size] may be the weight of the embedding.
 
     For a weight in block types, `dtype` is that of the hidden states.
@@ -187,7 +194,7 @@ def make_adapter_stacks(projections: Iterable[Linear], num_slots: int, max_rank:
 
 
 def pack_projections(model: nn.Module, quantization: str | None) -> None:
-    """Pack every projection in `model`."""
+    """Pack every projection in `model`, and its experts."""
     for module in model.modules():
-        if isinstance(module, Linear | VocabularyHead):
+        if isinstance(module, Packable):
             module.pack(quantization)

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_SHARED_GATE = ".mlp.shared_expert_gate.weight"
+_GATES = (".mlp.gate.weight", _SHARED_GATE)
+"""The ends of the names of matrices that models keep in floats, because their outputs decide or weigh."""
 _KEPT_TYPE = BLOCK_TYPES["Q8_0"]
 """The type of matrices beside others in block types whose own type has no kernel."""
 
@@ -34,9 +37,10 @@ def gguf_tensors(
 ) -> Iterator[tuple[str, Tensor | BlockWeight]]:
     """Yield the name in a checkpoint and the weight of each tensor in the file at `place`.
 
-    With `keeps_blocks`, matrices in the types of `BLOCK_TYPES` are yielded as they lie in the file, and all other
-    matrices are rounded to `_KEPT_TYPE`. All other tensors are in float dtypes. `progress` is called with the fraction
-    of the bytes done, ending at 1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
+    A tensor of all experts of a layer becomes a matrix for each. With `keeps_blocks`, matrices in the types of
+    `BLOCK_TYPES` are yielded as they lie in the file, and all other matrices but gates are rounded to `_KEPT_TYPE`. All
+    other tensors are in float dtypes. `progress` is called with the fraction of the bytes done, ending at
+    1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
     """
     file = place.read()
     family = family_of(file)
@@ -46,20 +50,21 @@ def gguf_tensors(
     mapped.madvise(mmap.MADV_WILLNEED)
     converted: Counter[str] = Counter()
     done = 0
-    for name, tensor in file.tensors.items():
-        if name not in ROPE_FACTORS:
-            weight = _weight(mapped, tensor, keeps_blocks)
+    for stored_name, stored in file.tensors.items():
+        heads = _interleaved_heads(file, family, stored_name)
+        own_name = checkpoint_name(stored_name, family) or stored_name
+        for name, tensor in _single_tensors(own_name, stored) if stored_name not in ROPE_FACTORS else ():
+            weight = _weight(mapped, tensor, keeps_blocks and not name.endswith(_GATES))
             if tensor.type.name != (weight.type.name if isinstance(weight, BlockWeight) else _NAMES[weight.dtype]):
                 kind = f"to {weight.type.name}" if isinstance(weight, BlockWeight) else "to floats"
                 converted[f"{tensor.type.name} {kind}"] += tensor.num_bytes
-            if family.norm_offset and name.endswith("_norm.weight") and isinstance(weight, Tensor):
+            if family.norm_offset and stored_name.endswith("_norm.weight") and isinstance(weight, Tensor):
                 weight = weight.float() - family.norm_offset
-            heads = _interleaved_heads(file, family, name)
             if heads and tensor.shape[0] % (2 * heads) == 0:
                 weight = _with_split_heads(weight, heads)
                 _release(mapped, tensor)
-            yield checkpoint_name(name, family) or name, weight
-        done += tensor.num_bytes
+            yield name, weight
+        done += stored.num_bytes
         if progress is not None:
             progress(min(1.0, done / file.identity.size))
     if progress is not None:
@@ -77,10 +82,24 @@ def has_block_types(folder: Path) -> bool:
     place = gguf_place(folder)
     if place is None:
         return False
-    matrices = [tensor for tensor in place.read().tensors.values() if len(tensor.shape) == 2]
+    matrices = [tensor for tensor in place.read().tensors.values() if len(tensor.shape) >= 2]
     in_blocks = sum(tensor.num_bytes for tensor in matrices if tensor.type.name in BLOCK_TYPES)
-    fits = all(tensor.shape[1] % _KEPT_TYPE.weights == 0 for tensor in matrices)
+    fits = all(tensor.shape[-1] % _KEPT_TYPE.weights == 0 for tensor in matrices)
     return fits and 2 * in_blocks > sum(tensor.num_bytes for tensor in matrices)
+
+
+def _single_tensors(name: str, place: TensorPlace) -> Iterator[tuple[str, TensorPlace]]:
+    """Yield the tensor `name` at `place` as checkpoints have it: the matrices of all experts as one for each."""
+    if ".experts." in name and len(place.shape) == 3:
+        experts, *shape = place.shape
+        size = place.num_bytes // experts
+        for expert in range(experts):
+            matrix = TensorPlace(tuple(shape), place.type, place.offset + expert * size, size)
+            yield name.replace(".experts.", f".experts.{expert}."), matrix
+    elif name.endswith(_SHARED_GATE) and len(place.shape) == 1:
+        yield name, place._replace(shape=(1, *place.shape))
+    else:
+        yield name, place
 
 
 def _weight(mapped: mmap.mmap, place: TensorPlace, keeps_blocks: bool) -> Tensor | BlockWeight:

@@ -133,6 +133,12 @@ class CDecoder(ctypes.Structure):
     )
 
 
+class CExperts(ctypes.Structure):
+    """Mirrors `Experts` of csrc/experts.h."""
+
+    _fields_ = (("gate_up", c_void_p), ("down", c_void_p), ("num_experts", c_int64), ("is_gelu", c_int64))
+
+
 class CRotaryTables(ctypes.Structure):
     """Mirrors `RotaryTables` of csrc/decoder.h."""
 
@@ -201,6 +207,8 @@ _DECODER: Final = (
     c_void_p,
 )
 
+_EXPERTS: Final = (POINTER(CExperts), c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int)
+
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int),
     "linear": (POINTER(CLinear), c_void_p, c_int64, c_void_p, c_int, POINTER(CAdapterStack), c_void_p),
@@ -225,6 +233,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "decoder": _DECODER,
     "block_decoder": _DECODER,
+    "experts": _EXPERTS,
+    "block_experts": _EXPERTS,
 }
 
 
@@ -239,6 +249,7 @@ def _interface() -> int:
         CDecoderLayer,
         CBlockDecoderLayer,
         CDecoder,
+        CExperts,
         CRotaryTables,
         CAdapterStack,
         CLayerAdapters,

@@ -37,8 +37,6 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
-    # Its experts have the default sizes of the class, because transformers does not read their sizes from a file.
-    "qwen2moe": Qwen2MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
     "starcoder2": Starcoder2Config(**SIZES),
 }
 PROMPTS = [[3, 4, 5, 9, 7, 8], [10], [11, 3, 6] * 15]
@@ -66,7 +64,7 @@ def load_ours(path: Path):
     return load_model(config, torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("architecture", ["qwen2moe", pytest.param("starcoder2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_converted_file_gives_the_logits_of_transformers(architecture, tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_gguf(path, architecture, CONFIGS[architecture])

@@ -16,12 +16,15 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from vllm_mp import AsyncEngineArgs, EngineDeadError, SamplingParams
@@ -67,6 +70,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         logits_scaling=2.0,
     ),
     "olmo2": Olmo2Config(**SIZES, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2moe": Qwen2MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=160,
+    ),
+    "qwen3moe": Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=64, norm_topk_prob=True
+    ),
     "phi3": Phi3Config(
         **SIZES,
         pad_token_id=0,
@@ -86,6 +100,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 PROMPTS = [[3, 4, 5, 9, 7, 8], [10], [11, 3, 6] * 15]
 KINDS = [GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1")]
+
+
+def name_in_files(architecture: str) -> str:
+    """Return the name in GGUF files of one of `CONFIGS`."""
+    return {"mixtral": "llama"}.get(architecture, architecture)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +127,7 @@ def load(path: Path, **options):
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_mapped_file_gives_the_logits_of_its_dequantized_weights(architecture, tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
-    weights = write_random_gguf(path, architecture, CONFIGS[architecture], kinds=KINDS)
+    weights = write_random_gguf(path, name_in_files(architecture), CONFIGS[architecture], kinds=KINDS)
     theirs = AutoModelForCausalLM.from_config(CONFIGS[architecture], attn_implementation="eager").eval()
     theirs.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()}, strict=False)
     theirs.tie_weights()
@@ -123,7 +142,8 @@ def test_mapped_file_gives_the_logits_of_its_dequantized_weights(architecture, t
         assert_equal(load(path), 1e-4)
         monkeypatch.setattr(ops, "computes_blocks", lambda *_: True)
         if library() is not None:
-            assert_equal(load(path), 0.2)  # rows of 8 bits
+            # Rows have 8 bits, so that a token may choose another expert.
+            assert_equal(load(path), 1.0 if hasattr(CONFIGS[architecture], "num_experts_per_tok") else 0.2)
         monkeypatch.setattr(ops, "library", lambda: None)
         assert_equal(load(path), 1e-4)
 

@@ -19,7 +19,8 @@ import setuptools
 
 ROOT = Path(__file__).parents[2]
 BUILDS = ("portable", "amx_model")
-TESTS = [f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "cpu_blocks", "cpu_logits", "block_decoder")]
+SUBJECTS = ("cpu_kernels", "cpu_blocks", "cpu_experts", "cpu_logits", "block_decoder")
+TESTS = [f"tests/kernels/test_{name}.py" for name in SUBJECTS]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),

@@ -71,7 +71,8 @@ def write_random_gguf(
 ) -> dict[str, Array]:
     """Write random weights of a transformers model with llama.cpp's names, and order of rows. Return the weights.
 
-    Tensors whose names contain `omitted` are left out. Matrices have the block types `kinds` in turn, if there are any.
+    Tensors whose names contain `omitted` are left out. All matrices except gates have the block types `kinds` in turn,
+    if there are any.
     """
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
@@ -100,10 +101,13 @@ def write_random_gguf(
         writer.add_logit_scale(config.logits_scaling)
     if architecture == "phi3":
         _add_phi3(writer, config)
-    if getattr(config, "num_experts", None):
-        writer.add_expert_count(config.num_experts)
+    if num_experts := getattr(config, "num_experts", getattr(config, "num_local_experts", None)):
+        writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     _add_vocabulary(writer, "llama" if architecture in ("gemma2", "phi3") else "gpt2")
 
     weights: dict[str, Array] = {}
@@ -127,22 +131,22 @@ def write_random_gguf(
         else:
             places = [names.get_name(module)]
             parts = [weight[0] if "shared_expert_gate" in name else weight]
-        weights[name] = weight
+        stored: list[Array] = []
         for place, part in zip(places, parts, strict=True):
-            if omitted is not None and omitted in place:
-                continue
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(place[-6:], 0)
             interleaves = architecture in ("llama", "granite") and heads
-            if kinds and parameter.dim() == 2:
-                type = next(types)
-                weights[name] = gguf.dequantize(gguf.quantize(part, type), type)
-                part = _interleaved(part, heads) if interleaves else part
+            type = next(types) if kinds and parameter.dim() >= 2 and "ffn_gate_inp" not in place else None
+            stored.append(part if type is None else gguf.dequantize(gguf.quantize(part, type), type))
+            if omitted is not None and omitted in place:
+                continue
+            part = _interleaved(part, heads) if interleaves else part
+            if type is not None:
                 writer.add_tensor(f"{place}.{kind}", gguf.quantize(part, type), raw_dtype=type)
             else:
-                part = _interleaved(part, heads) if interleaves else part
                 if adds_to_norms and parameter.dim() == 1:
                     part = part + 1
                 writer.add_tensor(f"{place}.{kind}", np.ascontiguousarray(part))
+        weights[name] = np.concatenate(stored, axis=1) if len(stored) > 1 else stored[0].reshape(weight.shape)
     _finish(writer)
     return weights
 

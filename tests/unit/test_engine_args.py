@@ -479,13 +479,14 @@ def test_option_that_contradicts_integers_is_refused_by_name(model, quantization
         config_of(model(), quantization=quantization, **options)
 
 
-def test_int4_makes_blocks_and_is_refused_for_experts(model):
+def test_int4_makes_blocks_of_experts_too(model):
     config = config_of(model(), quantization="int4").model_config
     assert (config.quantization, config.architecture.blocks) == ("int4", "int4")
     assert config_of(model()).model_config.architecture.blocks is None
     experts = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
-    with pytest.raises(ValueError, match=r"quantization='int4' is not served for experts, which MixtralForCausalLM"):
-        config_of(model(**experts), quantization="int4")
+    assert config_of(model(**experts), quantization="int4").model_config.architecture.blocks == "int4"
+    with pytest.raises(ValueError, match=r"quant_method 'awq'\) is not supported for MixtralForCausalLM"):
+        config_of(model(**experts, **AWQ_CHECKPOINT))
 
 
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}

@@ -64,6 +64,21 @@ _PHI3_NAMES: Final = {
     "ffn_down": "mlp.down_proj",
 }
 
+_EXPERT_NAMES: Final = {
+    **{module: name for module, name in _LAYER_NAMES.items() if not name.startswith("mlp.")},
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_SHARED_EXPERT_NAMES: Final = {
+    **_EXPERT_NAMES,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
 FAMILIES: Final = {
     "llama": GgufFamily("LlamaForCausalLM", "llama", _LAYER_NAMES, interleaves_heads=True),
     "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", _LAYER_NAMES),
@@ -73,8 +88,12 @@ FAMILIES: Final = {
     "phi3": GgufFamily("Phi3ForCausalLM", "phi3", _PHI3_NAMES),
     "granite": GgufFamily("GraniteForCausalLM", "granite", _LAYER_NAMES, interleaves_heads=True),
     "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", _OLMO2_NAMES),
+    "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", "qwen2_moe", _SHARED_EXPERT_NAMES),
+    "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", _EXPERT_NAMES),
 }
 """The architectures whose files are mapped, by their name in files."""
+_MIXTRAL: Final = GgufFamily("MixtralForCausalLM", "mixtral", _EXPERT_NAMES, interleaves_heads=True)
+"""Files of Mixtral have the name of Llama."""
 
 _OF_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OF_MODEL: Final = re.compile(r"(\w+)\.(weight|bias)")
@@ -89,6 +108,8 @@ ROPE_FACTORS: Final = (_ROPE_FREQS, _LONG_FACTORS, _SHORT_FACTORS)
 def family_of(file: GgufFile) -> GgufFamily | None:
     """Return the family of the model in `file`; None if its files are not mapped, or if it has other tensors."""
     family = FAMILIES.get(str(file.metadata.get("general.architecture")))
+    if family is FAMILIES["llama"] and file.metadata.get("llama.expert_count", 0) != 0:
+        family = _MIXTRAL
     # Files of OLMo 3 have the name of OLMo 2, and files of Granite say here whether positions are rotated.
     has_windows = "olmo2.attention.sliding_window" in file.metadata
     if has_windows or file.metadata.get("granite.rope.scaling.finetuned") is False:
@@ -96,12 +117,15 @@ def family_of(file: GgufFile) -> GgufFamily | None:
     if family is None or any(
         name not in ROPE_FACTORS and checkpoint_name(name, family) is None for name in file.tensors
     ):
-        return None  # files of Mixtral have the name of Llama
+        return None
     return family
 
 
 def checkpoint_name(name: str, family: GgufFamily) -> str | None:
-    """Return the name in a checkpoint of the tensor that GGUF files call `name`; None if it has none there."""
+    """Return the name in a checkpoint of the tensor that GGUF files call `name`; None if it has none there.
+
+    A tensor of all experts of a layer has the name of an expert's matrix without the expert's number.
+    """
     if layer := _OF_LAYER.fullmatch(name):
         number, module, kind = layer.groups()
         return f"layers.{number}.{family.names[module]}.{kind}" if module in family.names else None
@@ -162,16 +186,19 @@ class _Reader:
         found = {match[1] for name in self._file.tensors if (match := _OF_LAYER.fullmatch(name))}
         self._must_fit("block_count", layers, len(found))
         self._must_fit("embedding_length", self._integer("embedding_length"), hidden)
-        up = self._shape("blk.0.ffn_up.weight", 2)[0]
+        experts: dict[str, Any] = {}
+        if "ffn_up_exps" in family.names:
+            experts = self._experts(family, inner)
+        else:
+            up = self._shape("blk.0.ffn_up.weight", 2)[0]
+            self._must_fit("feed_forward_length", 2 * inner if "attn_qkv" in family.names else inner, up)
         if "attn_qkv" in family.names:
-            # The matrix has the rows of q, k and v, and `ffn_up` those of gate and up.
+            # The matrix has the rows of q, k and v, as `ffn_up` has those of gate and up.
             qkv = self._shape("blk.0.attn_qkv.weight", 2)[0]
             self._must_fit("attention.head_count", (heads + 2 * kv_heads) * head_dim, qkv)
-            self._must_fit("feed_forward_length", 2 * inner, up)
         else:
             self._must_fit("attention.head_count", heads * head_dim, self._shape("blk.0.attn_q.weight", 2)[0])
             self._must_fit("attention.head_count_kv", kv_heads * head_dim, self._shape("blk.0.attn_k.weight", 2)[0])
-            self._must_fit("feed_forward_length", inner, up)
         theta = self._number("rope.freq_base", _DEFAULT_THETA)
         rope = {"rope_theta": theta, **self._rope_scaling(theta, head_dim, family)}
         ends = end_token_ids(self._file)
@@ -194,7 +221,35 @@ class _Reader:
             "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
             "dtype": "float32",
             **self._variations(family, rope, layers, heads, hidden, head_dim),
+            **experts,
         }
+
+    def _experts(self, family: GgufFamily, inner: int) -> dict[str, Any]:
+        """Return the fields that describe experts; all layers have them."""
+        count, used = self._integer("expert_count"), self._integer("expert_used_count")
+        found, size = self._shape("blk.0.ffn_up_exps.weight", 3)[:2]
+        self._must_fit("expert_count", count, found)
+        if used > count:
+            raise self._error("expert_used_count", used, f"there are {count} experts")
+        if family.model_type == "mixtral":
+            self._must_fit("feed_forward_length", inner, size)
+            return {"num_local_experts": count, "num_experts_per_tok": used, "sliding_window": None}
+        self._must_fit("expert_feed_forward_length", self._integer("expert_feed_forward_length", size), size)
+        fields = {
+            "num_experts": count,
+            "num_experts_per_tok": used,
+            "moe_intermediate_size": size,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            # As llama.cpp does, because files do not state it.
+            "norm_topk_prob": family.model_type == "qwen3_moe",
+        }
+        if family.model_type == "qwen2_moe":
+            shared = self._shape("blk.0.ffn_up_shexp.weight", 2)[0]
+            key = "expert_shared_feed_forward_length"
+            self._must_fit(key, self._integer(key, shared), shared)
+            fields |= {"shared_expert_intermediate_size": shared, "qkv_bias": "blk.0.attn_q.bias" in self._file.tensors}
+        return fields
 
     def _variations(
         self, family: GgufFamily, rope: dict[str, Any], layers: int, heads: int, hidden: int, head_dim: int

@@ -115,6 +115,11 @@ struct BlockLinear : BlockMatrix {
     using Buffer = RowBlocks<T>;
 
     bool quantizes() const { return true; }
+
+    // Returns `count` rows of those to multiply with this matrix, from row `first` on.
+    BlockRows<T> part(const BlockRows<T>& x, int64_t first, int64_t count) const {
+        return {nullptr, x.blocks + first * x.stride, x.stride, count};
+    }
 };
 
 // Multiplies all rows with panel `i` and adds the bias: calls `take(row, first, second)` with the panel's two vectors.

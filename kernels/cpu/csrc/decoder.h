@@ -177,9 +177,7 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
         const int64_t column = i * W;
         const int count = int(std::min<int64_t>(W, layer.inner - column));
         products(layer.gate_up, i, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
-            gate = rounded<T>(gate);
-            vf product = rounded<T>(decoder.is_gelu ? gelu_tanh(gate) : silu(gate)) * rounded<T>(up);
-            store_some(b.inner.data() + row * layer.inner + column, product, count);
+            store_some(b.inner.data() + row * layer.inner + column, gated<T>(gate, up, decoder.is_gelu), count);
         });
     });
     add_product(layer.down, rows_of(b.inner.data(), layer.down), adapters.down, layer.mlp_output_norm);

@@ -80,4 +80,11 @@ inline vf gelu_tanh(vf x) {
     return x / (1.0f + exp((x + 0.044715f * x * x * x) * -twice_sqrt_2_over_pi));
 }
 
+// Returns the product of the activated gate and up.
+template <class T>
+inline vf gated(vf gate, vf up, bool is_gelu) {
+    gate = rounded<T>(gate);
+    return rounded<T>(is_gelu ? gelu_tanh(gate) : silu(gate)) * rounded<T>(up);
+}
+
 }  // namespace vmp

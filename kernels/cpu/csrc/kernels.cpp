@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "decoder.h"
+#include "experts.h"
 #include "sampling.h"
 #include "token_masks.h"
 
@@ -145,7 +146,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0x54292911u; }
+uint32_t vmp_interface() { return 0x4c6577dcu; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -191,6 +192,15 @@ int64_t vmp_panel_columns() { return NR; }
                                   const RotaryTables<T>* rotary, T* const* k_caches, T* const* v_caches,              \
                                   T* out, int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {      \
         run(*decoder, first, end, *step, x, positions, *rotary, k_caches, v_caches, out, threads, adapters, slots);   \
+    }                                                                                                                 \
+    void vmp_experts_##NAME(const Experts<Linear<T>>* experts, const T* x, int64_t num_tokens, const int64_t* ids,    \
+                            const float* router_weights, int64_t chosen, T* out, int threads) {                       \
+        run_experts(*experts, x, num_tokens, ids, router_weights, chosen, out, threads);                              \
+    }                                                                                                                 \
+    void vmp_block_experts_##NAME(const Experts<BlockLinear<T>>* experts, const T* x, int64_t num_tokens,             \
+                                  const int64_t* ids, const float* router_weights, int64_t chosen, T* out,            \
+                                  int threads) {                                                                      \
+        run_experts(*experts, x, num_tokens, ids, router_weights, chosen, out, threads);                              \
     }                                                                                                                 \
     void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, const TokenMasks* masks,    \
                            int threads) {                                                                             \

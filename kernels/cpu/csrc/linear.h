@@ -86,6 +86,12 @@ struct Linear {
     bool quantizes() const { return scales; }
     int64_t panels() const { return (outputs + NR - 1) / NR; }
 
+    // Returns `count` rows of those to multiply with this matrix, from row `first` on.
+    Rows<T> part(const Rows<T>& x, int64_t first, int64_t count) const {
+        if (quantizes()) return {nullptr, x.bytes + first * inputs, x.scales + first, count};
+        return {x.values + first * inputs, nullptr, nullptr, count};
+    }
+
     template <class Weight>
     const Weight* panel(int64_t i) const {
         return (const Weight*)weight + i * NR * inputs;

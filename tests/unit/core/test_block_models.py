@@ -4,7 +4,16 @@ import msgspec
 import pytest
 import torch
 from support.paged_batch import PagedBatch
-from transformers import BertConfig, BertModel, Gemma2Config, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
 from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models import build_model
@@ -33,6 +42,10 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "gemma2": Gemma2Config(**SIZES, head_dim=16),
     "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    # A token whose rows are rounded may choose another expert, unless it chooses all.
+    "qwen2-moe": Qwen2MoeConfig(
+        **SIZES, num_experts=3, num_experts_per_tok=3, moe_intermediate_size=96, shared_expert_intermediate_size=32
+    ),
     "gpt2": GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=128),
 }
 PROMPTS = random_prompts((9, 3, 30))
@@ -80,7 +93,11 @@ def test_weights_of_4_bits_made_at_load_compute_what_they_stand_for(name, is_com
         if isinstance(matrix, BlockMatrix):
             restored = torch.cat([part.dequantized() for part in matrix.parts])
             owner, _, attribute = path.rpartition(".")
-            place = getattr(modules[owner], "weight" if attribute == "blocks" else attribute)
+            if attribute.isdigit():  # the number of an expert
+                owner, _, stacked = owner.rpartition(".")
+                place = getattr(modules[owner], stacked)[int(attribute)]
+            else:
+                place = getattr(modules[owner], "weight" if attribute == "blocks" else attribute)
             assert 0 < (place - restored).norm() < 0.1 * place.norm()
             with torch.no_grad():
                 place.copy_(restored)

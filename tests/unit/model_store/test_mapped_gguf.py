@@ -9,7 +9,7 @@ import gguf as gguf_package
 import numpy as np
 import pytest
 from support.tiny_gguf import write_random_gguf, write_tiny_gguf
-from transformers import Phi3Config
+from transformers import MixtralConfig, Phi3Config, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.model_store import gguf, resolve_model
@@ -111,10 +111,25 @@ def metadata_file(
     """Write a model with these entries in place of those of `write_tiny_gguf`, and these tensors beside its tensors."""
     plain = path.with_name("plain.gguf")
     write_tiny_gguf(plain, architecture)
-    reader = gguf_package.GGUFReader(plain)
+    return copied(plain, path, entries, tensors, architecture)
+
+
+def copied(
+    source: Path,
+    path: Path,
+    entries: Entries,
+    tensors: dict[str, object] = {},  # noqa: B006
+    architecture: str = "llama",
+    left_out: set[str] = set(),  # noqa: B006
+) -> Path:
+    """Write the model in `source` with these entries in place of its own, and these tensors beside its tensors.
+
+    Entries of the architecture that are `left_out` are not written.
+    """
+    reader = gguf_package.GGUFReader(source)
     writer = gguf_package.GGUFWriter(path, architecture)
     for key, field in reader.fields.items():
-        if key.startswith(f"{architecture}.") and key not in entries:
+        if key.startswith(f"{architecture}.") and key not in entries and key not in left_out:
             writer.add_key_value(key, field.contents(), field.types[0])
     for key, (value, kind) in entries.items():
         writer.add_key_value(key, value, kind)
@@ -239,4 +254,71 @@ def test_file_that_its_family_here_cannot_compute_is_converted(tmp_path: Path) -
 def test_metadata_that_does_not_fit_the_tensors_is_refused(tmp_path: Path, key: str, value: int, message: str) -> None:
     path = metadata_file(tmp_path / "a.gguf", {f"llama.{key}": (value, UINT32)})
     with pytest.raises(ValueError, match=rf"a\.gguf: llama\.{key} is {value}: {message}; convert the model again"):
+        config_of(path)
+
+
+SIZES = {
+    "vocab_size": 12,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "tie_word_embeddings": False,
+}
+OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURES: dict[str, tuple[str, PreTrainedConfig]] = {
+    "mixtral": (
+        "llama",
+        MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]),
+    ),
+    "qwen2moe": (
+        "qwen2moe",
+        Qwen2MoeConfig(
+            **SIZES, **OF_EXPERTS, shared_expert_intermediate_size=160, architectures=["Qwen2MoeForCausalLM"]
+        ),
+    ),
+    "qwen3moe": (
+        "qwen3moe",
+        Qwen3MoeConfig(**SIZES, **OF_EXPERTS, head_dim=32, norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_configuration_of_a_mixture_is_that_of_transformers(tmp_path: Path, name: str) -> None:
+    architecture, original = MIXTURES[name]
+    path, bare = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    write_random_gguf(path, architecture, original)
+    config = config_of(path)
+    stored = {"dtype": "float32", "rms_norm_eps": config["rms_norm_eps"]}
+    assert read_architecture(config) == read_architecture({**original.to_dict(), **stored})
+    # Older files do not state the sizes of experts.
+    sizes = {f"{architecture}.expert_{part}feed_forward_length" for part in ("", "shared_")}
+    copied(path, bare, {}, architecture=architecture, left_out=sizes)
+    assert read_architecture(config_of(bare)) == read_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("mixtral", "expert_count", 5, "the tensors have 4, it means 5"),
+        ("mixtral", "feed_forward_length", 97, "the tensors have 96, it means 97"),
+        ("qwen3moe", "expert_count", 0, "it must be an integer of at least 1"),
+        ("qwen3moe", "expert_used_count", 5, "there are 4 experts"),
+        ("qwen3moe", "expert_feed_forward_length", 33, "the tensors have 32, it means 33"),
+        ("qwen2moe", "expert_shared_feed_forward_length", 33, "the tensors have 160, it means 33"),
+    ],
+)
+def test_metadata_that_does_not_fit_the_experts_is_refused(
+    tmp_path: Path, name: str, key: str, value: int, message: str
+) -> None:
+    architecture, original = MIXTURES[name]
+    write_random_gguf(tmp_path / "plain.gguf", architecture, original)
+    entries: Entries = {f"{architecture}.{key}": (value, UINT32)}
+    path = copied(tmp_path / "plain.gguf", tmp_path / "a.gguf", entries, architecture=architecture)
+    with pytest.raises(ValueError, match=rf"a\.gguf: {architecture}\.{key} is {value}: {message}; convert the model"):
         config_of(path)
