@@ -49,6 +49,21 @@ def test_products_agree_with_the_dequantized_weights_in_batches_of_any_size(buil
     assert torch.equal(rounded(x.bfloat16(), torch.float32), product(x.bfloat16().float()))
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_sums_of_the_largest_integers_do_not_overflow(build, name, sign):
+    block_type = BLOCK_TYPES[name]
+    blocks = torch.full((19, 512 // block_type.weights, block_type.num_bytes), 255, dtype=torch.uint8)
+    for at in SCALES_AT.get(name, (0,)):
+        blocks[..., at : at + 2] = torch.tensor([0.01]).half().view(torch.uint8)
+    weight = BlockWeight(blocks.flatten(1), block_type, 512)
+    x = torch.full((9, 512), sign)  # 127 or -127 in 8 bits
+    exact = TorchBlockLinear([weight], None, torch.float32)(x)
+    product = BlockLinear(build, [weight], None, torch.float32)
+    for rows in (1, 9):
+        torch.testing.assert_close(product(x[:rows]), exact[:rows], rtol=1e-5, atol=1e-3)
+
+
 def test_products_do_not_depend_on_the_number_of_threads(build):
     product = BlockLinear(build, [random_weight("Q5_K", 70)], None, torch.float32)
     x, threads = torch.randn(33, 512), torch.get_num_threads()

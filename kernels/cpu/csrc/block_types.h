@@ -1,7 +1,7 @@
 // The block types of GGUF files (kernels/block_weight.py defines them), unpacked for W rows of a matrix at once.
 //
 // A type has WEIGHTS weights in BYTES bytes, in groups of GROUP inputs: weight = scale * (integer - 2^OFFSET) - minimum,
-// with integers from 0 to 255, and without 2^OFFSET if OFFSET is negative. `unpack(at, stride, take)` reads a block of
+// with integers of BITS bits, and without 2^OFFSET if OFFSET is negative. `unpack(at, stride, take)` reads a block of
 // each of W rows, `stride` bytes apart, and calls `take(words, scale, minimum)` for each group, in the order that
 // `group_at` gives. An element of a vector belongs to a row; `words` hold the integers of four inputs in each element.
 #pragma once
@@ -124,15 +124,15 @@ ALWAYS_INLINE vi iq4_values(vi codes) {
 #endif
 }
 
-template <int WEIGHTS_, int BYTES_, int GROUP_, int OFFSET_, bool HAS_MINIMUM_>
+template <int WEIGHTS_, int BYTES_, int GROUP_, int BITS_, bool HAS_MINIMUM_>
 struct BlockLayout {
-    static constexpr int WEIGHTS = WEIGHTS_, BYTES = BYTES_, GROUP = GROUP_, OFFSET = OFFSET_;
+    static constexpr int WEIGHTS = WEIGHTS_, BYTES = BYTES_, GROUP = GROUP_;
+    static constexpr int BITS = BITS_;  // of an integer
     static constexpr bool HAS_MINIMUM = HAS_MINIMUM_;
-    // Whether integers may have more than seven bits.
-    static constexpr bool IS_WIDE = OFFSET == 7;
+    static constexpr int OFFSET = HAS_MINIMUM ? -1 : BITS - 1;
 };
 
-struct Q4_0 : BlockLayout<32, 18, 32, 3, false> {
+struct Q4_0 : BlockLayout<32, 18, 32, 4, false> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi head[4], words[8];
@@ -142,7 +142,7 @@ struct Q4_0 : BlockLayout<32, 18, 32, 3, false> {
     }
 };
 
-struct Q4_1 : BlockLayout<32, 20, 32, -1, true> {
+struct Q4_1 : BlockLayout<32, 20, 32, 4, true> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi head[4], words[8];
@@ -152,7 +152,7 @@ struct Q4_1 : BlockLayout<32, 20, 32, -1, true> {
     }
 };
 
-struct Q5_0 : BlockLayout<32, 22, 32, 4, false> {
+struct Q5_0 : BlockLayout<32, 22, 32, 5, false> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi head[4], words[8];
@@ -163,7 +163,7 @@ struct Q5_0 : BlockLayout<32, 22, 32, 4, false> {
     }
 };
 
-struct Q5_1 : BlockLayout<32, 24, 32, -1, true> {
+struct Q5_1 : BlockLayout<32, 24, 32, 5, true> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi head[4], words[8];
@@ -174,7 +174,7 @@ struct Q5_1 : BlockLayout<32, 24, 32, -1, true> {
     }
 };
 
-struct Q8_0 : BlockLayout<32, 34, 32, 7, false> {
+struct Q8_0 : BlockLayout<32, 34, 32, 8, false> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi head[4], words[8];
@@ -186,7 +186,7 @@ struct Q8_0 : BlockLayout<32, 34, 32, 7, false> {
     }
 };
 
-struct IQ4_NL : BlockLayout<32, 18, 32, 7, false> {
+struct IQ4_NL : BlockLayout<32, 18, 32, 8, false> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi head[4], words[8];
@@ -198,7 +198,7 @@ struct IQ4_NL : BlockLayout<32, 18, 32, 7, false> {
     }
 };
 
-struct IQ4_XS : BlockLayout<256, 136, 32, 7, false> {
+struct IQ4_XS : BlockLayout<256, 136, 32, 8, false> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi head[4];
@@ -237,7 +237,7 @@ struct KScales {
     ALWAYS_INLINE vf smallest(int i) const { return minimum * to_floats(byte_of(minima[i / 4], i % 4)); }
 };
 
-struct Q4_K : BlockLayout<256, 144, 32, -1, true> {
+struct Q4_K : BlockLayout<256, 144, 32, 4, true> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         const KScales k(at, stride);
@@ -255,7 +255,7 @@ struct Q4_K : BlockLayout<256, 144, 32, -1, true> {
     }
 };
 
-struct Q5_K : BlockLayout<256, 176, 32, -1, true> {
+struct Q5_K : BlockLayout<256, 176, 32, 5, true> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         const KScales k(at, stride);
@@ -275,7 +275,7 @@ struct Q5_K : BlockLayout<256, 176, 32, -1, true> {
     }
 };
 
-struct Q6_K : BlockLayout<256, 210, 16, 5, false> {
+struct Q6_K : BlockLayout<256, 210, 16, 6, false> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi scales[4], last[4];
@@ -309,7 +309,7 @@ struct Q6_K : BlockLayout<256, 210, 16, 5, false> {
     }
 };
 
-struct Q2_K : BlockLayout<256, 84, 16, -1, true> {
+struct Q2_K : BlockLayout<256, 84, 16, 2, true> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi scales[4], last[4];
@@ -332,7 +332,7 @@ struct Q2_K : BlockLayout<256, 84, 16, -1, true> {
     }
 };
 
-struct Q3_K : BlockLayout<256, 110, 16, 2, false> {
+struct Q3_K : BlockLayout<256, 110, 16, 3, false> {
     template <class Take>
     ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
         vi last[4];

@@ -34,11 +34,34 @@ ALWAYS_INLINE vi dot(vi sum, vi weights, int32_t x) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(VMP_TILE_MODEL)
+#define VMP_SUMS_IN_16_BITS 1
+// Returns the sums of the products of two inputs each, of four.
+ALWAYS_INLINE vs pairs_of(vi weights, int32_t x) {
+    return (vs)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(x));
+}
+
+ALWAYS_INLINE vi add_pairs(vi sum, vs pairs) {
+    return sum + (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
+}
+#else
+#define VMP_SUMS_IN_16_BITS 0
+#endif
+
+// How many words of `bits` bits an integer can be multiplied before a sum of pairs may need more than 16 bits; signed
+// bytes of x are from -127 to 127.
+constexpr int words_in_16_bits(int bits) {
+    if (!VMP_SUMS_IN_16_BITS || bits > 6) return 1;
+    return std::min(4, 32767 / (2 * 127 * ((1 << bits) - 1)));
+}
+
 // How the integers of a group are multiplied; types that agree in this share code for unpacked weights.
-template <int GROUP_, bool HAS_MINIMUM_, bool IS_WIDE_>
+template <int GROUP_, bool HAS_MINIMUM_, bool IS_WIDE_, int RUN_ = 1>
 struct BlockKind {
     static constexpr int GROUP = GROUP_;
     static constexpr bool HAS_MINIMUM = HAS_MINIMUM_, IS_WIDE = IS_WIDE_;
+    // The number of words whose products are summed in 16 bits.
+    static constexpr int RUN = RUN_;
     // The vectors of an unpacked group: integers, scale and minimum.
     static constexpr int VECTORS = GROUP / 4 + 1 + HAS_MINIMUM;
 };
@@ -46,15 +69,29 @@ struct BlockKind {
 constexpr int MOST_VECTORS = BlockKind<16, true, false>::VECTORS;
 
 template <class Type>
-using KindOf = BlockKind<Type::GROUP, Type::HAS_MINIMUM, Type::IS_WIDE>;
+using KindOf = BlockKind<Type::GROUP, Type::HAS_MINIMUM, Type::BITS == 8, words_in_16_bits(Type::BITS)>;
 
 // Adds to `total` the product of a group with inputs of a row; `part` is the half of the 32 inputs, or 2 for all.
 template <class Kind>
 ALWAYS_INLINE vf add_group(vf total, const vi* words, vf scale, vf minimum, int offset, const RowBlock& x, int part) {
     vi sum = offset < 0 ? vi{} : (vi{} + x.less[part]) << offset;
     const int8_t* values = x.values + (part == 1 ? 16 : 0);
+#if VMP_SUMS_IN_16_BITS
+    if constexpr (Kind::RUN > 1) {
+#pragma GCC unroll 4
+        for (int i = 0; i < Kind::GROUP / 4; i += Kind::RUN) {
+            vs pairs = {};
+#pragma GCC unroll 4
+            for (int j = i; j < i + Kind::RUN; ++j) pairs += pairs_of(words[j], read<int32_t>(values + 4 * j));
+            sum = add_pairs(sum, pairs);
+        }
+    } else
+#endif
+    {
 #pragma GCC unroll 8
-    for (int i = 0; i < Kind::GROUP / 4; ++i) sum = dot<Kind::IS_WIDE>(sum, words[i], read<int32_t>(values + 4 * i));
+        for (int i = 0; i < Kind::GROUP / 4; ++i)
+            sum = dot<Kind::IS_WIDE>(sum, words[i], read<int32_t>(values + 4 * i));
+    }
     total += to_floats(sum) * (scale * x.scale);
     if constexpr (Kind::HAS_MINIMUM) total -= minimum * x.sums[part];
     return total;
@@ -146,14 +183,39 @@ void multiply_unpacked(const vf* const* panels, int64_t inputs, int offset, cons
 #pragma GCC unroll 2
             for (int c = 0; c < COLUMNS; ++c)
                 sums[r][c] = offset < 0 ? vi{} : (vi{} + block[r * x_stride].less[part]) << offset;
-#pragma GCC unroll 8
-        for (int i = 0; i < GROUP / 4; ++i)
+        // Calls `f(r, c, weights, four)` for each row and column, with word `i` of the column and the row's inputs.
+        auto each_word = [&](int i, auto&& f) __attribute__((always_inline)) {
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
                 const int32_t four = read<int32_t>(values + r * x_stride * sizeof(RowBlock) + 4 * i);
 #pragma GCC unroll 2
-                for (int c = 0; c < COLUMNS; ++c) sums[r][c] = dot<Kind::IS_WIDE>(sums[r][c], (vi)at[c][i], four);
+                for (int c = 0; c < COLUMNS; ++c) f(r, c, (vi)at[c][i], four);
             }
+        };
+#if VMP_SUMS_IN_16_BITS
+        if constexpr (Kind::RUN > 1) {
+#pragma GCC unroll 4
+            for (int i = 0; i < GROUP / 4; i += Kind::RUN) {
+                vs pairs[ROWS][COLUMNS] = {};
+#pragma GCC unroll 4
+                for (int j = i; j < i + Kind::RUN; ++j)
+                    each_word(j, [&](int r, int c, vi weights, int32_t four) __attribute__((always_inline)) {
+                        pairs[r][c] += pairs_of(weights, four);
+                    });
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                    for (int c = 0; c < COLUMNS; ++c) sums[r][c] = add_pairs(sums[r][c], pairs[r][c]);
+            }
+        } else
+#endif
+        {
+#pragma GCC unroll 8
+            for (int i = 0; i < GROUP / 4; ++i)
+                each_word(i, [&](int r, int c, vi weights, int32_t four) __attribute__((always_inline)) {
+                    sums[r][c] = dot<Kind::IS_WIDE>(sums[r][c], weights, four);
+                });
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
