@@ -368,7 +368,8 @@ def pack_experts(
 def block_experts(gate_up: ExpertBlocks, down: ExpertBlocks, activation: str, dtype: torch.dtype) -> AnyBlockExperts:
     """Return `experts` for weights in block types, and for rows and results of `dtype`.
 
-    The rows of `gate_up` are those of gate, then those of up. The weights stay where they are, as in `block_linear`.
+    The first half of the rows of `gate_up` is gate, the second half is up. The weights stay where they are, as in
+    `block_linear`.
     """
     parts = [part for of_expert in (*gate_up, *down) for part in of_expert]
     kernels = library() if cpu_blocks.can_read(parts, dtype) and activation in GATE_ACTIVATIONS else None

@@ -193,7 +193,7 @@ class _Reader:
             up = self._shape("blk.0.ffn_up.weight", 2)[0]
             self._must_fit("feed_forward_length", 2 * inner if "attn_qkv" in family.names else inner, up)
         if "attn_qkv" in family.names:
-            # The matrix has the rows of q, k and v, as `ffn_up` has those of gate and up.
+            # The matrix has the rows of q, k and v; `ffn_up` has the rows of gate and up.
             qkv = self._shape("blk.0.attn_qkv.weight", 2)[0]
             self._must_fit("attention.head_count", (heads + 2 * kv_heads) * head_dim, qkv)
         else:
