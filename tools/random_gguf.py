@@ -34,15 +34,16 @@ class Sizes(NamedTuple):
 
 def random_blocks(rng: np.random.Generator, type: gguf.GGMLQuantizationType, outputs: int, inputs: int) -> Bytes:
     """Return a random matrix as uint8 [outputs, bytes of a row]."""
-    weights, num_bytes = gguf.GGML_QUANT_SIZES[type]
-    blocks = rng.integers(0, 256, (outputs * inputs // weights, num_bytes), np.uint8)
+    num_bytes = gguf.GGML_QUANT_SIZES[type][1]
+    data = rng.integers(0, 256, gguf.quant_shape_to_byte_shape((outputs, inputs), type), np.uint8)
+    blocks = data.reshape(-1, num_bytes)
     scale = np.frombuffer(SCALE.tobytes(), np.uint8)
     if type == gguf.GGMLQuantizationType.Q6_K:
         blocks[:, -2:] = scale
     else:  # Q4_K: the scale of the scales, and the scale of the minima, which are 7.5 times as large
         blocks[:, :2] = scale
         blocks[:, 2:4] = np.frombuffer(np.float16(7.5 * SCALE).tobytes(), np.uint8)
-    return blocks.reshape(outputs, -1)
+    return data
 
 
 def matrices(sizes: Sizes, vocab_size: int) -> Iterator[tuple[str, gguf.GGMLQuantizationType, int, int]]:
@@ -90,8 +91,7 @@ def write(tokenizer: Path, out: Path, sizes: Sizes) -> None:
     for name in norms:
         writer.add_tensor_info(f"{name}.weight", (sizes.hidden,), np.dtype(np.float32), 4 * sizes.hidden)
     for name, type, outputs, inputs in matrices(sizes, vocab_size):
-        weights, num_bytes = gguf.GGML_QUANT_SIZES[type]
-        shape = (outputs, inputs // weights * num_bytes)
+        shape = gguf.quant_shape_to_byte_shape((outputs, inputs), type)
         writer.add_tensor_info(f"{name}.weight", shape, np.dtype(np.uint8), shape[0] * shape[1], raw_dtype=type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

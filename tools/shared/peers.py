@@ -119,8 +119,7 @@ class AsyncEngine:
         self._engine_args = engine_args
 
     def prepare(self) -> None:
-        if "model" not in self._engine_args:
-            resolve_model(MODEL)
+        self._model()
 
     def measure(self, workloads: Workloads) -> Figures:
         chance = random.Random(0)
@@ -145,9 +144,12 @@ class AsyncEngine:
             figures |= mixed_figures(workloads.mixed, next(timelines))
         return figures
 
+    def _model(self) -> str:
+        """Return the path of the model: the option `model`, or else the default model, which is fetched if needed."""
+        return self._engine_args.get("model") or str(resolve_model(MODEL))
+
     def _run_loads(self, loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
-        engine_args = {"dtype": "bfloat16", **self._engine_args}
-        engine_args.setdefault("model", str(resolve_model(MODEL)))
+        engine_args = {"dtype": "bfloat16", **self._engine_args, "model": self._model()}
         task = json.dumps({"package": self._package, "engine_args": engine_args, "loads": loads})
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
             program = ROOT / "tools/peer_programs/run_async_llm_load.py"
