@@ -60,6 +60,8 @@ class BlockWeight:
     data: Tensor
     type: BlockType
     inputs: int
+    release: Callable[[], None] = lambda: None
+    """Lets the system take back the memory of `data`, if it lies in a mapped file; it can be read again."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if `data` has another shape or dtype than `type` and `inputs` require."""

@@ -170,8 +170,8 @@ class VocabularyHead(Packable):
         """Pack as `Linear.pack` does; an embedding that shares the weight keeps it."""
         if isinstance(self.weight, BlockMatrix):
             self._packed = ops.block_linear(self.weight.parts, None, self._dtype)
-            return
-        self._packed = pack_linear(self.weight, None, quantization)
+        else:
+            self._packed = pack_linear(self.weight, None, quantization)
         if self._packed is not None:
             del self.weight
 

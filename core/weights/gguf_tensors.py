@@ -1,9 +1,11 @@
 """The weights in a GGUF file, mapped into memory.
 
-The mapping is shared and read-only: matrices in block types stay where they are, and the system loads and evicts their
-pages. If the file is truncated while it is mapped, a read of a missing page ends the core with SIGBUS.
+The mapping is shared and read-only: matrices in block types stay where they are, unless their rows are so short that
+products rewrite them, and the system loads and evicts their pages. If the file is truncated while it is mapped, a read
+of a missing page ends the core with SIGBUS.
 """
 
+import functools
 import logging
 import mmap
 import warnings
@@ -108,7 +110,8 @@ def _weight(mapped: mmap.mmap, place: TensorPlace, keeps_blocks: bool) -> Tensor
         data = torch.frombuffer(mapped, dtype=torch.uint8, count=place.num_bytes, offset=place.offset)
     kind, is_matrix = place.type.name, len(place.shape) == 2
     if kind in BLOCK_TYPES and is_matrix:
-        weight = BlockWeight(data.view(place.shape[0], -1), BLOCK_TYPES[kind], place.shape[1])
+        release = functools.partial(_release, mapped, place)
+        weight = BlockWeight(data.view(place.shape[0], -1), BLOCK_TYPES[kind], place.shape[1], release)
         return weight if keeps_blocks else weight.dequantized()
     if kind in _DTYPES:
         floats = data.view(_DTYPES[kind]).view(place.shape)

@@ -2,20 +2,34 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_mp.kernels.block_weight import BlockWeight
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
-from vllm_mp.kernels.cpu.library import DTYPES, CBlockLinear, CBlockPart, CTokenMasks, Library, address
+from vllm_mp.kernels.cpu.library import (
+    DTYPES,
+    CBlockLinear,
+    CBlockPart,
+    CBlockStrip,
+    CTokenMasks,
+    Library,
+    address,
+)
+from vllm_mp.kernels.cpu.packed import Arena
 from vllm_mp.kernels.sampling import TokenMasks
+
+LONGEST_REWRITTEN_ROW = 1152
+"""Bytes of a row. Longer rows are read at the speed of the memory where they lie, and are most of a large model."""
 
 
 class BlockLinear:
-    """`x @ weight.T + bias`, with weights in block types that are read where they lie.
+    """`x @ weight.T + bias`, with weights in block types.
 
-    The rows of the weight are those of the parts, which may have different types. Rows of `x` are quantized to 8 bits
+    The rows of the weight are those of the parts, which may have different types. They are read where they lie, unless
+    they are so short that it pays to rewrite them in strips, with the same results. Rows of `x` are quantized to 8 bits
     with a scale for each 32 inputs, which adds an error of about 0.6 % to each product (relative, root mean square, for
     normally distributed values). Results are batch-invariant.
     """
@@ -28,31 +42,40 @@ class BlockLinear:
         dtype: torch.dtype,
         *,
         is_pair: bool = False,
+        arena: Arena | None = None,
     ) -> None:
-        """Keep `parts`, which `can_read` must allow, and copy `bias` [outputs]; rows and results have `dtype`.
+        """Keep or rewrite `parts`, which `can_read` must allow, and copy `bias` [outputs]; rows and results have `dtype`.
 
         With `is_pair`, the rows are those of two matrices of the same size, which the kernels take in pairs; only
-        `interface` can be used then.
+        `interface` can be used then. Strips lie in `arena` if it is given.
         """
         inputs, outputs = parts[0].inputs, sum(part.outputs for part in parts)
-        width = library.panel_columns // 2 if is_pair else library.panel_columns
+        halves = 2 if is_pair else 1
+        width = library.panel_columns // halves
+        panels = -(-outputs // (halves * width))
         self._library = library
-        self._parts = parts
         self._is_pair = is_pair
         self._dtype = dtype
         self._outputs = outputs
         self._bias = None
         if bias is not None:
-            halves = bias.float().view(2 if is_pair else 1, -1)
-            panels = -(-halves.shape[1] // width)
-            padded = torch.zeros(len(halves), panels * width)
-            padded[:, : halves.shape[1]] = halves
-            self._bias = padded.view(len(halves), panels, width).transpose(0, 1).contiguous()
-        self._c_parts = (CBlockPart * len(parts))(*map(_c_part, parts))
-        self.interface = CBlockLinear(
-            self._c_parts, len(parts), address(self._bias), inputs, self._outputs, int(is_pair)
-        )
+            padded = torch.zeros(halves, panels * width)
+            padded[:, : outputs // halves] = bias.view(halves, -1)
+            self._bias = padded.view(halves, panels, width).transpose(0, 1).contiguous()
+        c_parts = (CBlockPart * len(parts))(*map(_c_part, parts))
+        self.interface = CBlockLinear(c_parts, len(parts), address(self._bias), inputs, outputs, int(is_pair), None)
         self._pointer = ctypes.byref(self.interface)
+        self._kept: tuple[Any, ...] = (parts, c_parts)
+        """Owners of memory that `interface` points to."""
+        is_short = all(part.data.shape[1] <= LONGEST_REWRITTEN_ROW for part in parts)
+        if is_short and (num_bytes := library.strip_bytes(self._pointer)):
+            memory = (arena or Arena()).empty(num_bytes, torch.uint8)
+            strips = (CBlockStrip * (2 * panels))()
+            library.write_strips(self._pointer, memory.data_ptr(), strips, torch.get_num_threads())
+            self.interface.parts, self.interface.num_parts, self.interface.strips = None, 0, strips
+            self._kept = (memory, strips)
+            for part in parts:
+                part.release()
 
     def __call__(
         self,

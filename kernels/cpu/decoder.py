@@ -94,7 +94,7 @@ class FusedDecoder(nn.Module):
         options: DecoderOptions,
         quantization: str | None,
     ) -> None:
-        """Copy the weights, except those in block types; see `ops.fuse_decoder`."""
+        """Copy the weights, except parts in block types that stay; see `ops.fuse_decoder`."""
         super().__init__()
         self._kept: list[Tensor | None] = []
         """Owners of memory that `_interfaces` points to, as are `_projections`."""
@@ -217,7 +217,7 @@ def _product(
     weight, bias = projection
     if isinstance(weight, Tensor):
         return PackedLinear(library, weight, bias, quantization, is_pair=is_pair, arena=arena)
-    return BlockLinear(library, weight, bias, dtype, is_pair=is_pair)
+    return BlockLinear(library, weight, bias, dtype, is_pair=is_pair, arena=arena)
 
 
 def _part_sizes(layer: LayerWeights) -> list[Sequence[int]]:

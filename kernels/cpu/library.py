@@ -48,8 +48,14 @@ class CBlockPart(ctypes.Structure):
     )
 
 
+class CBlockStrip(ctypes.Structure):
+    """Mirrors `BlockStrip` of csrc/blocks.h."""
+
+    _fields_ = (("at", c_void_p), ("type", c_int64))
+
+
 class CBlockLinear(ctypes.Structure):
-    """Mirrors `BlockLinear` of csrc/blocks.h."""
+    """Mirrors `BlockMatrix` of csrc/blocks.h."""
 
     _fields_ = (
         ("parts", POINTER(CBlockPart)),
@@ -58,6 +64,7 @@ class CBlockLinear(ctypes.Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("is_pair", c_int64),
+        ("strips", POINTER(CBlockStrip)),
     )
 
 
@@ -237,12 +244,18 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "block_experts": _EXPERTS,
 }
 
+_STRIP_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+    "strip_bytes": (POINTER(CBlockLinear),),
+    "write_strips": (POINTER(CBlockLinear), c_void_p, POINTER(CBlockStrip), c_int),
+}
+
 
 def _interface() -> int:
     """Return a number that changes with what is declared above; `INTERFACE` of csrc/kernels.cpp must be the same."""
     structures = (
         CLinear,
         CBlockPart,
+        CBlockStrip,
         CBlockLinear,
         CAttentionMetadata,
         CHeads,
@@ -257,7 +270,7 @@ def _interface() -> int:
         CDraws,
     )
     fields = [[(field[0], field[1].__name__) for field in structure._fields_] for structure in structures]
-    arguments = [(name, [kind.__name__ for kind in kinds]) for name, kinds in _SIGNATURES.items()]
+    arguments = [(name, [kind.__name__ for kind in kinds]) for name, kinds in (_SIGNATURES | _STRIP_SIGNATURES).items()]
     return zlib.crc32(repr((fields, arguments)).encode())
 
 
@@ -275,6 +288,10 @@ class Library:
         self._functions.vmp_panel_columns.restype = c_int64
         self.panel_columns: int = self._functions.vmp_panel_columns()
         """The columns of a panel of packed weights; a panel of a pair of matrices has half as many columns of each."""
+        self.strip_bytes = self._functions.vmp_strip_bytes
+        self.strip_bytes.argtypes, self.strip_bytes.restype = _STRIP_SIGNATURES["strip_bytes"], c_int64
+        self.write_strips = self._functions.vmp_write_strips
+        self.write_strips.argtypes, self.write_strips.restype = _STRIP_SIGNATURES["write_strips"], None
 
     @functools.cache  # noqa: B019, because a process has one library
     def function(self, name: str, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ from support.paged_batch import MIXED, PREFILLS, PagedBatch
 
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, quantize_blocks
+from vllm_mp.kernels.cpu import block_linear
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 96, 224, 8, 2, 40
 TYPES = {
@@ -58,8 +59,11 @@ def outputs_of(decoders, rows, dtype, adapters=None):
     return results
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fused_decoder_takes_block_types_that_differ_within_a_layer(build, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "longest_rewritten"), [(torch.float32, 1152), (torch.float32, 0), (torch.bfloat16, 1152)], ids=str
+)
+def test_fused_decoder_takes_block_types_that_differ_within_a_layer(build, dtype, longest_rewritten, monkeypatch):
+    monkeypatch.setattr(block_linear, "LONGEST_REWRITTEN_ROW", longest_rewritten)
     layers = [random_layer(dtype) for _ in range(NUM_LAYERS)]
     norm = torch.rand(HIDDEN).add(0.5).to(dtype)
     decoders = [

@@ -1,5 +1,7 @@
 """Products with weights in block types in every build of the C++ kernels, against their definition in torch."""
 
+import dataclasses
+import functools
 import math
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.block_linear import TorchBlockLinear
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight
+from vllm_mp.kernels.cpu import block_linear
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
 
 SCALES_AT = {
@@ -47,6 +50,24 @@ def test_products_agree_with_the_dequantized_weights_in_batches_of_any_size(buil
     rounded = BlockLinear(build, [weight], bias, torch.bfloat16)
     assert torch.equal(rounded(x.bfloat16()), product(x.bfloat16().float()).bfloat16())
     assert torch.equal(rounded(x.bfloat16(), torch.float32), product(x.bfloat16().float()))
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_rewritten_rows_give_the_results_of_rows_where_they_lie(build, name, monkeypatch):
+    weights = [random_weight(name, outputs) for outputs in (40, 5, 30)]
+    x, released = torch.randn(20, 512), []
+    parts = [dataclasses.replace(weight, release=functools.partial(released.append, weight)) for weight in weights]
+    rewritten = BlockLinear(build, parts, torch.arange(75.0), torch.float32)
+    assert released == weights
+    monkeypatch.setattr(block_linear, "LONGEST_REWRITTEN_ROW", 0)
+    in_place = BlockLinear(build, parts, torch.arange(75.0), torch.float32)
+    assert len(released) == len(weights)
+    for weight in weights[:2]:
+        weight.data.zero_()  # only products that read it where it lies see this
+    for rows in (1, 3, 20):
+        got, expected = rewritten(x[:rows]), in_place(x[:rows])
+        assert torch.equal(got[:, 45:], expected[:, 45:])
+        assert not torch.equal(got[:, :45], expected[:, :45])
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -1,8 +1,8 @@
 // The block types of GGUF files (kernels/block_weight.py defines them), unpacked for W rows of a matrix at once.
 //
 // A type has WEIGHTS weights in BYTES bytes, in groups of GROUP inputs: weight = scale * (integer - 2^OFFSET) - minimum,
-// with integers of BITS bits, and without 2^OFFSET if OFFSET is negative. `unpack(at, stride, take)` reads a block of
-// each of W rows, `stride` bytes apart, and calls `take(words, scale, minimum)` for each group, in the order that
+// with integers of BITS bits, and without 2^OFFSET if OFFSET is negative. `unpack(block, take)` reads the same block of W
+// rows, which is a RowsBlock or a StripBlock, and calls `take(words, scale, minimum)` for each group, in the order that
 // `group_at` gives. An element of a vector belongs to a row; `words` hold the integers of four inputs in each element.
 #pragma once
 
@@ -28,6 +28,13 @@ ALWAYS_INLINE vi joined(vi a, vi b) {
     return (vi)__builtin_shuffle((vl)a, (vl)b, index);
 }
 
+#if defined(__AVX2__)
+// Reads 16 bytes of a row, and of the fourth row after it.
+ALWAYS_INLINE __m256i pair_of_rows(const uint8_t* row, int64_t stride) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(read<__m128i>(row)), read<__m128i>(row + 4 * stride), 1);
+}
+#endif
+
 // Reads 16 bytes of each of W rows: `words[j]` gets word j of the rows.
 ALWAYS_INLINE void transpose(const uint8_t* at, int64_t stride, vi (&words)[4]) {
     vi some[4];
@@ -35,13 +42,10 @@ ALWAYS_INLINE void transpose(const uint8_t* at, int64_t stride, vi (&words)[4]) 
     for (int i = 0; i < 4; ++i) {
         const uint8_t* row = at + i * stride;
 #if defined(__AVX512F__)
-        __m512i four = _mm512_castsi128_si512(read<__m128i>(row));
-        four = _mm512_mask_broadcast_i32x4(four, 0x00f0, read<__m128i>(row + 4 * stride));
-        four = _mm512_mask_broadcast_i32x4(four, 0x0f00, read<__m128i>(row + 8 * stride));
-        some[i] = (vi)_mm512_mask_broadcast_i32x4(four, 0xf000, read<__m128i>(row + 12 * stride));
+        some[i] = (vi)__builtin_shufflevector((__v4di)pair_of_rows(row, stride),
+                                              (__v4di)pair_of_rows(row + 8 * stride, stride), 0, 1, 2, 3, 4, 5, 6, 7);
 #elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
-        const __m128i low = read<__m128i>(row), high = read<__m128i>(row + 4 * stride);
-        some[i] = (vi)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+        some[i] = (vi)pair_of_rows(row, stride);
 #else
         for (int lane = 0; lane < W / 4; ++lane)
             std::memcpy((uint8_t*)&some[i] + 16 * lane, row + 4 * lane * stride, 16);
@@ -76,16 +80,96 @@ ALWAYS_INLINE vf float16_of(vi words) {
 // Returns the upper halves of `low` and the lower halves of `high` as one number.
 ALWAYS_INLINE vi across(vi low, vi high) { return (vi)((vu)low >> 16) | high << 16; }
 
+// Some bytes of a block of W rows in a file, from byte FROM on: `word` and `half` return the 32 or 16 bits at a byte of
+// the block, 16 bits in the low half of each element.
+template <int FROM>
+struct RowsPart {
+    vi words[4];
+
+    ALWAYS_INLINE vi word(int byte) const {
+        const int i = (byte - FROM) / 4;
+        return (byte - FROM) % 4 ? across(words[i], words[i + 1]) : words[i];
+    }
+    ALWAYS_INLINE vi half(int byte) const {
+        const vi both = words[(byte - FROM) / 4];
+        return (byte - FROM) % 4 ? (vi)((vu)both >> 16) : both;
+    }
+};
+
+// The same block of W rows, `stride` bytes apart, as they lie in files.
+struct RowsBlock {
+    const uint8_t* at;
+    int64_t stride;
+
+    template <int N>
+    ALWAYS_INLINE void words(int byte, vi (&out)[N]) const {
+        transpose(at + byte, stride, out);
+    }
+    // Returns the 16 bytes from byte FROM on.
+    template <int FROM>
+    ALWAYS_INLINE RowsPart<FROM> part() const {
+        RowsPart<FROM> some;
+        transpose(at + FROM, stride, some.words);
+        return some;
+    }
+};
+
+// The same block of W rows in a strip: vectors with the same word of each row. A block whose size four does not divide
+// begins or ends with a number of 16 bits, which lies there for all rows.
+template <class Type>
+struct StripBlock {
+    const uint8_t* at;
+
+    template <int N>
+    ALWAYS_INLINE void words(int byte, vi (&out)[N]) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < N; ++i) out[i] = word(byte + 4 * i);
+    }
+    template <int>
+    ALWAYS_INLINE const StripBlock& part() const {
+        return *this;
+    }
+    ALWAYS_INLINE vi word(int byte) const { return read<vi>(at + W * byte); }
+    ALWAYS_INLINE vi half(int byte) const {
+        if (byte == Type::HALF) return __builtin_convertvector(read<vh>(at + W * byte), vi);
+        const int rest = (byte - (Type::HALF == 0 ? 2 : 0)) % 4;
+        return rest ? (vi)((vu)word(byte - rest) >> 16) : word(byte);
+    }
+};
+
+// Writes the block of W rows at `from` as a StripBlock.
+template <class Type>
+void write_strip(const RowsBlock& from, uint8_t* out) {
+    constexpr int FIRST = Type::HALF == 0 ? 2 : 0, END = Type::HALF > 0 ? Type::HALF : Type::BYTES;
+    vi some[4];
+    auto put = [&](int byte, int count) {
+        for (int i = 4 - count; i < 4; ++i) write(out + W * (byte + 4 * i), some[i]);
+    };
+    int byte = FIRST;
+    for (; byte + 16 <= END; byte += 16) {
+        from.words(byte, some);
+        put(byte, 4);
+    }
+    if (const int rest = (END - byte) / 4) {
+        from.words(END - 16, some);
+        put(END - 16, rest);
+    }
+    if (Type::HALF >= 0)
+        for (int row = 0; row < W; ++row)
+            std::memcpy(out + W * Type::HALF + 2 * row, from.at + row * from.stride + Type::HALF, 2);
+}
+
 // Returns byte i of each word.
 ALWAYS_INLINE vi byte_of(vi words, int i) { return (vi)((vu)words >> (8 * i)) & 255; }
 
 ALWAYS_INLINE vi low_nibbles(vi words) { return words & 0x0f0f0f0f; }
 ALWAYS_INLINE vi high_nibbles(vi words) { return (words >> 4) & 0x0f0f0f0f; }
 
-// Returns the groups of a block of 32: the low, and then the high nibbles of 16 bytes of each row.
-ALWAYS_INLINE void nibbles(const uint8_t* at, int64_t stride, vi (&words)[8]) {
+// Returns the groups of a block of 32: the low, and then the high nibbles of the 16 bytes from `byte` on.
+template <class Block>
+ALWAYS_INLINE void nibbles(const Block& block, int byte, vi (&words)[8]) {
     vi packed[4];
-    transpose(at, stride, packed);
+    block.words(byte, packed);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         words[i] = low_nibbles(packed[i]);
@@ -130,85 +214,86 @@ struct BlockLayout {
     static constexpr int BITS = BITS_;  // of an integer
     static constexpr bool HAS_MINIMUM = HAS_MINIMUM_;
     static constexpr int OFFSET = HAS_MINIMUM ? -1 : BITS - 1;
+    // Where the block has a number of 16 bits beside words of 32, or -1.
+    static constexpr int HALF = BYTES % 4 == 0 ? -1 : WEIGHTS == 32 ? 0 : BYTES - 2;
 };
 
 struct Q4_0 : BlockLayout<32, 18, 32, 4, false> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi head[4], words[8];
-        transpose(at, stride, head);
-        nibbles(at + 2, stride, words);
-        take(words, float16_of(head[0]), vf{});
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const auto head = block.template part<0>();
+        vi words[8];
+        nibbles(block, 2, words);
+        take(words, float16_of(head.half(0)), vf{});
     }
 };
 
 struct Q4_1 : BlockLayout<32, 20, 32, 4, true> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi head[4], words[8];
-        transpose(at, stride, head);
-        nibbles(at + 4, stride, words);
-        take(words, float16_of(head[0]), -float16_of(head[0] >> 16));
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const auto head = block.template part<0>();
+        vi words[8];
+        nibbles(block, 4, words);
+        take(words, float16_of(head.half(0)), -float16_of(head.half(2)));
     }
 };
 
 struct Q5_0 : BlockLayout<32, 22, 32, 5, false> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi head[4], words[8];
-        transpose(at, stride, head);
-        nibbles(at + 6, stride, words);
-        add_fifth_bits(across(head[0], head[1]), words);
-        take(words, float16_of(head[0]), vf{});
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const auto head = block.template part<0>();
+        vi words[8];
+        nibbles(block, 6, words);
+        add_fifth_bits(head.word(2), words);
+        take(words, float16_of(head.half(0)), vf{});
     }
 };
 
 struct Q5_1 : BlockLayout<32, 24, 32, 5, true> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi head[4], words[8];
-        transpose(at, stride, head);
-        nibbles(at + 8, stride, words);
-        add_fifth_bits(head[1], words);
-        take(words, float16_of(head[0]), -float16_of(head[0] >> 16));
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const auto head = block.template part<0>();
+        vi words[8];
+        nibbles(block, 8, words);
+        add_fifth_bits(head.word(4), words);
+        take(words, float16_of(head.half(0)), -float16_of(head.half(2)));
     }
 };
 
 struct Q8_0 : BlockLayout<32, 34, 32, 8, false> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi head[4], words[8];
-        transpose(at, stride, head);
-        transpose(at + 2, stride, words);
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const auto head = block.template part<0>();
+        vi words[8];
+        block.words(2, words);
 #pragma GCC unroll 8
         for (vi& some : words) some ^= int32_t(0x80808080);
-        take(words, float16_of(head[0]), vf{});
+        take(words, float16_of(head.half(0)), vf{});
     }
 };
 
 struct IQ4_NL : BlockLayout<32, 18, 32, 8, false> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi head[4], words[8];
-        transpose(at, stride, head);
-        nibbles(at + 2, stride, words);
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const auto head = block.template part<0>();
+        vi words[8];
+        nibbles(block, 2, words);
 #pragma GCC unroll 8
         for (vi& some : words) some = iq4_values(some);
-        take(words, float16_of(head[0]), vf{});
+        take(words, float16_of(head.half(0)), vf{});
     }
 };
 
 struct IQ4_XS : BlockLayout<256, 136, 32, 8, false> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi head[4];
-        transpose(at, stride, head);
-        const vf d = float16_of(head[0]);
-        const vi high = head[0] >> 16, low = head[1];
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const auto head = block.template part<0>();
+        const vf d = float16_of(head.half(0));
+        const vi high = head.half(2), low = head.word(4);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
             vi words[8];
-            nibbles(at + 8 + 16 * i, stride, words);
+            nibbles(block, 8 + 16 * i, words);
 #pragma GCC unroll 8
             for (vi& some : words) some = iq4_values(some);
             const vi scale = ((low >> (4 * i)) & 15) | ((high >> (2 * i)) & 3) << 4;
@@ -222,9 +307,10 @@ struct KScales {
     vf d, minimum;
     vi scales[2], minima[2];  // four bytes in each element
 
-    ALWAYS_INLINE KScales(const uint8_t* at, int64_t stride) {
+    template <class Block>
+    ALWAYS_INLINE explicit KScales(const Block& block) {
         vi words[4];
-        transpose(at, stride, words);
+        block.words(0, words);
         d = float16_of(words[0]);
         minimum = float16_of(words[0] >> 16);
         scales[0] = words[1] & 0x3f3f3f3f;
@@ -238,13 +324,13 @@ struct KScales {
 };
 
 struct Q4_K : BlockLayout<256, 144, 32, 4, true> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        const KScales k(at, stride);
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const KScales k(block);
 #pragma GCC unroll 4
         for (int i = 0; i < 8; i += 2) {
             vi packed[8], words[8];
-            transpose(at + 16 + 16 * i, stride, packed);
+            block.words(16 + 16 * i, packed);
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) words[j] = low_nibbles(packed[j]);
             take(words, k.scale(i), k.smallest(i));
@@ -256,15 +342,15 @@ struct Q4_K : BlockLayout<256, 144, 32, 4, true> {
 };
 
 struct Q5_K : BlockLayout<256, 176, 32, 5, true> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        const KScales k(at, stride);
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const KScales k(block);
         vi bits[8];
-        transpose(at + 16, stride, bits);
+        block.words(16, bits);
 #pragma GCC unroll 4
         for (int i = 0; i < 8; i += 2) {
             vi packed[8], words[8];
-            transpose(at + 48 + 16 * i, stride, packed);
+            block.words(48 + 16 * i, packed);
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) words[j] = low_nibbles(packed[j]) | ((bits[j] >> i) & 0x01010101) << 4;
             take(words, k.scale(i), k.smallest(i));
@@ -276,19 +362,18 @@ struct Q5_K : BlockLayout<256, 176, 32, 5, true> {
 };
 
 struct Q6_K : BlockLayout<256, 210, 16, 6, false> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi scales[4], last[4];
-        transpose(at + 192, stride, scales);
-        transpose(at + 194, stride, last);
-        const vf d = float16_of(last[3] >> 16);
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        vi scales[4];
+        block.words(192, scales);
+        const vf d = float16_of(block.template part<194>().half(208));
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             const int half = i / 2, from = 16 * (i % 2);
             vi low[4], next[4], bits[4], words[4];
-            transpose(at + 64 * half + from, stride, low);
-            transpose(at + 64 * half + from + 32, stride, next);
-            transpose(at + 128 + 32 * half + from, stride, bits);
+            block.words(64 * half + from, low);
+            block.words(64 * half + from + 32, next);
+            block.words(128 + 32 * half + from, bits);
             auto take_part = [&](int part) {
                 const int group = 8 * half + 2 * part + i % 2;
                 take(words, d * to_floats(scales[group / 4] << (24 - group % 4 * 8) >> 24), vf{});
@@ -310,16 +395,16 @@ struct Q6_K : BlockLayout<256, 210, 16, 6, false> {
 };
 
 struct Q2_K : BlockLayout<256, 84, 16, 2, true> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi scales[4], last[4];
-        transpose(at, stride, scales);
-        transpose(at + 68, stride, last);
-        const vf d = float16_of(last[3]), minimum = float16_of(last[3] >> 16);
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        vi scales[4];
+        block.words(0, scales);
+        const auto last = block.template part<68>();
+        const vf d = float16_of(last.half(80)), minimum = float16_of(last.half(82));
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             vi packed[4], words[4];
-            transpose(at + 16 + 16 * i, stride, packed);
+            block.words(16 + 16 * i, packed);
 #pragma GCC unroll 4
             for (int part = 0; part < 4; ++part) {
                 const int group = i / 2 * 8 + 2 * part + i % 2;
@@ -333,22 +418,21 @@ struct Q2_K : BlockLayout<256, 84, 16, 2, true> {
 };
 
 struct Q3_K : BlockLayout<256, 110, 16, 3, false> {
-    template <class Take>
-    ALWAYS_INLINE static void unpack(const uint8_t* at, int64_t stride, Take&& take) {
-        vi last[4];
-        transpose(at + 94, stride, last);
-        const vf d = float16_of(last[3] >> 16);
-        const vi low0 = across(last[0], last[1]), low1 = across(last[1], last[2]), high = across(last[2], last[3]);
+    template <class Block, class Take>
+    ALWAYS_INLINE static void unpack(const Block& block, Take&& take) {
+        const auto last = block.template part<94>();
+        const vf d = float16_of(last.half(108));
+        const vi low0 = last.word(96), low1 = last.word(100), high = last.word(104);
         const vi scales[4] = {low_nibbles(low0) | (high & 0x03030303) << 4,
                               low_nibbles(low1) | (high & 0x0c0c0c0c) << 2,
                               high_nibbles(low0) | (high & 0x30303030),
                               high_nibbles(low1) | ((high >> 2) & 0x30303030)};
         vi bits[8];
-        transpose(at, stride, bits);
+        block.words(0, bits);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             vi packed[4], words[4];
-            transpose(at + 32 + 16 * i, stride, packed);
+            block.words(32 + 16 * i, packed);
 #pragma GCC unroll 4
             for (int part = 0; part < 4; ++part) {
                 const int group = i / 2 * 8 + 2 * part + i % 2;

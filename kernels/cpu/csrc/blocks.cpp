@@ -97,19 +97,26 @@ ALWAYS_INLINE vf add_group(vf total, const vi* words, vf scale, vf minimum, int 
     return total;
 }
 
-// Prefetches W rows of a matrix, `stride` bytes apart, while they are multiplied, and then the rows that come `next`.
+// W rows of a matrix, where they lie. They are prefetched while they are multiplied, and then the rows that come `next`.
 // The lines go to the L2 cache, BYTES_AHEAD before they are read: 16 rows at once are too many for the processor's own
 // prefetching.
-struct RowsAhead {
+template <class Type_>
+struct Rows {
+    using Type = Type_;
     static constexpr int64_t BYTES_AHEAD = 1024;
 
     const uint8_t* at;
-    const uint8_t* next;
     int64_t stride;
+    const uint8_t* next;
     int64_t row_bytes;
 
+    Rows(const uint8_t* at, int64_t stride, int64_t inputs, const uint8_t* next)
+        : at(at), stride(stride), next(next), row_bytes(inputs / Type::WEIGHTS * Type::BYTES) {}
+
+    // Returns the blocks that hold input 32 * k.
+    ALWAYS_INLINE RowsBlock block(int64_t k) const { return {at + 32 * k / Type::WEIGHTS * Type::BYTES, stride}; }
+
     // Asks for the lines of 256 inputs, around input 32 * k, of an eighth of the rows; `place` is that in the block.
-    template <class Type>
     ALWAYS_INLINE void ask(int64_t k, int place) const {
         constexpr int BLOCKS = Type::WEIGHTS / 32;
         if (place * Type::GROUP % 32 != 0) return;
@@ -121,18 +128,36 @@ struct RowsAhead {
     }
 };
 
-// Multiplies ROWS rows with W rows of a matrix, `stride` bytes apart.
-template <class Type, int ROWS>
-void multiply_blocks(const uint8_t* at, int64_t stride, int64_t inputs, const RowBlock* x, int64_t x_stride,
-                     const uint8_t* next, vf* out) {
-    constexpr int BLOCKS = Type::WEIGHTS / 32, BYTES = Type::BYTES;
-    const RowsAhead ahead{at, next, stride, inputs / Type::WEIGHTS * BYTES};
+// W rows of a matrix in a strip. Strips lie one after another, so what is BYTES_AHEAD is read next.
+template <class Type_>
+struct Strip {
+    using Type = Type_;
+    static constexpr int64_t BYTES_AHEAD = 8192;
+
+    const uint8_t* at;
+
+    Strip(const uint8_t* at, int64_t, int64_t, const uint8_t*) : at(at) {}
+
+    ALWAYS_INLINE StripBlock<Type> block(int64_t k) const { return {at + 32 * k / Type::WEIGHTS * (W * Type::BYTES)}; }
+
+    ALWAYS_INLINE void ask(int64_t k, int place) const {
+        constexpr int GROUPS = Type::WEIGHTS / Type::GROUP, LINES = (W * Type::BYTES + 63) / 64;
+        for (int line = LINES * place / GROUPS; line < LINES * (place + 1) / GROUPS; ++line)
+            __builtin_prefetch(block(k).at + BYTES_AHEAD + 64 * line, 0, 2);
+    }
+};
+
+// Multiplies ROWS rows with W rows of a matrix: `Source` is Rows or Strip, and made of the arguments from `at` on.
+template <class Source, int ROWS>
+void multiply_blocks(const RowBlock* x, int64_t x_stride, vf* out, const uint8_t* at, int64_t stride, int64_t inputs,
+                     const uint8_t* next) {
+    using Type = typename Source::Type;
+    const Source source(at, stride, inputs, next);
     vf totals[ROWS] = {};
-    for (int64_t k = 0; k < inputs / 32; k += BLOCKS) {
+    for (int64_t k = 0; k < inputs / 32; k += Type::WEIGHTS / 32) {
         int place = 0;
-        const uint8_t* block_at = at + k / BLOCKS * BYTES;
-        Type::unpack(block_at, stride, [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
-            ahead.ask<Type>(k, place);
+        Type::unpack(source.block(k), [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+            source.ask(k, place);
             const int group = int(group_at<Type::GROUP>(place++));
             const int64_t block = k + group * Type::GROUP / 32;
 #pragma GCC unroll 8
@@ -145,19 +170,19 @@ void multiply_blocks(const uint8_t* at, int64_t stride, int64_t inputs, const Ro
 }
 
 // Unpacks W rows of a matrix.
-template <class Type>
-void unpack_blocks(const uint8_t* at, int64_t stride, int64_t inputs, const uint8_t* next, vf* out) {
-    constexpr int GROUP = Type::GROUP, BLOCKS = Type::WEIGHTS / 32, BYTES = Type::BYTES;
-    const RowsAhead ahead{at, next, stride, inputs / Type::WEIGHTS * BYTES};
-    for (int64_t k = 0; k < inputs / 32; k += BLOCKS) {
+template <class Source>
+void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, const uint8_t* next) {
+    using Type = typename Source::Type;
+    const Source source(at, stride, inputs, next);
+    for (int64_t k = 0; k < inputs / 32; k += Type::WEIGHTS / 32) {
         int place = 0;
-        const uint8_t* block_at = at + k / BLOCKS * BYTES;
-        Type::unpack(block_at, stride, [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
-            ahead.ask<Type>(k, place++);
+        Type::unpack(source.block(k), [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+            constexpr int WORDS = Type::GROUP / 4;
+            source.ask(k, place++);
 #pragma GCC unroll 8
-            for (int i = 0; i < GROUP / 4; ++i) out[i] = (vf)words[i];
-            out[GROUP / 4] = scale;
-            if constexpr (Type::HAS_MINIMUM) out[GROUP / 4 + 1] = minimum;
+            for (int i = 0; i < WORDS; ++i) out[i] = (vf)words[i];
+            out[WORDS] = scale;
+            if constexpr (Type::HAS_MINIMUM) out[WORDS + 1] = minimum;
             out += KindOf<Type>::VECTORS;
         });
     }
@@ -228,37 +253,40 @@ void multiply_unpacked(const vf* const* panels, int64_t inputs, int offset, cons
     std::memcpy(out, totals, sizeof totals);
 }
 
-// The functions above for a type of blocks and each number of rows.
+// The functions above for a type of blocks, where they lie or in strips, and each number of rows.
 struct BlockFunctions {
     int offset;
-    void (*unpack)(const uint8_t*, int64_t, int64_t, const uint8_t*, vf*);
-    void (*multiply[FEW_ROWS])(const uint8_t*, int64_t, int64_t, const RowBlock*, int64_t, const uint8_t*, vf*);
+    void (*unpack)(vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
+    void (*multiply[FEW_ROWS])(const RowBlock*, int64_t, vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
     void (*unpacked[2][TILE_OF_ROWS])(const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*);
 };
 
-template <class Type, int... FEW, int... ROWS>
+template <class Source, int... FEW, int... ROWS>
 constexpr BlockFunctions block_functions(std::integer_sequence<int, FEW...>, std::integer_sequence<int, ROWS...>) {
-    using Kind = KindOf<Type>;
-    return {Type::OFFSET,
-            unpack_blocks<Type>,
-            {multiply_blocks<Type, FEW + 1>...},
+    using Kind = KindOf<typename Source::Type>;
+    return {Source::Type::OFFSET,
+            unpack_blocks<Source>,
+            {multiply_blocks<Source, FEW + 1>...},
             {{multiply_unpacked<Kind, ROWS + 1, 1>...}, {multiply_unpacked<Kind, ROWS + 1, 2>...}}};
 }
 
-inline const BlockFunctions& block_functions(int64_t number) {
+inline const BlockFunctions& block_functions(int64_t number, bool is_strip) {
     const BlockFunctions* found = nullptr;
     with_block_type(number, [&](auto type) {
-        static constexpr BlockFunctions FUNCTIONS = block_functions<decltype(type)>(
-            std::make_integer_sequence<int, FEW_ROWS>{}, std::make_integer_sequence<int, TILE_OF_ROWS>{});
-        found = &FUNCTIONS;
+        constexpr auto few = std::make_integer_sequence<int, FEW_ROWS>{};
+        constexpr auto rows = std::make_integer_sequence<int, TILE_OF_ROWS>{};
+        static constexpr BlockFunctions OF_ROWS = block_functions<Rows<decltype(type)>>(few, rows);
+        static constexpr BlockFunctions OF_STRIPS = block_functions<Strip<decltype(type)>>(few, rows);
+        found = is_strip ? &OF_STRIPS : &OF_ROWS;
     });
     return *found;
 }
 
 // W rows of a matrix, or fewer for some elements of a vector: `first` up to `end`.
 struct BlockSlice {
-    const BlockPart* part = nullptr;
     const uint8_t* at = nullptr;
+    int64_t type = 0;
+    int64_t row_bytes = 0;
     int first = 0, end = 0;
 
     bool is_whole() const { return end - first == W; }
@@ -272,8 +300,8 @@ struct BlockSlices {
     const uint8_t* begin() const { return count ? some[0].at : nullptr; }
 };
 
-// Returns the slices of vector `half` of panel `i`.
-BlockSlices block_slices(const BlockMatrix& w, int64_t i, int half) {
+// Returns the slices of vector `half` of panel `i`, where the parts lie.
+BlockSlices slices_of_parts(const BlockMatrix& w, int64_t i, int half) {
     BlockSlices slices;
     const int64_t begin = w.is_pair ? half * (w.outputs / 2) + i * W : i * NR + half * W;
     const int64_t end = std::min(begin + W, w.is_pair && half == 0 ? w.outputs / 2 : w.outputs);
@@ -282,20 +310,33 @@ BlockSlices block_slices(const BlockMatrix& w, int64_t i, int half) {
         const BlockPart& part = w.parts[p];
         const int64_t from = std::max(begin, first), to = std::min(end, first + part.outputs);
         if (from < to)
-            slices.some[slices.count++] = {&part, part.data + (from - first) * part.row_bytes, int(from - begin),
-                                           int(to - begin)};
+            slices.some[slices.count++] = {part.data + (from - first) * part.row_bytes, part.type, part.row_bytes,
+                                           int(from - begin), int(to - begin)};
         first += part.outputs;
     }
     return slices;
+}
+
+// Returns the slices of vector `half` of panel `i`: a strip, or those where the parts lie.
+inline BlockSlices block_slices(const BlockMatrix& w, int64_t i, int half) {
+    if (!w.strips) return slices_of_parts(w, i, half);
+    BlockSlices slices;
+    const BlockStrip& strip = w.strips[2 * i + half];
+    if (strip.at) slices.some[slices.count++] = {strip.at, strip.type, 0, 0, W};
+    return slices;
+}
+
+// Copies the rows of a slice to `copy` [W, bytes of a row].
+inline void copy_rows(const BlockSlice& slice, uint8_t* copy) {
+    std::memcpy(copy + slice.first * slice.row_bytes, slice.at, (slice.end - slice.first) * slice.row_bytes);
 }
 
 // Returns the address from which W rows can be read: a copy of the rows of a slice that has fewer.
 inline const uint8_t* whole_rows(const BlockSlice& slice) {
     if (slice.is_whole()) return slice.at;
     thread_local std::vector<uint8_t> copy;
-    const int64_t size = slice.part->row_bytes;
-    copy.assign(W * size, 0);
-    std::memcpy(copy.data() + slice.first * size, slice.at, (slice.end - slice.first) * size);
+    copy.assign(W * slice.row_bytes, 0);
+    copy_rows(slice, copy.data());
     return copy.data();
 }
 
@@ -332,11 +373,11 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
         for (int half = 0; half < 2; ++half) bias[half] = load(w.bias + i * NR + half * W);
     // Calls `f` for each slice, with the address of the rows that are read after it.
     auto each_slice = [&](auto&& f) {
-        const uint8_t* next = block_slices(w, i + 1 < w.panels() ? i + 1 : i, 0).begin();
+        const uint8_t* next = w.strips ? nullptr : block_slices(w, i + 1 < w.panels() ? i + 1 : i, 0).begin();
         for (int half = 0; half < 2; ++half)
             for (int s = 0; s < slices[half].count; ++s) {
                 const BlockSlice& slice = slices[half].some[s];
-                f(half, slice, block_functions(slice.part->type),
+                f(half, slice, block_functions(slice.type, w.strips),
                   half == 0 && slices[1].count ? slices[1].begin() : next);
             }
     };
@@ -348,7 +389,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
     if (rows <= FEW_ROWS) {
         each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             vf got[FEW_ROWS];
-            functions.multiply[rows - 1](whole_rows(slice), slice.part->row_bytes, w.inputs, x, stride, next, got);
+            functions.multiply[rows - 1](x, stride, got, whole_rows(slice), slice.row_bytes, w.inputs, next);
             for (int64_t r = 0; r < rows; ++r) put(half, slice, r, got[r]);
         });
         return;
@@ -357,12 +398,12 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
     const int64_t size = w.inputs / 16 * MOST_VECTORS;
     unpacked.resize(std::max<int64_t>(unpacked.size(), 2 * size));
     const BlockSlice &slice0 = slices[0].some[0], &slice1 = slices[1].some[0];
-    if (slices[0].count == 1 && slices[1].count == 1 && slice0.part->type == slice1.part->type) {
+    if (slices[0].count == 1 && slices[1].count == 1 && slice0.type == slice1.type) {
         each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
-            functions.unpack(whole_rows(slice), slice.part->row_bytes, w.inputs, next, unpacked.data() + half * size);
+            functions.unpack(unpacked.data() + half * size, whole_rows(slice), slice.row_bytes, w.inputs, next);
         });
         const vf* const panels[2] = {unpacked.data(), unpacked.data() + size};
-        multiply_tiles(block_functions(slice0.part->type), panels, w.inputs, x, stride, rows,
+        multiply_tiles(block_functions(slice0.type, w.strips), panels, w.inputs, x, stride, rows,
                        [&](int64_t row, const vf* got) {
                            put(0, slice0, row, got[0]);
                            put(1, slice1, row, got[1]);
@@ -370,10 +411,50 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
         return;
     }
     each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
-        functions.unpack(whole_rows(slice), slice.part->row_bytes, w.inputs, next, unpacked.data());
+        functions.unpack(unpacked.data(), whole_rows(slice), slice.row_bytes, w.inputs, next);
         const vf* const panels[1] = {unpacked.data()};
         multiply_tiles(functions, panels, w.inputs, x, stride, rows,
                        [&](int64_t row, const vf* got) { put(half, slice, row, got[0]); });
+    });
+}
+
+int64_t strip_bytes(const BlockMatrix& w) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < 2 * w.panels(); ++i) {
+        const BlockSlices slices = slices_of_parts(w, i / 2, int(i % 2));
+        for (int s = 1; s < slices.count; ++s)
+            if (slices.some[s].type != slices.some[0].type) return 0;
+        if (slices.count) bytes += W * slices.some[0].row_bytes;
+    }
+    return bytes;
+}
+
+void write_strips(const BlockMatrix& w, uint8_t* out, BlockStrip* strips, int threads) {
+    const int64_t count = 2 * w.panels();
+    for (int64_t i = 0; i < count; ++i) {
+        const BlockSlices slices = slices_of_parts(w, i / 2, int(i % 2));
+        strips[i] = {slices.count ? out : nullptr, slices.some[0].type};
+        if (slices.count) out += W * slices.some[0].row_bytes;
+    }
+    team().run(threads, [&](Member& member) {
+        std::vector<uint8_t> copy;
+        member.each_guided(count, [&](int64_t i) {
+            const BlockSlices slices = slices_of_parts(w, i / 2, int(i % 2));
+            if (!slices.count) return;
+            const BlockSlice& first = slices.some[0];
+            const uint8_t* rows = first.at;
+            if (!first.is_whole()) {
+                copy.assign(W * first.row_bytes, 0);
+                for (int s = 0; s < slices.count; ++s) copy_rows(slices.some[s], copy.data());
+                rows = copy.data();
+            }
+            with_block_type(first.type, [&](auto type) {
+                using Type = decltype(type);
+                uint8_t* to = const_cast<uint8_t*>(strips[i].at);
+                for (int64_t byte = 0; byte < first.row_bytes; byte += Type::BYTES)
+                    write_strip<Type>({rows + byte, first.row_bytes}, to + W * byte);
+            });
+        });
     });
 }
 
@@ -385,7 +466,7 @@ void dequantize(const BlockPart& weight, int64_t row, int64_t inputs, float* out
         int64_t place = 0;
         // Each element of a vector reads the same row.
         for (int64_t k = 0; k < inputs; k += Type::WEIGHTS, at += Type::BYTES)
-            Type::unpack(at, 0, [&](const auto& words, vf scale, vf minimum) {
+            Type::unpack(RowsBlock{at, 0}, [&](const auto& words, vf scale, vf minimum) {
                 float* to = out + group_at<GROUP>(place++) * GROUP;
                 for (int i = 0; i < GROUP; ++i)
                     to[i] = scale[0] * float((words[i / 4][0] >> (i % 4 * 8) & 255) - ZERO) - minimum[0];

@@ -1,6 +1,7 @@
-// Products with matrices in the block types of GGUF files, read where they lie.
+// Products with matrices in the block types of GGUF files, read where they lie or from strips.
 //
-// A vector holds the same weights of W outputs, as in linear.h, so W rows of the matrix are unpacked together. Rows to
+// A vector holds the same weights of W outputs, as in linear.h, so W rows of the matrix are unpacked together. A strip
+// has the bytes of W rows in the order in which they are unpacked (StripBlock in block_types.h). Rows to
 // multiply are quantized to 8 bits with a scale for each 32 inputs. The products of a group are summed as integers;
 // the groups are added in the order of `group_at`, with the scales of both sides, so results are batch-invariant. A few
 // rows are multiplied with weights in registers. For more rows, the weights of a panel are unpacked once, into memory
@@ -89,6 +90,12 @@ struct BlockPart {
     int64_t row_bytes;
 };
 
+// W rows of a matrix, rewritten; mirrored by CBlockStrip. `at` is null where a panel has no rows.
+struct BlockStrip {
+    const uint8_t* at;
+    int64_t type;
+};
+
 // Matrices one below another; mirrored by CBlockLinear. If `is_pair` is set, the first half of all rows is multiplied in
 // pairs with the second: a panel has W columns of each.
 struct BlockMatrix {
@@ -98,12 +105,19 @@ struct BlockMatrix {
     int64_t inputs;
     int64_t outputs;    // rows of all parts
     int64_t is_pair;
+    const BlockStrip* strips;  // the two of each panel; or null: the rows are read where the parts lie
 
     int64_t panels() const { return is_pair ? (outputs / 2 + W - 1) / W : (outputs + NR - 1) / NR; }
 };
 
 // Multiplies `rows` rows, `stride` blocks each, with panel `i`: writes the panel's two vectors for each row to `sums`.
 void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t stride, int64_t rows, vf* sums);
+
+// Returns the bytes that strips of the matrix take; 0 if W rows have more than one type, so that they make no strip.
+int64_t strip_bytes(const BlockMatrix& w);
+
+// Writes the strips of the matrix to `out`, and where they are to `strips`, two for each panel.
+void write_strips(const BlockMatrix& w, uint8_t* out, BlockStrip* strips, int threads);
 
 // Writes a row of a matrix, dequantized, to `out` [inputs].
 void dequantize(const BlockPart& weight, int64_t row, int64_t inputs, float* out);

@@ -146,9 +146,15 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0x4c6577dcu; }
+uint32_t vmp_interface() { return 0x056c0aa5u; }
 
 int64_t vmp_panel_columns() { return NR; }
+
+int64_t vmp_strip_bytes(const BlockMatrix* w) { return strip_bytes(*w); }
+
+void vmp_write_strips(const BlockMatrix* w, uint8_t* out, BlockStrip* strips, int threads) {
+    write_strips(*w, out, strips, threads);
+}
 
 #define FOR_TYPE(NAME, T)                                                                                             \
     void vmp_pack_##NAME(const T* weight, int64_t outputs, int64_t inputs, int is_pair, void* packed, float* scales,  \
