@@ -44,7 +44,7 @@ class BlockLinear:
         is_pair: bool = False,
         arena: Arena | None = None,
     ) -> None:
-        """Keep or rewrite `parts`, which `can_read` must allow, and copy `bias` [outputs]; rows and results have `dtype`.
+        """Keep or rewrite `parts`, which `can_read` must allow; copy `bias` [outputs]. Rows and results have `dtype`.
 
         With `is_pair`, the rows are those of two matrices of the same size, which the kernels take in pairs; only
         `interface` can be used then. Strips lie in `arena` if it is given.
