@@ -42,7 +42,7 @@ class EngineControl(EngineLifecycle):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method of every worker, named by `method`, and return their results: a list with one result.
+        """Run a method of every worker, named by `method`, and return their results: one for each rank.
 
         The methods are `check_health()`, `get_cache_block_size_bytes()`, `get_kv_cache_bytes(num_tokens)`,
         `get_memory_info()`, `get_model_info()`, `get_num_parameters()` and `get_supported_tasks()`. Arguments and
@@ -58,9 +58,12 @@ class EngineControl(EngineLifecycle):
             )
         arguments = pack_arguments(args, kwargs)
         if timeout is None:
-            return [await self._ask("collective_rpc", method, arguments)]
-        self._attach()
-        return [await self._core_client.call("collective_rpc", timeout, method, arguments)]
+            results = await self._ask("collective_rpc", method, arguments)
+        else:
+            self._attach()
+            results = await self._core_client.call("collective_rpc", timeout, method, arguments)
+        has_ranks = self.vllm_config.parallel_config.tensor_parallel_size > 1
+        return list(results) if has_ranks else [results]
 
     async def pause_generation(
         self, mode: str = "abort", clear_cache: bool = True, *, wait_for_inflight_requests: bool | None = None

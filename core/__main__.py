@@ -1,9 +1,16 @@
-"""`python -m vllm_mp.core`: one core process, which reads its launch line on standard input."""
+"""`python -m vllm_mp.core`: one core process, which reads its launch line on standard input.
+
+With `--worker` it is another rank of a core (`core.parallel`).
+"""
 
 import logging
 import os
+import sys
 
-from vllm_mp.core.process import main
+if "--worker" in sys.argv[1:]:
+    from vllm_mp.core.parallel.worker_main import main
+else:
+    from vllm_mp.core.process import main
 
 exit_code = main()
 logging.shutdown()

@@ -17,6 +17,8 @@ from vllm_mp.core.activity_log import ActivityLog
 from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHandler
 from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
+from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
+from vllm_mp.core.parallel.worker_processes import WorkerFailedError
 from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.invariants import check_invariants
@@ -69,12 +71,14 @@ class EngineCore:
         suspension: Suspension = NOT_SUSPENDED,
         processors: RegisteredProcessors | None = None,
         adapters: Sequence[AdapterRecord] | None = None,
+        followers: Followers | None = None,
     ) -> None:
         """`socket` is polled for messages, which `handler` reads. `page` gets every change of state.
 
         `processors` are the operator's logits processors.
         The core enters `suspension`, the pause and the sleep of its predecessor, and knows its `adapters`. Without a
-        predecessor it loads the configuration's adapters. Raises ValueError if one cannot be loaded.
+        predecessor it loads the configuration's adapters. `followers` are the other ranks, if there are any, which
+        `runner` leads. Raises ValueError if an adapter cannot be loaded.
         """
         scheduler_config, cache = config.scheduler_config, config.cache_config
         model = config.model_config
@@ -87,8 +91,10 @@ class EngineCore:
         self._sampler = Sampler(self._batch, device, processors)
         self._suspension = record = SuspensionRecord(page, suspension, handler.tell_pause)
         self._pause = Pause(self._scheduler, handler.send_ends, record.note_pause)
-        self._profiler = Profiler(device)
-        self._sleep = Sleep(self._scheduler, runner, handler.send_ends, record.note_sleep)
+        self._followers = followers
+        self._profiler = Profiler(device) if followers is None else GroupProfiler(device, followers)
+        memory = runner if followers is None else GroupMemory(runner, followers)
+        self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
         self._grammars = grammar_compiler(model, config.decoding_config.backend)
@@ -107,6 +113,9 @@ class EngineCore:
         self._poller.register(self._grammars.fd, zmq.POLLIN)
         if self._adapters is not None:
             self._poller.register(self._adapters.fd, zmq.POLLIN)
+        for descriptor in followers.descriptors if followers is not None else ():
+            self._poller.register(descriptor, zmq.POLLIN)
+        self._worker = Worker(config, device, runner)
         tokenizer_files = TokenizerFiles(model.tokenizer)
         calls: dict[str, Operation] = {
             "ping": lambda: None,
@@ -120,7 +129,7 @@ class EngineCore:
             "stop_profile": OperatorCall(self._between_steps(self._profiler.stop)),
             "sleep": OperatorCall(self._sleep.sleep, record),
             "wake_up": OperatorCall(self._sleep.wake_up, record),
-            "collective_rpc": OperatorCall(self._between_steps(Worker(config, device, runner).call)),
+            "collective_rpc": OperatorCall(self._between_steps(self._call_workers)),
         }
         handler.adapters = self._adapters
         handler.grammars = self._grammars
@@ -160,6 +169,7 @@ class EngineCore:
             "sleep_level": self._sleep.state.level,
             "num_dropped_messages": self._handler.num_dropped,
             "num_clients": self._handler.num_clients,
+            "rank_pids": [os.getpid(), *([] if self._followers is None else self._followers.pids)],
         }
 
     @property
@@ -176,6 +186,8 @@ class EngineCore:
         if not (self._scheduler.has_work or self._scheduler.pending_steps):
             self._note_state()  # also beats; requests that were aborted after the latest step are not counted any more
             self._poller.poll(_BEAT_MS)
+            if self._followers is not None:
+                self._followers.look()
             self._activity.note_idle()
 
     def _settle_sleep(self) -> None:
@@ -221,6 +233,18 @@ class EngineCore:
                 self._activity.write(now)
             self._handler.publish(pending.number, update, output)
             self._profiler.count_step()
+
+    def _call_workers(self, method: Any, arguments: Any) -> Any:
+        """Return the result of a method of the worker, or with several ranks the list of their results by rank."""
+        if self._followers is None:
+            return self._worker.call(method, arguments)
+        own = self._worker.call(method, arguments)
+        try:
+            return [own, *self._followers.results(self._followers.call("collective_rpc", method, arguments))]
+        except WorkerFailedError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
     def _between_steps(self, call: Callable[P, T]) -> Callable[P, T]:
         """Return a function that processes all pending steps, then calls `call`."""
@@ -285,7 +309,7 @@ def _make_adapters(
         cache.load_first(limits.lora_modules)
     else:
         cache.restore(known)
-    return cache, AdapterTurns(limits.max_loras, cache, runner.adapters.load)
+    return cache, AdapterTurns(limits.max_loras, cache, runner.load_adapter)
 
 
 def _adapter_calls(adapters: AdapterCache | None) -> dict[str, Operation]:

@@ -12,8 +12,10 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +29,7 @@ from vllm_mp.status_page import CoreState, StatusPage
 
 if TYPE_CHECKING:
     from vllm_mp.core.engine_core import EngineCore
+    from vllm_mp.core.parallel.worker_processes import WorkerProcesses
 
 logger = logging.getLogger("vllm_mp.core")
 
@@ -96,16 +99,19 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         predecessor=launch.predecessor,
         is_shared=launch.public is not None,
     )
-    core, page = None, None
+    core, page, workers = None, None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
         _note_signals(page)
         page.describe(_description(launch))
         page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
-        core = _load(launch, page, handler, bound, stop)
+        workers = _start_workers(launch, page)
+        core = _load(launch, page, handler, bound, stop, workers)
         if core is not None:
             core.run()
             core.close()
+        if workers is not None:
+            workers.close()
         page.enter(CoreState.STOPPED)
         bound.close(_LINGER_MS)
         return False
@@ -124,7 +130,18 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
             page.enter(CoreState.STOPPED)
         return True
     finally:
+        if workers is not None:
+            workers.close(at_once=True)
         bound.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
+
+
+def _start_workers(launch: CoreLaunch, page: StatusPage) -> "WorkerProcesses | None":
+    """Start the processes of the other ranks, which import and load beside the core; None for a core of one rank."""
+    if launch.config.parallel_config.tensor_parallel_size == 1:
+        return None
+    from vllm_mp.core.parallel.worker_processes import WorkerProcesses
+
+    return WorkerProcesses(launch.config, Path(launch.runtime_dir or tempfile.gettempdir()), page.beat)
 
 
 def _description(launch: CoreLaunch) -> CoreDescription:
@@ -149,23 +166,25 @@ def _note_signals(page: StatusPage) -> None:
 
 
 def _load(
-    launch: CoreLaunch, page: StatusPage, handler: RequestHandler, bound: BoundSocket, stop: StopSignal
+    launch: CoreLaunch,
+    page: StatusPage,
+    handler: RequestHandler,
+    bound: BoundSocket,
+    stop: StopSignal,
+    workers: "WorkerProcesses | None",
 ) -> "EngineCore | None":
     """Return the core with its weights loaded; None if it was told to stop in the meantime.
+
+    `workers` are the processes of the other ranks; None if there are none.
 
     Raises ValueError, with the remedy, if the configuration does not suit the model or the machine.
     """
     started = time.monotonic()
     from vllm_mp.core.engine_core import EngineCore
+    from vllm_mp.core.parallel.followers import lead
+    from vllm_mp.core.parallel.group import ALONE
     from vllm_mp.core.weights.digest import model_digest
-    from vllm_mp.core.worker.device import (
-        check_float8,
-        choose_device,
-        choose_dtype,
-        choose_overlap,
-        choose_step_size,
-        set_threads,
-    )
+    from vllm_mp.core.worker.device import prepare_device
     from vllm_mp.core.worker.memory import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
     from vllm_mp.core.worker.registered_processors import RegisteredProcessors
@@ -174,12 +193,7 @@ def _load(
     gc.freeze()
     gc.enable()
     config = launch.config
-    device = choose_device(config)
-    check_float8(config, device)
-    dtype = choose_dtype(config, device)
-    choose_step_size(config, device)
-    choose_overlap(config, device)
-    set_threads(config)
+    device, dtype = prepare_device(config)
     page.enter(CoreState.LOADING)
     processors = RegisteredProcessors(config, device) if config.model_config.logits_processors else None
     faults = None
@@ -196,8 +210,11 @@ def _load(
             faults.while_loading(share)
 
     try:
+        group, followers = (ALONE, None) if workers is None else lead(config, workers, device, stop)
         with memory_to_start(config):
-            runner = ModelRunner(config, device, dtype, progress, page.beat)
+            runner = ModelRunner(config, device, dtype, progress, page.beat, group=group, leader=followers)
+        if workers is not None:
+            workers.wait_until_ready(stop.raise_if_set)
     except StopSignal.Stopped:
         return None
     if faults is not None:
@@ -225,6 +242,7 @@ def _load(
         launch.suspension,
         processors,
         launch.adapters,
+        followers,
     )
 
 

@@ -23,6 +23,11 @@ class StopSignal:
         self.is_set = True
         os.eventfd_write(self.fd, 1)
 
+    def raise_if_set(self) -> None:
+        """Raise `Stopped` if the core is told to stop."""
+        if self.is_set:
+            raise StopSignal.Stopped
+
     def listen(self, drains: bool) -> None:
         """Set this on SIGTERM and SIGINT, with `drain` on SIGINT if `drains`; the second signal kills the process."""
 

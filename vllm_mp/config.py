@@ -139,7 +139,7 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, kw_only=True):
-    """How many devices work on the model; this version uses one device."""
+    """How many devices work on the model: each rank of a tensor-parallel group has one."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -31,6 +31,7 @@ from vllm_mp.model_config.generation import default_sampling_params, eos_token_i
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
+from vllm_mp.model_config.tensor_parallel import check_tensor_parallel
 from vllm_mp.model_store import recommended_generation_config, resolve_model
 from vllm_mp.options import MAX_INTEGER
 from vllm_mp.processor_registration import import_folders
@@ -74,6 +75,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
     is_encoder = architecture.is_encoder
     if is_encoder:
         _check_encoder_options(args)
+    check_tensor_parallel(_with_blocks(args, architecture), args.tensor_parallel_size, args.model)
     max_model_len = _max_model_len(args, architecture, read_max_seq_length(folder))
     overrides = args.override_generation_config or {}
     recommended = recommended_generation_config(args.model) if args.generation_config == "auto" else {}
@@ -103,7 +105,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             enable_prefix_caching=args.enable_prefix_caching is not False and not is_encoder,
         ),
         scheduler_config=_scheduler_config(args, max_model_len, is_encoder),
-        parallel_config=ParallelConfig(),
+        parallel_config=_section(ParallelConfig, args, distributed_executor_backend="mp"),
         device_config=_section(DeviceConfig, args),
         attention_config=AttentionConfig(backend=args.attention_backend),
         decoding_config=DecodingConfig(backend=BACKEND_NAMES[args.guided_decoding_backend]),
@@ -111,6 +113,13 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
         lora_config=_lora_config(args, architecture),
     )
+
+
+def _with_blocks(args: "EngineArgs", architecture: Architecture) -> Architecture:
+    """Return `architecture` with the blocks into which the quantization that `args` ask for rounds its weights."""
+    if args.quantization == "int4" and isinstance(architecture, NativeArchitecture):
+        return msgspec.structs.replace(architecture, blocks="int4")
+    return architecture
 
 
 def _iteration_timeout(args: "EngineArgs") -> float:

@@ -20,7 +20,8 @@ _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
 _ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
 """vLLM's names of attention backends."""
-_ONE_DEVICE = "one device computes the model"
+_ONE_STAGE = "the layers run one after the other in each process; tensor_parallel_size shares each layer"
+_ONE_MACHINE = "ranks are processes of the core's machine"
 _NO_RAY = "the core is a process of its own on the machine of the client"
 
 
@@ -172,9 +173,15 @@ class EngineArgs(Options):
     check_invariants: bool = option(
         False, "Check the state of scheduler and KV cache after each step, for debugging; this is slow."
     )
-    tensor_parallel_size: int = option(1, "Share each layer among N devices.", low=1, unserved=_ONE_DEVICE)
+    tensor_parallel_size: int = option(
+        1,
+        "Share each layer among N ranks, each a process with a GPU of its own, or on a CPU with its share of the CPUs.",
+        low=1,
+        high=256,
+        subject="device",
+    )
     pipeline_parallel_size: int = option(
-        1, "Divide the layers into N groups, each on its own device.", low=1, unserved=_ONE_DEVICE
+        1, "Divide the layers into N groups, each on its own device.", low=1, unserved=_ONE_STAGE
     )
     data_parallel_size: int = option(
         1,
@@ -186,7 +193,7 @@ class EngineArgs(Options):
         None,
         "Run several devices with this implementation. Default: none.",
         choices=("mp", "ray"),
-        unserved=_ONE_DEVICE,
+        unserved=_ONE_MACHINE,
     )
     worker_use_ray: bool = option(False, "Run workers with Ray.", unserved=_NO_RAY)
     engine_use_ray: bool = option(False, "Run the engine with Ray.", unserved=_NO_RAY)

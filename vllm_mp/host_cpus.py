@@ -47,8 +47,27 @@ def bind_process(text: str) -> frozenset[int]:
     chosen = named.cpus.union(*(nodes[node] & usable for node in named.nodes))
     if not chosen <= usable or not chosen:
         raise ValueError(f"cpus={text!r:.100}: this process may use the CPUs {_ranges(usable)} only")
-    os.sched_setaffinity(0, chosen)
-    return chosen
+    return bind_to(chosen)
+
+
+def bind_to(cpus: frozenset[int]) -> frozenset[int]:
+    """Let this thread, and threads and memory that it makes later, use only `cpus`; return them."""
+    os.sched_setaffinity(0, cpus)
+    return cpus
+
+
+def cpu_share(cpus: frozenset[int], rank: int, num_ranks: int) -> frozenset[int]:
+    """Return the CPUs of a rank, about as many as each other rank has; ranks lie in one NUMA node where they can.
+
+    If there are fewer CPUs than ranks, several ranks get the same CPU.
+    """
+    nodes = numa_nodes()
+    of_node = {cpu: node for node, members in nodes.items() for cpu in members}
+    ordered = sorted(cpus, key=lambda cpu: (of_node.get(cpu, 0), cpu))
+    if len(ordered) < num_ranks:
+        return frozenset([ordered[rank % len(ordered)]])
+    first, last = (len(ordered) * border // num_ranks for border in (rank, rank + 1))
+    return frozenset(ordered[first:last])
 
 
 def usable_cpus() -> frozenset[int]:

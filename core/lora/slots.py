@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.lora.targets import projections
+from vllm_mp.core.parallel.cuts import cut_factors
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.kernels.ops import AnyAdapterStack
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -14,6 +15,7 @@ class AdapterSlots:
 
     def __init__(self, arch: NativeArchitecture, num_slots: int, max_rank: int) -> None:
         """Prepare slots for adapters of up to `max_rank`; `bind` allocates their memory."""
+        self._shard = arch.shard
         self._projections = projections(arch)
         self._max_rank = max_rank
         self._adapters: list[Adapter | None] = [None] * num_slots
@@ -40,4 +42,5 @@ class AdapterSlots:
         self._adapters[slot] = adapter
         with one_thread():
             for stack, projection in zip(self._stacks, self._projections if self._stacks else [], strict=True):
-                stack.load(slot, [adapter.factors.get(part) for part in projection.parts])
+                factors = [(part, adapter.factors.get(part)) for part in projection.parts]
+                stack.load(slot, [cut_factors(part, of_part, self._shard) for part, of_part in factors])

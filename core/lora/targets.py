@@ -51,11 +51,11 @@ def _llama_layer(arch: NativeArchitecture, layer: int) -> list[Projection]:
 
 
 def _gpt2_layer(arch: NativeArchitecture, layer: int) -> list[Projection]:
-    hidden, inner = arch.hidden_size, arch.intermediate_size
+    hidden, inner, of_heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
     at = f"h.{layer}."
     return [
-        Projection((f"{at}attn.c_attn",), hidden, (3 * hidden,)),
-        Projection((f"{at}attn.c_proj",), hidden, (hidden,)),
+        Projection((f"{at}attn.c_attn",), hidden, (3 * of_heads,)),
+        Projection((f"{at}attn.c_proj",), of_heads, (hidden,)),
         Projection((f"{at}mlp.c_fc",), hidden, (inner,)),
         Projection((f"{at}mlp.c_proj",), inner, (hidden,)),
     ]

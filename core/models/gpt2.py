@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
-from vllm_mp.core.models.block_matrix import destination_of, embedding, vocabulary_matrix
+from vllm_mp.core.models.block_matrix import destination_of, vocabulary_matrix
 from vllm_mp.core.models.checkpoint import Destination, load_checkpoint
-from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
+from vllm_mp.core.models.linear import Linear, make_adapter_stacks, pack_projections
+from vllm_mp.core.models.vocabulary import VocabularyHead, shared_embedding
+from vllm_mp.core.parallel.cuts import cut_tensors
+from vllm_mp.core.parallel.group import RankModule
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -29,7 +32,7 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class Block(AttentionLayer):
+class Block(AttentionLayer, RankModule):
     """Attention and MLP, each after a layer norm and added to the residual stream."""
 
     def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,30 +40,29 @@ class Block(AttentionLayer):
         self.num_heads = arch.num_heads
         self.scale = arch.attention_scale[layer]
         self.activation = ops.ACTIVATIONS[arch.activation]
-        hidden, inner = arch.hidden_size, arch.intermediate_size
+        hidden, inner, of_heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
         self.ln_1 = LayerNorm(hidden, arch.norm_eps, dtype, device)
-        self.qkv_proj = Linear(hidden, 3 * hidden, True, dtype, device, blocks=arch.blocks)
-        self.o_proj = Linear(hidden, hidden, True, dtype, device, blocks=arch.blocks)
+        self.qkv_proj = Linear(hidden, 3 * of_heads, True, dtype, device, blocks=arch.blocks)
+        self.o_proj = Linear(of_heads, hidden, True, dtype, device, blocks=arch.blocks)
         self.ln_2 = LayerNorm(hidden, arch.norm_eps, dtype, device)
         self.up_proj = Linear(hidden, inner, True, dtype, device, blocks=arch.blocks)
         self.down_proj = Linear(inner, hidden, True, dtype, device, blocks=arch.blocks)
 
     def forward(self, x: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
-        tokens, hidden = x.shape
+        tokens = len(x)
         slots = metadata.adapter_slots
         q, k, v = self.qkv_proj(self.ln_1(x), slots).view(tokens, 3, self.num_heads, -1).unbind(1)
         ops.write_kv(k, v, *kv_cache, metadata.cell_mapping)
         attended = self.attend(q, *kv_cache, metadata, self.scale)
-        x = x + self.o_proj(attended.reshape(tokens, hidden), slots)
-        mlp: Tensor = self.down_proj(self.activation(self.up_proj(self.ln_2(x), slots)), slots)
-        return x + mlp
+        x = x + self.group.sum(self.o_proj(attended.reshape(tokens, -1), slots))
+        return x + self.group.sum(self.down_proj(self.activation(self.up_proj(self.ln_2(x), slots)), slots))
 
     def projections(self) -> list[Linear]:
         """Return the projections in the order of `core.lora.targets.projections`."""
         return [self.qkv_proj, self.o_proj, self.up_proj, self.down_proj]
 
 
-class GPT2LMHeadModel(nn.Module):
+class GPT2LMHeadModel(RankModule):
     """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
 
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,7 +78,7 @@ class GPT2LMHeadModel(nn.Module):
         head = self.wte
         if not arch.tie_word_embeddings:
             head = vocabulary_matrix(arch, dtype, device)
-        self.lm_head = VocabularyHead(head, dtype)
+        self.lm_head = VocabularyHead(head, dtype, arch.shard)
 
     def forward(
         self,
@@ -94,7 +96,7 @@ class GPT2LMHeadModel(nn.Module):
         return normed
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return embedding(input_ids, self.wte, self._dtype)
+        return shared_embedding(input_ids, self.wte, self._dtype, self.arch.shard, self.group)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
@@ -113,7 +115,7 @@ class GPT2LMHeadModel(nn.Module):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         load_checkpoint(
             self._destinations(),
-            tensors,
+            cut_tensors(tensors, self.arch.shard),
             prefix="transformer.",
             # Old files contain the causal masks, which were buffers.
             ignored=lambda name: name.endswith((".attn.bias", ".attn.masked_bias")),

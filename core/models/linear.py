@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm_mp.core.models.block_matrix import BlockMatrix, projection_type
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, Destination
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.ops import TokenMasks, pack_linear
+from vllm_mp.kernels.ops import pack_linear
 from vllm_mp.model_config.quantization import BlockSource, Fp8Scales
 
 
@@ -152,40 +152,6 @@ class Linear(Packable):
         if isinstance(adapters, ops.AdapterStack) and adapter_slots is not None:
             ops.add_adapters(out, x, adapter_slots, adapters.a, adapters.b, adapters.part_sizes)
         return out
-
-
-class VocabularyHead(Packable):
-    """The projection to logits; `weight` [vocab_size, hidden_size] may be the weight of the embedding.
-
-    For a weight in block types, `dtype` is that of the hidden states.
-    """
-
-    def __init__(self, weight: nn.Parameter | BlockMatrix, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = weight
-        self._dtype = dtype
-        self._packed: Any = None
-
-    def pack(self, quantization: str | None) -> None:
-        """Pack as `Linear.pack` does; an embedding that shares the weight keeps it."""
-        if isinstance(self.weight, BlockMatrix):
-            self._packed = ops.block_linear(self.weight.parts, None, self._dtype)
-        else:
-            self._packed = pack_linear(self.weight, None, quantization)
-        if self._packed is not None:
-            del self.weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits [n, vocab_size] for `hidden` [n, hidden_size]: float32 if packed, else the model's dtype."""
-        if self._packed is None:
-            assert isinstance(self.weight, Tensor)
-            return F.linear(hidden, self.weight)
-        logits: Tensor = self._packed(hidden, torch.float32)
-        return logits
-
-    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
-        """Return `ops.masked_argmax` of the logits of `hidden` [n, hidden_size]; packed weights fuse the two."""
-        return ops.masked_argmax(self(hidden), masks) if self._packed is None else self._packed.argmax(hidden, masks)
 
 
 def make_adapter_stacks(projections: Iterable[Linear], num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:

@@ -14,21 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.core.models.attention import AttentionLayer
-from vllm_mp.core.models.block_matrix import destination_of, embedding, vocabulary_matrix
+from vllm_mp.core.models.block_matrix import destination_of, vocabulary_matrix
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
 from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_experts
-from vllm_mp.core.models.linear import Linear, VocabularyHead, make_adapter_stacks, pack_projections
+from vllm_mp.core.models.linear import Linear, make_adapter_stacks, pack_projections
 from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache
+from vllm_mp.core.models.vocabulary import VocabularyHead, shared_embedding
+from vllm_mp.core.parallel.cuts import cut_tensors
+from vllm_mp.core.parallel.group import RankModule
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
-from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.architecture import NativeArchitecture, Shard
 
 logger = logging.getLogger(__name__)
 
 
-class Attention(AttentionLayer):
-    """Grouped-query self-attention over the paged cache, with q, k and v in one projection."""
+class Attention(AttentionLayer, RankModule):
+    """Grouped-query self-attention over the paged cache, with q, k and v in one projection.
+
+    Its output is the share of its heads, which `DecoderLayer` sums over the ranks.
+    """
 
     def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -46,6 +52,7 @@ class Attention(AttentionLayer):
         self.qkv_proj = Linear(arch.hidden_size, parts, arch.attention_bias, **form)
         self.o_proj = Linear(sizes[0], arch.hidden_size, arch.attention_output_bias, **form)
         self.norms_all_heads = arch.norms_all_heads
+        self.shard = arch.shard
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
         if arch.qk_norm:
@@ -65,7 +72,7 @@ class Attention(AttentionLayer):
         slots = metadata.adapter_slots
         q, k, v = self.qkv_proj(x, slots).view(x.shape[0], -1, self.head_dim).split(self.heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+            q, k = self._normed(q, k, self.q_norm, self.k_norm)
         k_scale, v_scale = self.kv_scales if kv_cache[0].dtype == ops.FLOAT8 else (1.0, 1.0)
         # Rotating keys commutes with scaling them.
         k, v = (k if k_scale == 1.0 else k / k_scale), (v if v_scale == 1.0 else v / v_scale)
@@ -76,11 +83,32 @@ class Attention(AttentionLayer):
         out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1), slots)
         return out
 
-    def _normed(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Return the norm of `heads` [num_tokens, num_heads, head_dim], over each head or all heads of a token."""
+    def _normed(self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norms of `q` and `k` [num_tokens, heads, head_dim], over each head or all heads of a token."""
         if not self.norms_all_heads:
-            return ops.rms_norm(heads, weight, self.eps)
-        return ops.rms_norm(heads.flatten(1), weight, self.eps).view(heads.shape)
+            return ops.rms_norm(q, q_weight, self.eps), ops.rms_norm(k, k_weight, self.eps)
+        if self.shard is not None:
+            return self._normed_over_ranks(q, k, q_weight, k_weight, self.shard)
+        normed_q, normed_k = (
+            ops.rms_norm(heads.flatten(1), weight, self.eps).view(heads.shape)
+            for heads, weight in ((q, q_weight), (k, k_weight))
+        )
+        return normed_q, normed_k
+
+    def _normed_over_ranks(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, shard: Shard
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norms over the heads of all ranks, of which this rank has `q` and `k`."""
+        counts = (shard.whole.num_heads * self.head_dim, shard.whole.num_kv_heads * self.head_dim * shard.kv_copies)
+        squares = torch.stack([heads.float().square().sum((1, 2)) for heads in (q, k)])
+        q_squares, k_squares = self.group.sum(squares).unbind()
+        normed = []
+        for heads, weight, total, count in ((q, q_weight, q_squares, counts[0]), (k, k_weight, k_squares, counts[1])):
+            scaled = heads.float() * torch.rsqrt(total / count + self.eps)[:, None, None]
+            # A weight in float32 multiplies before the value is rounded (`ops.rms_norm`).
+            value = scaled if weight.dtype != heads.dtype else scaled.to(heads.dtype)
+            normed.append((value * weight.view(1, *heads.shape[1:])).to(heads.dtype))
+        return normed[0], normed[1]
 
     def kv_scale(self, part: int) -> Destination:
         """Return the destination of a checkpoint's optional scale of keys (`part` 0) or values (1)."""
@@ -96,8 +124,11 @@ class Attention(AttentionLayer):
         return Destination([[], [1]], FLOAT_DTYPES, keep, is_required=False)
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP, whose outputs are added to the residual stream, with norms before or after each, or both."""
+class DecoderLayer(RankModule):
+    """Attention and MLP, whose outputs are added to the residual stream, with norms before or after each, or both.
+
+    Each output is first summed over the ranks, which have computed shares of it.
+    """
 
     def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -128,10 +159,10 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the next `(x, residual)`; `x` is the output of the layer before, not yet added to `residual`."""
         x, residual = self._added(x, residual, self.input_norm)
-        x = self.attention(x, positions, cos_sin, kv_cache, metadata)
+        x = self.group.sum(self.attention(x, positions, cos_sin, kv_cache, metadata))
         x = self._output(x, self.attention_output_norm)
         x, residual = self._added(x, residual, self.mlp_norm)
-        x = self.mlp(x, metadata.adapter_slots)
+        x = self.group.sum(self.mlp(x, metadata.adapter_slots))
         return self._output(x, self.mlp_output_norm), residual
 
     def _added(self, x: Tensor, residual: Tensor | None, norm: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -224,7 +255,8 @@ class Decoder(nn.Module):
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
         arch = self.arch
-        if arch.experts is None and cache_dtype == self.dtype:
+        # A fused decoder cannot stop for sums over ranks.
+        if arch.experts is None and arch.shard is None and cache_dtype == self.dtype:
             options = ops.DecoderOptions(
                 self.dtype, arch.norm_eps, arch.activation, arch.residual_multiplier, arch.norms_all_heads
             )
@@ -256,7 +288,7 @@ def norm_weight(arch: NativeArchitecture, size: int, dtype: torch.dtype, device:
     return nn.Parameter(torch.empty(size, dtype=of_norm, device=device))
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(RankModule):
     """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
 
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
@@ -278,7 +310,7 @@ class LlamaForCausalLM(nn.Module):
         head = self.embed_tokens
         if not arch.tie_word_embeddings:
             head = vocabulary_matrix(arch, dtype, device)
-        self.lm_head = VocabularyHead(head, dtype)
+        self.lm_head = VocabularyHead(head, dtype, arch.shard)
         ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
         tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
         self.cos_sin: Tensor
@@ -300,7 +332,7 @@ class LlamaForCausalLM(nn.Module):
         return hidden
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        embeds = embedding(input_ids, self.embed_tokens, self._dtype)
+        embeds = shared_embedding(input_ids, self.embed_tokens, self._dtype, self.arch.shard, self.group)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -328,7 +360,7 @@ class LlamaForCausalLM(nn.Module):
         tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
         load_checkpoint(
             self._destinations(),
-            separate_experts((self._name(name), tensor) for name, tensor in tensors),
+            cut_tensors(separate_experts((self._name(name), tensor) for name, tensor in tensors), self.arch.shard),
             prefix="model.",
             ignored=self._ignores,
             tied=tied,

@@ -39,6 +39,8 @@ class Batch:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.tenancy = np.zeros(max_num_seqs, np.int64)
+        """Number of requests that have got the row so far; while it stays the same, blocks are only appended."""
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         """Known tokens: prompt and output, and the token that a pending step samples."""
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
@@ -97,6 +99,7 @@ class Batch:
         self.token_ids[row, :count] = request.tokens
         self.block_table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
+        self.tenancy[row] += 1
         self.num_tokens[row] = count
         self.num_computed_tokens[row] = num_computed_tokens
         self.num_registered[row] = num_computed_tokens // self.block_size if request.hashes else NEVER_REGISTERS

@@ -1,5 +1,6 @@
 """Random weights, for measurements and tests that need no checkpoint."""
 
+import zlib
 from typing import Final
 
 import torch
@@ -17,8 +18,10 @@ DUMMY_STD: Final = 0.02
 def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
     """Fill `model` with random weights of standard deviation 0.02, and its norms with 1.
 
-    The weights depend on `seed` and the model alone. All 8-bit weights share one scale.
+    The weights depend on `seed` and the model alone. All 8-bit weights share one scale. Ranks of a group draw each
+    parameter from its name, so that those that every rank holds are equal on all of them.
     """
+    is_shard = getattr(getattr(model, "arch", None), "shard", None) is not None
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(DUMMY_PERIOD, generator=generator) * DUMMY_STD
     float8_scale = float(drawn.abs().max()) / FLOAT8_MAX
@@ -40,6 +43,8 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
             at = (at + count) % DUMMY_PERIOD
 
     for name, parameter in model.named_parameters():
+        if is_shard:
+            at = zlib.crc32(name.encode()) % DUMMY_PERIOD
         if name.endswith(".weight_scale"):
             parameter.fill_(float8_scale)
         elif parameter.dim() == 1 and not name.endswith("bias"):

@@ -12,12 +12,14 @@ from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
 from vllm_mp.core.models.block_matrix import count_block_weights
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
+from vllm_mp.core.parallel.group import ALONE, RankGroup, bind_group
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.core.weights.four_bit_checkpoint import unpacked
 from vllm_mp.core.weights.gguf_tensors import gguf_tensors, has_block_types
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.tensor_parallel import check_tensor_parallel, shard_of
 from vllm_mp.model_store.gguf import gguf_place
 
 
@@ -27,10 +29,12 @@ def load_model(
     device: torch.device,
     progress: Callable[[float], None] | None = None,
     cache_dtype: torch.dtype | None = None,
+    group: RankGroup = ALONE,
 ) -> CausalLM:
     """Return the model of `config` with its weights: the native one if there is one, else transformers' own.
 
-    The model's KV cache must be of `cache_dtype`, by default `dtype`. `progress` is called with the fraction done.
+    The model's KV cache must be of `cache_dtype`, by default `dtype`. `progress` is called with the fraction done. The
+    model holds the share of this process in `group`.
     Raises ValueError naming what is wrong with the checkpoint, or why its architecture or quantization cannot run.
     """
     arch = config.architecture
@@ -51,12 +55,16 @@ def load_model(
         )
         if keeps_blocks:
             arch = msgspec.structs.replace(arch, blocks="gguf")
+            check_tensor_parallel(arch, group.size, config.model)
+        whole, arch = arch, shard_of(arch, group.rank, group.size)
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.weights_seed, progress, keeps_blocks)
         native = cast("NativeModel", model)
-        native.num_parameters = count_parameters(model) + count_block_weights(model)
+        counted = model if arch.shard is None else build_model(whole, dtype, "meta")
+        native.num_parameters = count_parameters(counted) + count_block_weights(counted)
         # `load_weights` made all other kinds of weights already.
         native.pack("int8" if config.quantization == "int8" else None, cache_dtype or dtype)
+        bind_group(model, group)
         return native
     # Imported here, because importing transformers takes seconds, which native models do not need.
     from vllm_mp.core.models import transformers_backend

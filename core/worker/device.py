@@ -6,7 +6,7 @@ import torch
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.cpu_info import cpu_flags
-from vllm_mp.host_cpus import bind_process, default_threads, describe, usable_cpus
+from vllm_mp.host_cpus import bind_process, bind_to, cpu_share, default_threads, describe, usable_cpus
 from vllm_mp.kernels import attention_backends
 
 logger = logging.getLogger(__name__)
@@ -18,8 +18,26 @@ _FLOAT8_CAPABILITY = (8, 9)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def choose_device(config: VllmConfig) -> torch.device:
-    """Return the device that `device_config` asks for; raises ValueError if the machine does not have it."""
+def prepare_device(config: VllmConfig, rank: int = 0) -> tuple[torch.device, torch.dtype]:
+    """Return the device of a rank and the dtype of weights and activations; complete `config` for them.
+
+    It also limits the CPUs and the threads of this process. Raises ValueError if the device or the CPUs cannot be used
+    as the configuration asks.
+    """
+    device = choose_device(config, rank)
+    check_float8(config, device)
+    dtype = choose_dtype(config, device)
+    choose_step_size(config, device)
+    choose_overlap(config, device)
+    set_threads(config, rank)
+    return device, dtype
+
+
+def choose_device(config: VllmConfig, rank: int = 0) -> torch.device:
+    """Return the device that `device_config` asks for; raises ValueError if the machine does not have it.
+
+    Of several ranks, each has the GPU of its number.
+    """
     wanted = config.device_config.device
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -28,7 +46,18 @@ def choose_device(config: VllmConfig) -> torch.device:
             "installed torch is a CUDA build"
         )
     config.device_config.device = "cuda" if wanted == "auto" and has_cuda else wanted.replace("auto", "cpu")
-    return torch.device(config.device_config.device)
+    num_ranks = config.parallel_config.tensor_parallel_size
+    if config.device_config.device == "cpu" or num_ranks == 1:
+        return torch.device(config.device_config.device)
+    num_devices = torch.cuda.device_count()
+    if num_ranks > num_devices:
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}: each rank needs a GPU of its own, and PyTorch finds {num_devices}; set "
+            "it to at most that, or check CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
@@ -105,14 +134,19 @@ def choose_attention(
     return backend
 
 
-def set_threads(config: VllmConfig) -> None:
+def set_threads(config: VllmConfig, rank: int = 0) -> None:
     """Bind this process to the configured CPUs, and give the CPU kernels the configured or default number of threads.
 
-    Raises ValueError if the process may not use the configured CPUs.
+    Of several ranks on a CPU, each gets its share of both. Raises ValueError if the process may not use the CPUs.
     """
     device = config.device_config
+    num_ranks = config.parallel_config.tensor_parallel_size if device.device == "cpu" else 1
     cpus = bind_process(device.cpus) if device.cpus else usable_cpus()
-    torch.set_num_threads(device.num_threads or default_threads())
+    num_threads = device.num_threads or default_threads()
+    if num_ranks > 1:
+        cpus = bind_to(cpu_share(cpus, rank, num_ranks))
+        num_threads = max(1, num_threads // num_ranks)
+    torch.set_num_threads(num_threads)
     if device.device == "cpu":
         logger.info("computing with %d threads on %s", torch.get_num_threads(), describe(cpus))
 

@@ -123,14 +123,15 @@ def prompt_logprobs(
     step: ScheduledStep,
     batch: Batch,
     hidden: Tensor,
-    compute_logits: Callable[[Tensor], Tensor],
+    compute_logits: Callable[[Tensor, int, int], Tensor],
     vocab_size: int,
     to_host: ToHost = on_host,
 ) -> Callable[[], list[Owned]]:
     """Return a function for the messages about the prompt tokens that `step` predicts.
 
     Rows that do not ask for log-probabilities have no messages, and each token has one only once, even if its prompt is
-    computed again. `hidden` are the step's final hidden states [num_tokens, hidden_size]. Call the function once the
+    computed again. `hidden` are the step's final hidden states [num_tokens, hidden_size], and
+    `compute_logits(hidden, first, last)` returns the logits of the tokens [first, last). Call the function once the
     copies of `to_host` are complete.
     """
     parts: list[tuple[int, int, int, int, Logprobs]] = []
@@ -146,7 +147,7 @@ def prompt_logprobs(
         offset = int(step.counts[:i].sum()) - begin - 1
         for start in range(first, last, piece):
             stop = min(start + piece, last)
-            distribution = compute_logits(hidden[offset + start : offset + stop]).float().log_softmax(-1)
+            distribution = compute_logits(hidden, offset + start, offset + stop).float().log_softmax(-1)
             chosen = to_device(batch.token_ids[row, start:stop].astype(np.int64), hidden.device)
             found = Logprobs.gather(distribution, chosen, count, to_host)
             parts.append((request.client, request.slot, start, count, found))

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 
@@ -37,7 +36,10 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
             "gpu_memory_utilization",
         )
     else:
-        memory, source = min(_CPU_CACHE_LIMIT, available_memory() // 4), "a quarter of the free memory"
+        share = available_memory() // 4 // config.parallel_config.tensor_parallel_size
+        memory, source = min(_CPU_CACHE_LIMIT, share), "a quarter of the free memory, shared among the ranks,"
+        if config.parallel_config.tensor_parallel_size == 1:
+            source = "a quarter of the free memory"
     blocks = min(memory // block_bytes, useful + 1)
     if blocks < request_blocks + 1:
         fits = max(0, blocks - 1) * cache.block_size
@@ -57,14 +59,15 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
     return int(blocks)
 
 
-def check_adapter_memory(config: VllmConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if the device has no space for the LoRA adapters that `config`, of a native model, allows.
+def check_adapter_memory(
+    config: VllmConfig, arch: NativeArchitecture, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise ValueError if the device has no space for the LoRA adapters that `config` allows for a model of `arch`.
 
     They are allocated before the KV cache, which gets its share of what remains.
     """
     assert config.lora_config is not None
     limits = config.lora_config
-    arch = cast("NativeArchitecture", config.model_config.architecture)
     needed = num_bytes(arch, limits.max_loras, limits.max_lora_rank, dtype.itemsize)
     free = free_cuda_memory(device) if device.type == "cuda" else available_memory()
     if needed > free:

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.models.attention import bind_attention
-from vllm_mp.core.scheduler.batch import Batch, Counts, Vector
+from vllm_mp.core.parallel.group import ALONE, RankGroup
+from vllm_mp.core.parallel.leader import Leader
+from vllm_mp.core.parallel.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage, sampled_places
+from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.step import ModelOutput, ScheduledStep
+from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.weights.loader import load_model
 from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
 from vllm_mp.core.worker.device import choose_attention
@@ -24,54 +28,21 @@ from vllm_mp.core.worker.host_copies import HostCopies, to_device
 from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
 from vllm_mp.core.worker.memory import available_memory, cache_blocks, check_adapter_memory, free_cuda_memory
 from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
+from vllm_mp.core.worker.pending_output import PendingOutput
 from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.core.worker.prompt_embeds import StepEmbeds, step_embeds
 from vllm_mp.core.worker.sampler import Sampler
-from vllm_mp.core.worker.step_inputs import step_inputs, token_types
+from vllm_mp.core.worker.sampler_profile import profile_sampler
+from vllm_mp.core.worker.step_inputs import StepRows, step_inputs, token_types
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.tensor_parallel import shard_of
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _NO_TOKENS = torch.zeros(0, dtype=torch.int64)
-
-
-class PendingOutput:
-    """The results of a step that the device may still be computing."""
-
-    def __init__(
-        self,
-        sample: Callable[[], tuple[Tensor, Callable[[], list[Owned]]]],
-        prompt_logprobs: Callable[[], list[Owned]],
-        vectors: Callable[[], list[Vector]],
-        copies: HostCopies,
-    ) -> None:
-        """`sample` returns the tokens [num_sampled], under way to the host, and a function for their log-probabilities.
-
-        All results can be read once `copies` are complete.
-        """
-        self._sample = sample
-        self._sampled: tuple[Tensor, Callable[[], list[Owned]]] | None = None
-        self._prompt_logprobs = prompt_logprobs
-        self._vectors = vectors
-        self._copies = copies
-
-    @torch.inference_mode()
-    def sample(self) -> None:
-        """Sample the step's tokens on the device. The batch is not read after this returns."""
-        self._sampled = self._sample()
-        self._copies.end()
-
-    def wait(self) -> ModelOutput:
-        """Wait until the device has computed the step, and return its output; sample it first if it is not sampled."""
-        if self._sampled is None:
-            self.sample()
-        assert self._sampled is not None
-        tokens, logprobs = self._sampled
-        self._copies.wait()
-        return ModelOutput(tokens.numpy(), logprobs(), self._prompt_logprobs(), self._vectors())
 
 
 class _NoModel(NamedTuple):
@@ -94,12 +65,15 @@ class ModelRunner:
         progress: Callable[[float], None] | None = None,
         beat: Callable[[], None] = lambda: None,
         make_capture: Callable[[torch.device], Capture] | None = None,
+        group: RankGroup = ALONE,
+        leader: Leader | None = None,
     ) -> None:
         """Load the model, measure the memory that steps take, allocate the KV cache and capture decode steps.
 
         `progress` is called with the loaded share of the weights, 0 to 1. `beat` is called often during a step, so that
         a long step can be told from one that hangs. `make_capture` says how decode steps are captured; the default is
-        CUDA graphs, if device and kernels allow it.
+        CUDA graphs, if device and kernels allow it. In a `group` of several ranks the runner holds its rank's share of
+        the model; the runner of rank 0 has a `leader`, and the others call `follow`.
 
         Raises ValueError for weights that are missing or do not fit, and if the cache has no space.
         """
@@ -110,6 +84,9 @@ class ModelRunner:
         self._cache_dtype = ops.FLOAT8 if cache_config.cache_dtype == "fp8" else dtype
         self._progress = progress or (lambda _: None)
         self._beat = beat
+        self._group = group
+        self._leader: Leader | None = None
+        """Set at the end, because all ranks make the steps below by themselves."""
         self.num_parameters = 0
         """Number of parameters of the loaded model."""
         self._wrap: Callable[[Any], Any] = lambda model: model
@@ -130,18 +107,19 @@ class ModelRunner:
         self.adapters: AdapterSlots | None = None
         """The slots of LoRA adapters; None if they are not enabled."""
         if config.lora_config is not None:
-            check_adapter_memory(config, device, dtype)
-            arch = cast("NativeArchitecture", config.model_config.architecture)
+            arch = shard_of(cast("NativeArchitecture", config.model_config.architecture), group.rank, group.size)
+            check_adapter_memory(config, arch, device, dtype)
             self.adapters = AdapterSlots(arch, config.lora_config.max_loras, config.lora_config.max_lora_rank)
 
         self._model: Any = self._load()
         self._make_capture = make_capture or self._default_capture()
         needs_profile = device.type == "cuda" and not config.model_config.architecture.is_encoder
         graph_bytes = self._profile() if needs_profile else 0
-        cache_config.num_blocks = cache_blocks(config, device, self.token_bytes(), graph_bytes)
+        cache_config.num_blocks = group.minimum(cache_blocks(config, device, self.token_bytes(), graph_bytes))
         self._kv_caches = self._allocate(cache_config.num_blocks)
         self._nan_check_required = not self._attention.isolates
         self._graphs = self._make_graphs(batch_sizes(scheduler_config.max_num_seqs))
+        self._leader = leader
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> PendingOutput:
@@ -151,29 +129,83 @@ class ModelRunner:
         (`step.awaits`), the step that samples them must be the latest launched, and it must be sampled.
         """
         copies = HostCopies(self._device)
-        input_ids, positions, metadata = step_inputs(
-            step, batch, self._config.cache_config.block_size, self._to_device, self._latest
-        )
-        if self._has_token_types:
-            metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
         embeds = step_embeds(step, batch, self._dtype, self._to_device)
-        hidden = None
-        if self._graphs is not None and embeds is None and self._graphs.fits(step):
-            hidden = self._graphs.run(input_ids, positions, metadata)
-        if hidden is None:
-            hidden = self._forward(input_ids, positions, metadata, embeds)
-        has_prefill = step.num_decodes < len(step.rows)
-        if self._nan_check_required and has_prefill and not hidden.sum(dtype=torch.float32).isfinite():
+        num_tokens = (batch.num_computed_tokens[step.rows] + step.counts)[step.samples]
+        checks = self._nan_check_required and step.num_decodes < len(step.rows)
+        announced = NO_LOGITS
+        if self._leader is not None:
+            announced = NO_LOGITS if checks else self._sampling_of(step, batch, sampler, num_tokens)
+            self._leader.step(step, batch, announced, False, embeds)
+        hidden = self._compute(step, batch, embeds)
+        if checks and not hidden.sum(dtype=torch.float32).isfinite():
             # A token that overflows would corrupt earlier tokens of its prompt, and blocks that other requests share.
-            hidden = self._forward(input_ids, positions, metadata._replace(isolates=True), embeds)
+            if self._leader is not None:
+                self._leader.step(step, batch, NO_LOGITS, True, embeds)
+            hidden = self._compute(step, batch, embeds, isolates=True)
         vectors = self._pooler.pool(
             hidden, step, batch, copies.take, self._model.classify if self._has_classes else None
         )
         vocab_size = self._config.model_config.architecture.vocab_size
-        prompts = prompt_logprobs(step, batch, hidden, self._compute_logits, vocab_size, copies.take)
-        num_tokens = (batch.num_computed_tokens[step.rows] + step.counts)[step.samples]
-        sample = functools.partial(self._sample, hidden, step, num_tokens, batch, sampler, copies)
+        prompts = prompt_logprobs(step, batch, hidden, self._range_logits, vocab_size, copies.take)
+        sample = functools.partial(self._sample, hidden, step, num_tokens, batch, sampler, copies, announced)
         return PendingOutput(sample, prompts, vectors, copies)
+
+    @torch.inference_mode()
+    def follow(self, message: StepMessage, rows: StepRows) -> Tensor:
+        """Compute a step that rank 0 has sent; return its hidden states [num_tokens, hidden_size]."""
+        embeds = None
+        if len(message.embeds):
+            shape = (len(message.embeds), self._config.model_config.architecture.hidden_size)
+            values = torch.empty(shape, dtype=self._dtype, device=self._device)
+            embeds = StepEmbeds(self._to_device(message.embeds), values)
+        hidden = self._compute(message.step, rows, embeds, message.isolates)
+        if message.sampling != NO_LOGITS:
+            self.follow_logits(hidden, message.sampling, sampled_places(message.step))
+        return hidden
+
+    @torch.inference_mode()
+    def follow_logits(self, hidden: Tensor, sampling: int, places: npt.NDArray[np.int64]) -> None:
+        """Compute this rank's share of logits, or of their argmax, for the tokens at `places` of a step."""
+        self._beat()
+        of_tokens = hidden if len(places) == len(hidden) else hidden[self._to_device(places)]
+        (self._model.argmax if sampling == ARGMAX else self._model.compute_logits)(of_tokens)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put `adapter` into `slot` on all ranks, to which rank 0 sends its factors; see `AdapterSlots.load`."""
+        assert self.adapters is not None
+        if self._leader is not None:
+            self._leader.load_adapter(slot, adapter)
+        if self._group.size > 1:
+            for factors in adapter.factors.values():
+                for factor in factors:
+                    shared = self._group.broadcast(factor.to(self._device))
+                    if self._group.rank:
+                        factor.copy_(shared)
+        self.adapters.load(slot, adapter)
+
+    def _compute(
+        self, step: ScheduledStep, batch: StepRows, embeds: StepEmbeds | None, isolates: bool = False
+    ) -> Tensor:
+        """Return the hidden states [num_tokens, hidden_size] of `step`; all ranks call it together."""
+        shares = self._group.size > 1
+        if shares and self._latest is not None and len(step.awaits):
+            # Only rank 0 has sampled them.
+            awaited = self._to_device(step.rows[step.awaits])
+            self._latest.index_copy_(0, awaited, self._group.broadcast(self._latest.index_select(0, awaited)))
+        input_ids, positions, metadata = step_inputs(
+            step, batch, self._config.cache_config.block_size, self._to_device, self._latest
+        )
+        metadata = metadata._replace(isolates=isolates)
+        if self._has_token_types:
+            assert isinstance(batch, Batch), "encoders are not shared among ranks"
+            metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
+        if embeds is not None:
+            embeds = embeds._replace(values=self._group.broadcast(embeds.values))
+        if self._graphs is not None and embeds is None and not isolates and self._graphs.fits(step):
+            hidden = self._graphs.run(input_ids, positions, metadata)
+            if hidden is not None:
+                return hidden
+        return self._forward(input_ids, positions, metadata, embeds)
 
     @property
     def has_cache(self) -> bool:
@@ -235,7 +267,7 @@ class ModelRunner:
     def _load(self) -> Any:
         """Return the model with its weights, its attention bound to the chosen backend, and a beat at each layer."""
         model_config = self._config.model_config
-        model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype)
+        model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype, self._group)
         self.num_parameters = model.num_parameters
         module = cast("nn.Module", model)
         if self.adapters is not None:
@@ -296,21 +328,26 @@ class ModelRunner:
         batch: Batch,
         sampler: Sampler,
         copies: HostCopies,
+        announced: int,
     ) -> tuple[Tensor, Callable[[], list[Owned]]]:
         """Return the tokens [num_sampled], under way to the host, and a function for their log-probabilities.
 
-        `num_tokens` [num_sampled] counts the tokens of each row before the token that is sampled.
+        `num_tokens` [num_sampled] counts the tokens of each row before the token that is sampled. `announced` is what
+        the other ranks were told to compute of the logits.
         """
         if not step.samples.any():
             return _NO_TOKENS, list
         rows = step.rows[step.samples]
+        if self._leader is not None and announced == NO_LOGITS:
+            announced = self._sampling(rows, batch, sampler, num_tokens)
+            self._leader.logits(announced, sampled_places(step))
         if len(rows) < len(hidden):
-            last = (np.cumsum(step.counts) - 1)[step.samples]
-            hidden = hidden[self._to_device(last)]
-        if sampler.is_argmax(rows, num_tokens) and not wants_logprobs(batch, rows):
+            hidden = hidden[self._to_device(sampled_places(step))]
+        vocab_size = self._config.model_config.architecture.vocab_size
+        if announced == ARGMAX or (self._leader is None and self._is_argmax(rows, batch, sampler, num_tokens)):
             self._beat()
-            vocab_size = self._config.model_config.architecture.vocab_size
-            tokens = self._model.argmax(hidden, sampler.token_masks(rows, num_tokens, vocab_size))
+            masks = None if announced == ARGMAX else sampler.token_masks(rows, num_tokens, vocab_size)
+            tokens = self._model.argmax(hidden, masks)
             messages: Callable[[], list[Owned]] = list
         else:
             logits = self._compute_logits(hidden)
@@ -321,6 +358,27 @@ class ModelRunner:
             # A row that got no token continues with token 0 until its end is processed; that output is discarded.
             self._latest.index_copy_(0, self._to_device(rows), tokens.clamp(min=0))
         return copies.take(tokens), messages
+
+    def _sampling_of(self, step: ScheduledStep, batch: Batch, sampler: Sampler, num_tokens: Counts) -> int:
+        """Return what the other ranks can be told at the launch of `step` to compute of its logits."""
+        rows = step.rows[step.samples]
+        if step.samples_after_update or not len(rows) or (batch.num_prompt_logprobs[step.rows] >= 0).any():
+            return NO_LOGITS
+        return self._sampling(rows, batch, sampler, num_tokens)
+
+    def _sampling(self, rows: Rows, batch: Batch, sampler: Sampler, num_tokens: Counts) -> int:
+        """Return what the ranks compute of the logits of `rows`, where rank 0 alone knows the token masks."""
+        is_masked = batch.is_constrained[rows].any()
+        return ARGMAX if not is_masked and self._is_argmax(rows, batch, sampler, num_tokens) else LOGITS
+
+    def _is_argmax(self, rows: Rows, batch: Batch, sampler: Sampler, num_tokens: Counts) -> bool:
+        return sampler.is_argmax(rows, num_tokens) and not wants_logprobs(batch, rows)
+
+    def _range_logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
+        """Return the logits of the tokens [first, last) of the latest step, whose hidden states are `hidden`."""
+        if self._leader is not None:
+            self._leader.logits(LOGITS, np.arange(first, last))
+        return self._compute_logits(hidden[first:last])
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         self._beat()
@@ -371,29 +429,9 @@ class ModelRunner:
             self.launch(step, batch, Sampler(batch, self._device)).wait()
         graph_bytes = self._graph_bytes()
         self._kv_caches = []
-        self._profile_sampler()
+        profile_sampler(self._config, self._dtype, self._device)
         torch.cuda.synchronize(self._device)
         return graph_bytes
-
-    def _profile_sampler(self) -> None:
-        """Sample a token for as many rows as there can be, each with every filter on, beside their log-probabilities.
-
-        It runs the sampler itself over all of `SAMPLING_FILTERS`, so it allocates as much as any step can allocate.
-        """
-        num_rows = self._config.scheduler_config.max_num_seqs
-        all_filters: dict[str, Any] = {
-            sampling_filter.name: sampling_filter.trial for sampling_filter in ops.SAMPLING_FILTERS
-        }
-        params = SamplingParams(temperature=0.5, seed=0, min_tokens=1, **all_filters)
-        batch = Batch(num_rows, 1, self._config.cache_config.block_size, [])
-        for slot in range(num_rows):
-            request = Request(0, slot, "profile", params, np.zeros(1, np.int32), 1, 2, (0, slot))
-            batch.add(request, np.zeros(0, np.int32))
-        vocab_size = self._config.model_config.architecture.vocab_size
-        logits = torch.zeros((num_rows, vocab_size), dtype=self._dtype, device=self._device)
-        logprobs = logits.float().log_softmax(dim=-1)  # a step with log-probabilities holds them during the draw
-        Sampler(batch, self._device).sample(logits, batch.order)
-        del logprobs
 
     def _graph_bytes(self) -> int:
         """Estimate the bytes of all graphs from the largest graph, and from the two largest, which share memory.

@@ -46,8 +46,8 @@ class Profiler:
             self._profile.stop()
             logger.warning("the profiler has recorded %d steps, the limit; stop_profile writes them", MAX_STEPS)
 
-    def stop(self) -> str:
-        """Stop recording, write the trace and return its folder.
+    def stop(self, folder: str | None = None) -> str:
+        """Stop recording, write the trace, by default to the folder of all traces, and return its folder.
 
         Raises ValueError if the profiler is not on, or if the trace cannot be written, which is then lost.
         """
@@ -58,7 +58,7 @@ class Profiler:
             recorded.stop()
             self._steps_left = 0
         try:
-            self._folder = self._folder or _make_folder()
+            self._folder = Path(folder) if folder is not None else self._folder or _make_folder()
             recorded.export_chrome_trace(str(self._folder / f"core-{os.getpid()}-{self._num_written}.trace.json.gz"))
         except OSError as error:
             raise ValueError(

@@ -1,21 +1,30 @@
 """A scheduled step token by token, as the model and its attention read it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
-from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.batch import Batch, Counts
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels.ops import AttentionMetadata
 
 
+class StepRows(Protocol):
+    """The columns of a batch that a step reads; `core.scheduler.batch.Batch` describes them."""
+
+    token_ids: npt.NDArray[np.int32]
+    block_table: npt.NDArray[np.int32]
+    num_computed_tokens: Counts
+    adapter_slot: npt.NDArray[np.int32]
+
+
 def step_inputs(
     step: ScheduledStep,
-    batch: Batch,
+    batch: StepRows,
     block_size: int,
     to_device: Callable[[npt.NDArray[Any]], Tensor],
     latest: Tensor | None = None,

@@ -195,7 +195,7 @@ def test_program_names_its_commands_and_its_version():
         (["generate", "x", "--top-p", "nan"], "top_p must be in"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens must be in"),
         (["generate", "x", "--max-model-len", "0"], "max_model_len must be"),
-        (["generate", "x", "--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not served"),
+        (["generate", "x", "--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not served"),
         (["generate", "x", "--no-such-flag"], "--no-such-flag"),
         (["generate", "x", "--model", "/nowhere"], "/nowhere"),
         (["generate", "--prompts", "/nowhere"], "--prompts /nowhere: No such file or directory; name a file"),

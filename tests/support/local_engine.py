@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from vllm_mp import AsyncEngineArgs, SamplingParams
+from vllm_mp.core.parallel.group import ALONE
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.invariants import check_invariants
@@ -30,13 +31,14 @@ OPTIONS = {
 class LocalEngine:
     """Runs requests, and keeps their tokens and log-probabilities by slot."""
 
-    def __init__(self, folder, device="cpu", make_capture=None, beat=lambda: None, **options):
-        config = AsyncEngineArgs(str(folder), device=device, **{**OPTIONS, **options}).create_engine_config()
-        self.config = config
+    def __init__(self, folder, device="cpu", make_capture=None, beat=lambda: None, group=ALONE, leader=None, **options):
+        """`group` and `leader` as for `ModelRunner`."""
+        self.config = config = self.make_config(folder, device, **options)
         self.device = torch.device(device)
-        choose_step_size(config, self.device)
         dtype = getattr(torch, config.model_config.dtype)
-        self.runner = ModelRunner(config, self.device, dtype, beat=beat, make_capture=make_capture)
+        self.runner = ModelRunner(
+            config, self.device, dtype, beat=beat, make_capture=make_capture, group=group, leader=leader
+        )
         scheduler, cache = config.scheduler_config, config.cache_config
         self.batch = Batch(scheduler.max_num_seqs, config.model_config.max_model_len, cache.block_size, [])
         kv_cache = KVCacheManager(self.batch, cache.num_blocks, cache.block_size)
@@ -48,6 +50,13 @@ class LocalEngine:
         self.tokens = {}
         self.logprobs = {}
         self.ends = {}
+
+    @staticmethod
+    def make_config(folder, device="cpu", **options):
+        """Return the configuration of an engine with `options` on top of `OPTIONS`."""
+        config = AsyncEngineArgs(str(folder), device=device, **{**OPTIONS, **options}).create_engine_config()
+        choose_step_size(config, torch.device(device))
+        return config
 
     def add(self, slot, prompt, max_tokens, num_logprobs=1, embeds=None, constrained=None, output=(), **params):
         """Add a request that continues after `output`, and whose output is `constrained`.

@@ -44,7 +44,6 @@ FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 HINTS = typing.get_type_hints(AsyncEngineArgs)
 NOT_SERVED = {
     "swap_space",
-    "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",
     "distributed_executor_backend",

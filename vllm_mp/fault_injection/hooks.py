@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from vllm_mp.core.ipc.request_handler import RequestHandler
     from vllm_mp.core.scheduler.batch import Batch, Rows
     from vllm_mp.core.scheduler.step import ModelOutput, ScheduledStep, StepUpdate
-    from vllm_mp.core.worker.model_runner import ModelRunner, PendingOutput
+    from vllm_mp.core.worker.model_runner import ModelRunner
+    from vllm_mp.core.worker.pending_output import PendingOutput
     from vllm_mp.core.worker.sampler import Sampler
 
 logger = logging.getLogger(__name__)

@@ -95,6 +95,8 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """Where the block types of the weights come from; None for weights that are not in block types."""
     four_bits: FourBits | None = None
     """The layout of a checkpoint with 4 bits per weight; None for another checkpoint."""
+    shard: "Shard | None" = None
+    """The share of the model that these sizes are of; None: they are of the whole model."""
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of KV cache per token over all layers, at `dtype_bytes` per element; 0 for an encoder."""
@@ -107,3 +109,40 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
             return []
         shape = (self.num_kv_heads, self.head_dim)
         return [(shape, shape)] * self.num_layers
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """The share of one rank in a model that `size` ranks compute together."""
+
+    rank: int
+    size: int
+    whole: NativeArchitecture
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """The tokens [first, last) whose rows of the embedding and of the head the rank has."""
+        width = self.vocabulary_width
+        return self.rank * width, min((self.rank + 1) * width, self.whole.vocab_size)
+
+    @property
+    def vocabulary_width(self) -> int:
+        """The number of tokens of each rank but the last, which may have fewer."""
+        return -(-self.whole.vocab_size // self.size)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The query heads [first, last) of the rank."""
+        count = self.whole.num_heads // self.size
+        return self.rank * count, (self.rank + 1) * count
+
+    @property
+    def kv_heads(self) -> tuple[int, int]:
+        """The heads of keys and values [first, last) of the rank; `kv_copies` ranks have the same."""
+        count = max(1, self.whole.num_kv_heads // self.size)
+        first = self.rank // self.kv_copies * count
+        return first, first + count
+
+    @property
+    def kv_copies(self) -> int:
+        """The number of ranks that hold the same heads of keys and values."""
+        return max(1, self.size // self.whole.num_kv_heads)

@@ -144,9 +144,9 @@ class Prefill:
         self.received = {request.slot: {} for request in requests}
         self.largest = 0
 
-    def compute_logits(self, hidden):
-        self.largest = max(self.largest, len(hidden))
-        return hidden @ WEIGHT.T
+    def compute_logits(self, hidden, first, last):
+        self.largest = max(self.largest, last - first)
+        return hidden[first:last] @ WEIGHT.T
 
     def step(self, counts):
         """Compute the next tokens of some rows; `counts` is {row: number of tokens}."""

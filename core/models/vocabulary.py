@@ -1,0 +1,89 @@
+"""The embedding and the head of a model, whose rows the ranks share out by tokens."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_mp.core.models.block_matrix import BlockMatrix, embedding
+from vllm_mp.core.models.linear import Packable
+from vllm_mp.core.parallel.group import RankGroup, RankModule
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import TokenMasks, pack_linear
+from vllm_mp.model_config.architecture import Shard
+
+
+def shared_embedding(
+    ids: Tensor, weight: nn.Parameter | BlockMatrix, dtype: torch.dtype, shard: Shard | None, group: RankGroup
+) -> Tensor:
+    """Return the embeddings of `ids` int64 [n] in `dtype`; with a `shard`, `weight` holds the rank's rows only."""
+    if shard is None:
+        return embedding(ids, weight, dtype)
+    first, last = shard.vocabulary
+    is_own = (ids >= first) & (ids < last)
+    rows = embedding((ids - first).clamp(0, last - first - 1), weight, dtype)
+    return group.sum(torch.where(is_own.unsqueeze(1), rows, 0))
+
+
+class VocabularyHead(Packable, RankModule):
+    """The projection to logits; `weight` [vocab_size, hidden_size] may be the weight of the embedding.
+
+    For a weight in block types, `dtype` is that of the hidden states. With a `shard`, the weight holds the rows of the
+    rank's tokens; logits and choices are complete on rank 0 only, and those of other ranks must not be used.
+    """
+
+    def __init__(self, weight: nn.Parameter | BlockMatrix, dtype: torch.dtype, shard: Shard | None = None) -> None:
+        super().__init__()
+        self.weight = weight
+        self._dtype = dtype
+        self._shard = shard
+        self._packed: Any = None
+
+    def pack(self, quantization: str | None) -> None:
+        """Pack as `Linear.pack` does; an embedding that shares the weight keeps it."""
+        if isinstance(self.weight, BlockMatrix):
+            self._packed = ops.block_linear(self.weight.parts, None, self._dtype)
+        else:
+            self._packed = pack_linear(self.weight, None, quantization)
+        if self._packed is not None:
+            del self.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits [n, vocab_size] for `hidden` [n, hidden_size]: float32 if packed, else the model's dtype."""
+        logits = self._own_logits(hidden)
+        if self._shard is None:
+            return logits
+        width = self._shard.vocabulary_width
+        parts = self.group.gather(F.pad(logits, (0, width - logits.shape[1])))
+        return torch.cat(parts, 1)[:, : self._shard.whole.vocab_size] if parts else logits
+
+    def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        """Return `ops.masked_argmax` of the logits of `hidden` [n, hidden_size]; packed weights fuse the two."""
+        if self._shard is not None:
+            assert masks is None, "the masks of rank 0 need its logits of all tokens"
+            return self._argmax_over_ranks(hidden, self._shard)
+        return ops.masked_argmax(self(hidden), masks) if self._packed is None else self._packed.argmax(hidden, masks)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the tokens whose rows the weight holds."""
+        if self._packed is None:
+            assert isinstance(self.weight, Tensor)
+            return F.linear(hidden, self.weight)
+        logits: Tensor = self._packed(hidden, torch.float32)
+        return logits
+
+    def _argmax_over_ranks(self, hidden: Tensor, shard: Shard) -> Tensor:
+        """Return the choice among the best tokens of each rank, of which 16 bytes a row are gathered."""
+        logits = self._own_logits(hidden)
+        places = ops.argmax(logits)
+        scores = logits.gather(1, places.clamp(min=0).unsqueeze(1)).squeeze(1)
+        tokens = torch.where(places < 0, places, places + shard.vocabulary[0])
+        parts = self.group.gather(torch.stack((scores.double(), tokens.double())))
+        if not parts:
+            return places
+        best, choices = torch.stack(parts, 1)  # [num_ranks, n] each
+        # Of equal scores `max` may return any; the lowest token must win, as in `ops.argmax`.
+        chosen = torch.where(best == best.amax(0), choices, torch.inf).amin(0)
+        failed = (choices < 0).any(0)
+        return torch.where(failed, ops.NO_PLACE, chosen).long()

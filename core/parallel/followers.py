@@ -1,0 +1,154 @@
+"""The other ranks of a core, as rank 0 leads them: steps, logits, adapters and calls, in the order of the ring."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.lora.adapter import Adapter
+from vllm_mp.core.parallel.group import RankGroup
+from vllm_mp.core.parallel.make_group import make_group
+from vllm_mp.core.parallel.messages import AdapterTable, Call, Kind
+from vllm_mp.core.parallel.step_message import StepEncoder
+from vllm_mp.core.parallel.worker_processes import WorkerProcesses
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core.worker.profiler import Profiler
+from vllm_mp.core.worker.prompt_embeds import StepEmbeds
+from vllm_mp.core.worker.sleep import Memory
+
+_KINDS = {kind: int(kind).to_bytes(8, "little") for kind in Kind}
+
+
+class Followers:
+    """Tells the ranks 1 and up what to compute; it is a `vllm_mp.core.worker.model_runner.Leader`."""
+
+    def __init__(self, processes: WorkerProcesses, max_num_seqs: int) -> None:
+        self._processes = processes
+        self._encoder = StepEncoder(max_num_seqs)
+        self._events = processes.events
+        self._num_calls = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks 1 and up."""
+        return self._processes.pids
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors that become readable when a rank has ended or failed."""
+        return self._processes.descriptors
+
+    def look(self) -> None:
+        """Raise WorkerFailedError if a rank has ended or failed."""
+        self._processes.look()
+
+    def step(self, step: ScheduledStep, batch: Batch, sampling: int, isolates: bool, embeds: StepEmbeds | None) -> None:
+        """Send a step, with what to compute of the logits of its sampled rows."""
+        places = None if embeds is None else embeds.places.cpu().numpy()
+        self._write(Kind.STEP, *self._encoder.encode(step, batch, sampling, isolates, places))
+
+    def logits(self, sampling: int, places: npt.NDArray[np.int64]) -> None:
+        """Ask for logits of the tokens at `places` of the latest step."""
+        self._write(Kind.LOGITS, np.array([sampling, *places.tolist()], np.int64).tobytes())
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Announce an adapter whose factors are broadcast next."""
+        factors = list(adapter.factors.values())
+        table = AdapterTable(
+            parts=list(adapter.factors),
+            shapes=[(*of_part.a.shape, *of_part.b.shape) for of_part in factors],
+            dtype=str(factors[0].a.dtype).removeprefix("torch."),
+        )
+        self.call("load_adapter", slot, msgspec.to_builtins(table))
+
+    def call(self, method: str, *arguments: Any) -> int:
+        """Have all ranks run a method of `core.parallel.worker_main`; return the number of the call."""
+        self._num_calls += 1
+        call = Call(number=self._num_calls, method=method, arguments=list(arguments))
+        self._write(Kind.CALL, msgspec.msgpack.encode(call))
+        return self._num_calls
+
+    def results(self, number: int) -> list[Any]:
+        """Wait for the results of a call by rank; raise RuntimeError, naming the rank, if it has failed on one."""
+        replies = self._processes.replies(number)
+        for rank, reply in enumerate(replies, 1):
+            if reply.error is not None:
+                raise RuntimeError(f"rank {rank}: {reply.error}")
+        return [reply.result for reply in replies]
+
+    def _write(self, kind: Kind, *parts: bytes) -> None:
+        self._processes.expect_progress()
+        self._processes.ring.write([_KINDS[kind], *parts], self._events, self._processes.check)
+
+
+class GroupMemory:
+    """The memory of all ranks, which sleep and wake up together; it is a `vllm_mp.core.worker.sleep.Memory`."""
+
+    def __init__(self, own: Memory, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+
+    def offload_weights(self) -> None:
+        self._on_all_ranks("offload_weights", self._own.offload_weights)
+
+    def drop_weights(self) -> None:
+        self._on_all_ranks("drop_weights", self._own.drop_weights)
+
+    def restore_weights(self) -> None:
+        self._on_all_ranks("restore_weights", self._own.restore_weights)
+
+    def drop_cache(self) -> None:
+        self._on_all_ranks("drop_cache", self._own.drop_cache)
+
+    def restore_cache(self) -> None:
+        self._on_all_ranks("restore_cache", self._own.restore_cache)
+
+    def prepare(self) -> None:
+        self._on_all_ranks("prepare", self._own.prepare)
+
+    def _on_all_ranks(self, method: str, run: Callable[[], None]) -> None:
+        """Run a method here and on the other ranks at the same time; raise what it raises here, else RuntimeError."""
+        number = self._followers.call(method)
+        try:
+            run()
+        except BaseException:
+            self._followers.results(number)
+            raise
+        self._followers.results(number)
+
+
+class GroupProfiler(Profiler):
+    """The profilers of all ranks, each of which writes a trace of its own into the same folder."""
+
+    def __init__(self, device: torch.device, followers: Followers) -> None:
+        super().__init__(device)
+        self.followers = followers
+
+    def start(self) -> None:
+        super().start()
+        self.followers.results(self.followers.call("start_profile"))
+
+    def stop(self, folder: str | None = None) -> str:
+        written = super().stop(folder)
+        self.followers.results(self.followers.call("stop_profile", written))
+        return written
+
+
+def lead(
+    config: VllmConfig, processes: WorkerProcesses, device: torch.device, stop: StopSignal
+) -> tuple[RankGroup, Followers]:
+    """Wait until the other ranks have joined; return the group, and what rank 0 leads them with.
+
+    Raises ValueError if a rank cannot join, and StopSignal.Stopped if the core is told to stop.
+    """
+    processes.join(config, stop.raise_if_set)
+    group = make_group(
+        config, device, 0, processes.memory, processes.slot_bytes, processes.meeting_place, processes.check
+    )
+    return group, Followers(processes, config.scheduler_config.max_num_seqs)

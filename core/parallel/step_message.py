@@ -1,0 +1,132 @@
+"""A scheduled step as the core sends it to the other ranks, and the rows of the batch as these keep them.
+
+A message holds what `step_inputs` reads of the batch: for each row the tokens of the step, how many were computed
+before, the adapter slot, and the blocks that the row got since it was last sent.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_mp.core.lora.cached_adapter import NO_SLOT
+from vllm_mp.core.scheduler.batch import Batch, Rows
+from vllm_mp.core.scheduler.step import ScheduledStep
+
+Sampling = int
+"""What a rank computes of the logits: one of the three constants below."""
+NO_LOGITS: Final = 0
+ARGMAX: Final = 1
+LOGITS: Final = 2
+_INT64: Final = np.dtype("<i8")
+_INT32: Final = np.dtype("<i4")
+
+
+class StepMessage(NamedTuple):
+    """What a rank learns of a step."""
+
+    step: ScheduledStep
+    sampling: Sampling
+    """What to compute of the logits of the rows that the step samples."""
+    isolates: bool
+    """Attention must keep values that are not finite away from other tokens."""
+    embeds: npt.NDArray[np.int64]
+    """Places of the tokens whose embeddings are broadcast."""
+
+
+class MessageError(ValueError):
+    """Raised for a message that no core sends."""
+
+
+class RowMirror:
+    """The columns of a core's batch that `step_inputs` reads, as far as steps have needed them."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        """`block_size` is in tokens."""
+        # Pages that no request has reached take no memory.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
+        self.adapter_slot = np.full(max_num_seqs, NO_SLOT, np.int32)
+
+
+class StepEncoder:
+    """Writes steps as messages; it knows which blocks of each row the other ranks have."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._num_sent = np.zeros(max_num_seqs, np.int64)
+        """Number of blocks of each row that were sent."""
+        self._tenancy = np.full(max_num_seqs, -1, np.int64)
+        """Tenancy of each row for which they were sent (`Batch.tenancy`)."""
+
+    def encode(
+        self,
+        step: ScheduledStep,
+        batch: Batch,
+        sampling: Sampling = NO_LOGITS,
+        isolates: bool = False,
+        embeds: npt.NDArray[np.int64] | None = None,
+    ) -> list[bytes]:
+        """Return the parts of the message about `step`, whose rows `batch` holds as they are before the step."""
+        rows, counts = step.rows, step.counts
+        is_new = self._tenancy[rows] != batch.tenancy[rows]
+        self._tenancy[rows] = batch.tenancy[rows]
+        first_blocks = np.where(is_new, 0, self._num_sent[rows])
+        num_blocks = batch.num_blocks[rows] - first_blocks
+        self._num_sent[rows] = batch.num_blocks[rows]
+        first_tokens = batch.num_computed_tokens[rows]
+        tokens = batch.token_ids[np.repeat(rows, counts), _ranges(first_tokens, counts)]
+        blocks = batch.block_table[np.repeat(rows, num_blocks), _ranges(first_blocks, num_blocks)]
+        places = np.zeros(0, np.int64) if embeds is None else embeds
+        flags = sampling | isolates << 2
+        head = [len(rows), len(tokens), len(blocks), len(step.awaits), len(places), step.num_decodes, flags]
+        columns = np.stack(
+            [rows, counts, first_tokens, batch.adapter_slot[rows], first_blocks, num_blocks, step.samples]
+        )
+        wide = np.concatenate([np.array(head, _INT64), columns.ravel(), step.awaits, places]).astype(_INT64)
+        return [wide.tobytes(), tokens.tobytes(), blocks.tobytes()]
+
+
+def message_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> int:
+    """Return the most bytes that a step can take, whose rows have up to `max_blocks` blocks."""
+    return 8 * (7 + 8 * max_num_seqs + max_num_batched_tokens) + 4 * (
+        max_num_batched_tokens + max_num_seqs * max_blocks
+    )
+
+
+def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
+    """Return the step of a message, and bring the rows of `mirror` to what they are in the core's batch.
+
+    Raises MessageError if the message is not one that `StepEncoder` makes for such rows.
+    """
+    try:
+        head = np.frombuffer(data, _INT64, 7).tolist()
+        num_rows, num_tokens, num_blocks, num_awaits, num_places, num_decodes, flags = head
+        wide = np.frombuffer(data, _INT64, 7 * num_rows + num_awaits + num_places, 56).copy()  # torch wants to write
+        at = 56 + wide.nbytes
+        tokens = np.frombuffer(data, _INT32, num_tokens, at)
+        blocks = np.frombuffer(data, _INT32, num_blocks, at + tokens.nbytes)
+        rows, counts, first_tokens, adapter_slot, first_blocks, block_counts, samples = wide[: 7 * num_rows].reshape(
+            7, num_rows
+        )
+        places = np.split(wide[7 * num_rows :], [num_awaits])
+        mirror.token_ids[np.repeat(rows, counts), _ranges(first_tokens, counts)] = tokens
+        mirror.block_table[np.repeat(rows, block_counts), _ranges(first_blocks, block_counts)] = blocks
+        mirror.num_computed_tokens[rows] = first_tokens
+        mirror.adapter_slot[rows] = adapter_slot
+    except (ValueError, IndexError) as error:
+        raise MessageError(f"a step of {len(data)} bytes cannot be decoded: {error}") from error
+    is_pooled = np.zeros(num_rows, np.bool_)
+    step = ScheduledStep(rows, counts, num_decodes, samples.astype(np.bool_), is_pooled, places[0])
+    return StepMessage(step, flags & 3, bool(flags >> 2), places[1])
+
+
+def sampled_places(step: ScheduledStep) -> Rows:
+    """Return the index of the last token of each row that `step` samples, among the tokens of the step."""
+    return (np.cumsum(step.counts) - 1)[step.samples]
+
+
+def _ranges(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the numbers from each of `firsts` on, as many as `counts` says, one range after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts - firsts, counts)

@@ -1,0 +1,77 @@
+"""The program of a rank that is not rank 0: join, load, then compute what the core says until the core ends."""
+
+import ctypes
+import gc
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from typing import Final
+
+import msgspec
+
+from vllm_mp import __version__
+from vllm_mp.core.parallel.messages import PROTOCOL, Failed, FromRank, Joined, Ready, WorkerLaunch, digest_of
+
+logger = logging.getLogger(__name__)
+
+_SET_DEATH_SIGNAL: Final = 1
+
+
+def main() -> int:
+    """Run the rank that the launch line on standard input describes; return the exit code.
+
+    The rank ends when its core ends: the kernel kills it, and the socket closes.
+    """
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerLaunch)
+    logging.basicConfig(
+        level=os.environ.get("VLLM_MP_LOG_LEVEL", "INFO").upper(),
+        format=f"%(asctime)s %(levelname)s rank {launch.rank}: %(message)s",
+        stream=sys.stderr,
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != launch.parent_pid:
+        return 1  # the core died before the kernel knew what to do then
+    says = socket.socket(fileno=launch.socket)
+    try:
+        _serve(launch, says)
+    except Exception as error:
+        is_mistake = isinstance(error, ValueError)
+        logger.log(logging.ERROR, "the rank failed: %s", error, exc_info=not is_mistake)
+        text = str(error) if is_mistake else f"{type(error).__name__}: {error}"
+        _say(says, Failed(error=text, is_mistake=is_mistake))
+        return 1
+    return 0
+
+
+def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
+    """Join the group, load the rank's share of the model, and compute until the core closes the socket."""
+    from vllm_mp.core.parallel.follower import Follower
+    from vllm_mp.core.parallel.make_group import make_group
+    from vllm_mp.core.parallel.ring import MessageRing
+    from vllm_mp.core.worker.device import prepare_device
+    from vllm_mp.core.worker.memory import memory_to_start
+    from vllm_mp.core.worker.model_runner import ModelRunner
+
+    gc.freeze()
+    config, rank = launch.config, launch.rank
+    memory = mmap.mmap(launch.memory, 0)
+    ring = MessageRing(memory, 0, config.parallel_config.tensor_parallel_size - 1, launch.slot_bytes)
+    beat = ring.progress[rank - 1].beat
+    device, dtype = prepare_device(config, rank)
+    _say(says, Joined(rank=rank, protocol=PROTOCOL, package=__version__, digest=digest_of(config)))
+    group = make_group(config, device, rank, memory, launch.slot_bytes, launch.meeting_place)
+    with memory_to_start(config):
+        runner = ModelRunner(config, device, dtype, lambda _: beat(), beat, group=group)
+    follower = Follower(config, device, runner, lambda reply: _say(says, reply))
+    _say(says, Ready(rank=rank))
+    while (message := ring.read(rank - 1, launch.event, [says.fileno()])) is not None:
+        follower.handle(memoryview(message))
+        beat()
+
+
+def _say(says: socket.socket, said: FromRank) -> None:
+    says.sendall(msgspec.msgpack.encode(said))

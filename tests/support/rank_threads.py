@@ -1,0 +1,145 @@
+"""Ranks of a group as threads of this process, which stand in for processes."""
+
+import contextlib
+import mmap
+import queue
+import threading
+from unittest import mock
+
+import torch
+
+from support.local_engine import LocalEngine
+from vllm_mp.core.parallel.follower import Follower
+from vllm_mp.core.parallel.followers import Followers
+from vllm_mp.core.parallel.shared_group import SharedMemoryGroup, num_bytes
+from vllm_mp.core.worker.model_runner import ModelRunner
+from vllm_mp.kernels.cpu.library import Library
+
+
+def make_groups(size):
+    """Return the groups of `size` ranks that share memory."""
+    memory = mmap.mmap(-1, num_bytes(size))
+    return [SharedMemoryGroup(memory, 0, rank, size) for rank in range(size)]
+
+
+def run_ranks(groups, run):
+    """Call `run(rank, group)` for all ranks at the same time; return the results by rank."""
+    results, errors = [None] * len(groups), []
+
+    def call(rank, group):
+        try:
+            results[rank] = run(rank, group)
+        except BaseException as error:
+            errors.append(error)
+            group.break_up()
+
+    threads = [threading.Thread(target=call, args=pair) for pair in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class _Processes:
+    """Stands in for `WorkerProcesses` and its ring: messages go to the queues of threads."""
+
+    def __init__(self, num_followers):
+        self.queues = [queue.Queue() for _ in range(num_followers)]
+        self.said = [queue.Queue() for _ in range(num_followers)]
+        self.ring = self
+        self.events = self.descriptors = self.pids = ()
+        self.num_messages = 0
+
+    def write(self, parts, wake, check):
+        self.num_messages += 1
+        for messages in self.queues:
+            messages.put(b"".join(parts))
+
+    def replies(self, number):
+        return [said.get() for said in self.said]
+
+    def expect_progress(self):
+        pass
+
+    def check(self):
+        pass
+
+
+class LocalGroup:
+    """A `LocalEngine` on rank 0, and followers on the other ranks."""
+
+    def __init__(self, folder, size, **options):
+        self.groups = make_groups(size)
+        self.processes = _Processes(size - 1)
+        self.errors = []
+        self.followers = [None] * size
+        self._ready = [threading.Event() for _ in range(size)]
+        self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, size)]
+        options = {**options, "tensor_parallel_size": size}
+        self._options = (folder, options)
+        for thread in self._threads:
+            thread.start()
+        self.leader = Followers(self.processes, options.get("max_num_seqs", 12))
+        try:
+            self.engine = LocalEngine(folder, group=self.groups[0], leader=self.leader, **options)
+        except BaseException:
+            self.close()
+            raise
+        for ready in self._ready[1:]:
+            ready.wait()
+
+    def _follow(self, rank):
+        folder, options = self._options
+        try:
+            config = LocalEngine.make_config(folder, "cpu", **options)
+            device, dtype = torch.device("cpu"), getattr(torch, config.model_config.dtype)
+            runner = ModelRunner(config, device, dtype, group=self.groups[rank])
+            follower = Follower(config, device, runner, self.processes.said[rank - 1].put)
+            self.followers[rank] = follower
+            self._ready[rank].set()
+            while (message := self.processes.queues[rank - 1].get()) is not None:
+                follower.handle(memoryview(message))
+        except BaseException as error:
+            self.errors.append(error)
+            self.groups[rank].break_up()
+            self._ready[rank].set()
+
+    def close(self):
+        for messages in self.processes.queues:
+            messages.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+
+@contextlib.contextmanager
+def local_group(folder, size, **options):
+    """Run a `LocalGroup` in the block."""
+    with one_thread_in_kernels():
+        group = LocalGroup(folder, size, **options)
+        try:
+            yield group
+        finally:
+            group.close()
+
+
+@contextlib.contextmanager
+def one_thread_in_kernels():
+    """Let one thread at a time call the C++ kernels, which serve one thread of a process."""
+    lock, function = threading.Lock(), Library.function
+
+    def locked(self, name, dtype):
+        compute = function(self, name, dtype)
+
+        def compute_alone(*args):
+            with lock:
+                return compute(*args)
+
+        return compute_alone
+
+    with mock.patch.object(Library, "function", locked):
+        yield
