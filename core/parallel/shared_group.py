@@ -28,6 +28,7 @@ _SPINS: Final = 300
 """Looks at a counter before the rank blocks, about 30 microseconds: the usual difference between ranks in a layer."""
 _CHECK_S: Final = 0.1
 _WORDS: Final = 2**32
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 
 
 class GroupBrokenError(RuntimeError):
@@ -73,8 +74,8 @@ class SharedMemoryGroup(RankGroup):
         self._others = [counter for place, counter in enumerate(self._counters) if place != rank]
         self._round = self._own.value
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=num_bytes(size))
-        self._bytes = data[_header_bytes(size) :].view(2, size, SLOT_BYTES)
-        self._slots: dict[torch.dtype, Tensor] = {}
+        slots = data[_header_bytes(size) :].view(2, size, SLOT_BYTES)
+        self._slots = {dtype: slots.view(dtype) for dtype in _DTYPES}
         """[2, size, n] by dtype: the slots of even and of odd rounds, by rank."""
         self._spins = _SPINS if size <= len(usable_cpus()) else 0
 
@@ -117,10 +118,7 @@ class SharedMemoryGroup(RankGroup):
     def _exchange(self, piece: Tensor, writes: bool = True) -> Tensor:
         """Write `piece` [n] into the slot of this rank; return the slots of all ranks, [size, n], valid until the
         next but one round."""
-        slots = self._slots.get(piece.dtype)
-        if slots is None:
-            slots = self._slots[piece.dtype] = self._bytes.view(piece.dtype)
-        of_round = slots[self._round & 1, :, : len(piece)]
+        of_round = self._slots[piece.dtype][self._round & 1, :, : len(piece)]
         if writes:
             of_round[self.rank].copy_(piece)
         self._round = (self._round + 1) % _WORDS

@@ -72,6 +72,7 @@ _SPECIAL_VALUES: dict[str, typing.Any] = {
     "fault_injection": "exit@step=3",
     "generation_config": "vllm",
     "kv_cache_memory_bytes": 2**35,
+    "tensor_parallel_size": 2,
     "logits_processors": ("some.module:Class", "name=entry-point"),
     "lora_modules": ("sql=/adapters/a b", '{"name": "law", "path": "/adapters/law"}'),
     "max_logprobs": -1,
