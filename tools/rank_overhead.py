@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from vllm_mp.core.parallel.ring import MessageRing
+from vllm_mp.core.parallel.ring import SPIN_S, MessageRing
 from vllm_mp.core.parallel.shared_group import SharedMemoryGroup, num_bytes
 from vllm_mp.core.parallel.step_message import ARGMAX, RowMirror, StepEncoder, decode_step
 from vllm_mp.core.scheduler.batch import Batch
@@ -75,7 +75,7 @@ def message_times(num_rows: int, num_ranks: int, num_steps: int, asleep: bool) -
     def read(reader: int) -> None:
         mirror = RowMirror(num_rows, 2 * CONTEXT, BLOCK_SIZE)
         for _ in range(num_steps):
-            message = ring.read(reader, events[reader], [])
+            message = ring.read(reader, events[reader], [], SPIN_S)
             assert message is not None
             decode_step(memoryview(message), mirror)
             arrivals[reader] = time.monotonic_ns()

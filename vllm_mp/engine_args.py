@@ -178,7 +178,6 @@ class EngineArgs(Options):
         "Share each layer among N ranks, each a process with a GPU of its own, or on a CPU with its share of the CPUs.",
         low=1,
         high=256,
-        subject="device",
     )
     pipeline_parallel_size: int = option(
         1, "Divide the layers into N groups, each on its own device.", low=1, unserved=_ONE_STAGE

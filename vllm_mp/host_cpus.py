@@ -40,6 +40,16 @@ def bind_process(text: str) -> frozenset[int]:
 
     Raises ValueError for a CPU or a NUMA node that this process may not use.
     """
+    return bind_to(named_cpus(text))
+
+
+def named_cpus(text: str) -> frozenset[int]:
+    """Return the CPUs that `text` names, or all that this process may use if it is empty.
+
+    Raises ValueError for a CPU or a NUMA node that this process may not use.
+    """
+    if not text:
+        return usable_cpus()
     named, usable, nodes = parse_cpus(text), usable_cpus(), numa_nodes()
     if missing := named.nodes - nodes.keys():
         raise ValueError(f"cpus={text!r:.100}: there is no NUMA node {min(missing)}; the nodes are {_ranges(nodes)}")
@@ -47,7 +57,7 @@ def bind_process(text: str) -> frozenset[int]:
     chosen = named.cpus.union(*(nodes[node] & usable for node in named.nodes))
     if not chosen <= usable or not chosen:
         raise ValueError(f"cpus={text!r:.100}: this process may use the CPUs {_ranges(usable)} only")
-    return bind_to(chosen)
+    return chosen
 
 
 def bind_to(cpus: frozenset[int]) -> frozenset[int]:

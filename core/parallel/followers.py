@@ -13,6 +13,7 @@ from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.parallel.make_group import make_group
 from vllm_mp.core.parallel.messages import AdapterTable, Call, Kind
+from vllm_mp.core.parallel.rank_watch import watch_ranks
 from vllm_mp.core.parallel.step_message import StepEncoder
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
 from vllm_mp.core.scheduler.batch import Batch
@@ -149,6 +150,15 @@ def lead(
     """
     processes.join(config, stop.raise_if_set)
     group = make_group(
-        config, device, 0, processes.memory, processes.slot_bytes, processes.meeting_place, processes.check
+        config,
+        device,
+        0,
+        processes.memory,
+        processes.slot_bytes,
+        processes.meeting_place,
+        processes.has_own_cpus,
+        processes.check,
     )
+    if device.type == "cuda":
+        watch_ranks(dict(enumerate(processes.pids, 1)), processes.closing)
     return group, Followers(processes, config.scheduler_config.max_num_seqs)

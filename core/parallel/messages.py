@@ -41,6 +41,8 @@ class WorkerLaunch(msgspec.Struct, kw_only=True):
     """Event descriptor that the core writes to when it has written a message."""
     socket: int
     """Descriptor of the socket for what the rank says."""
+    has_own_cpus: bool
+    """No other rank has the CPUs of this rank, so that it may spin for a moment when it waits."""
     meeting_place: str
     """Path of the file by which torch.distributed finds the ranks."""
 

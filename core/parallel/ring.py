@@ -20,8 +20,8 @@ _HEADER: Final = struct.Struct("<QII")
 """Number of the message from 1, its length in bytes, and its CRC-32."""
 _NUM_SLOTS: Final = 4
 _LINE: Final = 64
-_SPIN_S: Final = 30e-6
-"""Time for which a rank looks for the next message before it sleeps."""
+SPIN_S: Final = 0.5e-3
+"""Time for which a rank with CPUs of its own looks for the next message before it sleeps: as between two steps."""
 _VISIBLE_S: Final = 1.0
 """Time in which a message must become readable after its number."""
 _PAUSE_S: Final = 50e-6
@@ -104,13 +104,14 @@ class MessageRing:
         for descriptor in wake:
             os.eventfd_write(descriptor, 1)
 
-    def read(self, reader: int, event: int, others: Sequence[int]) -> bytes | None:
+    def read(self, reader: int, event: int, others: Sequence[int], spin_s: float = 0.0) -> bytes | None:
         """Wait for the next message and return it; return None if one of the descriptors `others` has ended.
 
-        Raises RingError for a message that is damaged.
+        The reader looks for the message for `spin_s` seconds before it sleeps. Raises RingError for a message that is
+        damaged.
         """
         number = self.progress[reader].num_read + 1
-        deadline = time.monotonic() + _SPIN_S
+        deadline = time.monotonic() + spin_s
         while self._head.value < number and time.monotonic() < deadline:
             pass
         if self._head.value < number:

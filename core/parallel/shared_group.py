@@ -18,7 +18,6 @@ from torch import Tensor
 
 from vllm_mp.core.parallel import futex
 from vllm_mp.core.parallel.group import RankGroup, minimum_of
-from vllm_mp.host_cpus import usable_cpus
 
 SLOT_BYTES: Final = 2**20
 """Bytes that a rank passes in one round; larger tensors take several rounds."""
@@ -58,10 +57,17 @@ class SharedMemoryGroup(RankGroup):
     """The ranks that map the same memory; an operation with small tensors takes about 20 microseconds."""
 
     def __init__(
-        self, memory: mmap.mmap, offset: int, rank: int, size: int, check: Callable[[], None] = lambda: None
+        self,
+        memory: mmap.mmap,
+        offset: int,
+        rank: int,
+        size: int,
+        check: Callable[[], None] = lambda: None,
+        spins: bool = True,
     ) -> None:
         """Join the group whose `num_bytes(size)` bytes of `memory`, initially zero, begin at `offset`.
 
+        `spins`: each rank has CPUs of its own, so that a rank looks for the others for a moment before it sleeps.
         `check` is called now and then while this rank waits; it may raise, which breaks the group.
         """
         self.rank = rank
@@ -77,7 +83,7 @@ class SharedMemoryGroup(RankGroup):
         slots = data[_header_bytes(size) :].view(2, size, SLOT_BYTES)
         self._slots = {dtype: slots.view(dtype) for dtype in _DTYPES}
         """[2, size, n] by dtype: the slots of even and of odd rounds, by rank."""
-        self._spins = _SPINS if size <= len(usable_cpus()) else 0
+        self._spins = _SPINS if spins else 0
 
     def sum(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)

@@ -69,21 +69,18 @@ class StepEncoder:
     ) -> list[bytes]:
         """Return the parts of the message about `step`, whose rows `batch` holds as they are before the step."""
         rows, counts = step.rows, step.counts
-        is_new = self._tenancy[rows] != batch.tenancy[rows]
-        self._tenancy[rows] = batch.tenancy[rows]
-        first_blocks = np.where(is_new, 0, self._num_sent[rows])
-        num_blocks = batch.num_blocks[rows] - first_blocks
-        self._num_sent[rows] = batch.num_blocks[rows]
+        tenancy, last_blocks = batch.tenancy[rows], batch.num_blocks[rows]
+        first_blocks = self._num_sent[rows] * (self._tenancy[rows] == tenancy)  # none were sent to a new tenant
+        num_blocks = last_blocks - first_blocks
+        self._tenancy[rows], self._num_sent[rows] = tenancy, last_blocks
         first_tokens = batch.num_computed_tokens[rows]
-        tokens = batch.token_ids[np.repeat(rows, counts), _ranges(first_tokens, counts)]
-        blocks = batch.block_table[np.repeat(rows, num_blocks), _ranges(first_blocks, num_blocks)]
+        tokens = batch.token_ids[_cells(rows, first_tokens, counts)]
+        blocks = batch.block_table[_cells(rows, first_blocks, num_blocks)]
         places = np.zeros(0, np.int64) if embeds is None else embeds
         flags = sampling | isolates << 2
         head = [len(rows), len(tokens), len(blocks), len(step.awaits), len(places), step.num_decodes, flags]
-        columns = np.stack(
-            [rows, counts, first_tokens, batch.adapter_slot[rows], first_blocks, num_blocks, step.samples]
-        )
-        wide = np.concatenate([np.array(head, _INT64), columns.ravel(), step.awaits, places]).astype(_INT64)
+        columns = (rows, counts, first_tokens, batch.adapter_slot[rows], first_blocks, num_blocks, step.samples)
+        wide = np.concatenate((head, *columns, step.awaits, places), dtype=_INT64, casting="unsafe")
         return [wide.tobytes(), tokens.tobytes(), blocks.tobytes()]
 
 
@@ -109,16 +106,16 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
         rows, counts, first_tokens, adapter_slot, first_blocks, block_counts, samples = wide[: 7 * num_rows].reshape(
             7, num_rows
         )
-        places = np.split(wide[7 * num_rows :], [num_awaits])
-        mirror.token_ids[np.repeat(rows, counts), _ranges(first_tokens, counts)] = tokens
-        mirror.block_table[np.repeat(rows, block_counts), _ranges(first_blocks, block_counts)] = blocks
+        awaits, places = wide[7 * num_rows :][:num_awaits], wide[7 * num_rows + num_awaits :]
+        mirror.token_ids[_cells(rows, first_tokens, counts)] = tokens
+        mirror.block_table[_cells(rows, first_blocks, block_counts)] = blocks
         mirror.num_computed_tokens[rows] = first_tokens
         mirror.adapter_slot[rows] = adapter_slot
     except (ValueError, IndexError) as error:
         raise MessageError(f"a step of {len(data)} bytes cannot be decoded: {error}") from error
     is_pooled = np.zeros(num_rows, np.bool_)
-    step = ScheduledStep(rows, counts, num_decodes, samples.astype(np.bool_), is_pooled, places[0])
-    return StepMessage(step, flags & 3, bool(flags >> 2), places[1])
+    step = ScheduledStep(rows, counts, num_decodes, samples.astype(np.bool_), is_pooled, awaits)
+    return StepMessage(step, flags & 3, bool(flags >> 2), places)
 
 
 def sampled_places(step: ScheduledStep) -> Rows:
@@ -126,7 +123,15 @@ def sampled_places(step: ScheduledStep) -> Rows:
     return (np.cumsum(step.counts) - 1)[step.samples]
 
 
-def _ranges(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the numbers from each of `firsts` on, as many as `counts` says, one range after the other."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts - firsts, counts)
+def _cells(rows: Rows, firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> tuple[Rows, Rows]:
+    """Return the row and the column of the cells of a table from each of `firsts` on, as many as `counts` says.
+
+    Steps of decodes have one token and mostly no new block for each row, which is a short way here.
+    """
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    if not total:
+        return rows[:0], rows[:0]
+    if total == len(rows) and counts.all():
+        return rows, firsts
+    return rows.repeat(counts), np.arange(total) - (ends - counts - firsts).repeat(counts)

@@ -51,7 +51,7 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     """Join the group, load the rank's share of the model, and compute until the core closes the socket."""
     from vllm_mp.core.parallel.follower import Follower
     from vllm_mp.core.parallel.make_group import make_group
-    from vllm_mp.core.parallel.ring import MessageRing
+    from vllm_mp.core.parallel.ring import SPIN_S, MessageRing
     from vllm_mp.core.worker.device import prepare_device
     from vllm_mp.core.worker.memory import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
@@ -63,12 +63,13 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     beat = ring.progress[rank - 1].beat
     device, dtype = prepare_device(config, rank)
     _say(says, Joined(rank=rank, protocol=PROTOCOL, package=__version__, digest=digest_of(config)))
-    group = make_group(config, device, rank, memory, launch.slot_bytes, launch.meeting_place)
+    group = make_group(config, device, rank, memory, launch.slot_bytes, launch.meeting_place, launch.has_own_cpus)
     with memory_to_start(config):
         runner = ModelRunner(config, device, dtype, lambda _: beat(), beat, group=group)
     follower = Follower(config, device, runner, lambda reply: _say(says, reply))
     _say(says, Ready(rank=rank))
-    while (message := ring.read(rank - 1, launch.event, [says.fileno()])) is not None:
+    spin_s = SPIN_S if launch.has_own_cpus else 0.0
+    while (message := ring.read(rank - 1, launch.event, [says.fileno()], spin_s)) is not None:
         follower.handle(memoryview(message))
         beat()
 

@@ -9,6 +9,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from vllm_mp.core.parallel.messages import (
 from vllm_mp.core.parallel.ring import MessageRing
 from vllm_mp.core_launch import core_environment, package_path
 from vllm_mp.exit_status import describe_exit
+from vllm_mp.host_cpus import named_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,8 @@ class WorkerProcesses:
         self._beat = beat
         self._limit_s = _PATIENCE * config.liveness_config.engine_iteration_timeout_s
         self._start_limit_s = config.liveness_config.start_timeout_s
+        self.has_own_cpus = self.size <= len(named_cpus(config.device_config.cpus))
+        """No two ranks have the same CPUs, so that they may spin for a moment when they wait."""
         self.slot_bytes = shared_memory.slot_bytes(config)
         descriptor = os.memfd_create("vllm_mp-ranks")
         os.ftruncate(descriptor, shared_memory.total_bytes(self.size, self.slot_bytes))
@@ -92,6 +96,8 @@ class WorkerProcesses:
         self.memory = mmap.mmap(descriptor, 0)
         self.ring = MessageRing(self.memory, 0, self.size - 1, self.slot_bytes)
         self.meeting_place = str(folder / f"ranks-of-{os.getpid()}")
+        self.closing = threading.Event()
+        """Set before the ranks are told to end."""
         self._workers: list[_Worker] = []
         self._last_look = time.monotonic()
         self._is_serving = False
@@ -193,6 +199,7 @@ class WorkerProcesses:
 
     def close(self, at_once: bool = False) -> None:
         """End all ranks, by force `at_once` or if they have not ended after 2 seconds; idempotent."""
+        self.closing.set()
         for worker in self._workers:
             worker.said.close()
             if at_once:
@@ -225,6 +232,7 @@ class WorkerProcesses:
                 slot_bytes=self.slot_bytes,
                 event=event,
                 socket=theirs.fileno(),
+                has_own_cpus=self.has_own_cpus,
                 meeting_place=self.meeting_place,
             )
         worker = _Worker(rank, process, own, event)

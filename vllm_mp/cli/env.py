@@ -15,7 +15,7 @@ from typing import Any
 import vllm_mp
 from vllm_mp.cli.table import size_text
 from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name, obstacle
-from vllm_mp.host_cpus import cpu_time_limit, default_threads, describe, usable_cpus
+from vllm_mp.host_cpus import cpu_share, cpu_time_limit, default_threads, describe, usable_cpus
 from vllm_mp.host_memory import host_memory
 from vllm_mp.model_store import cache_root
 from vllm_mp.model_store.entries import folder_size
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     rows += [
         ("cpu", f"{report['cpu']['name']}, {report['cpu']['cores']} cores"),
         ("threads", f"{report['cpu']['threads']} by default, on {report['cpu']['cpus']}"),
+        ("ranks", "; ".join(report["ranks"])),
         ("features", ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in report["cpu"]["features"].items())),
         ("kernels", "; ".join([report["kernels"]["build"], *report["kernels"]["others"].values()])),
         (
@@ -109,11 +110,26 @@ def _report() -> dict[str, Any]:
             "available_bytes": memory.available,
             "cgroup_limit_bytes": memory.group_limit,
         },
+        "ranks": _ranks(len(gpus)),
         "gpus": gpus,
         "no_gpu": no_gpu,
         "cache": {"folder": str(cache), "bytes": folder_size(cache)},
         "environment": {name: _shown(name, value) for name, value in sorted(os.environ.items()) if _is_ours(name)},
     }
+
+
+def _ranks(num_gpus: int) -> list[str]:
+    """Return for some values of tensor_parallel_size which GPUs or CPUs its ranks get by default."""
+    if num_gpus > 1:
+        return [f"tensor_parallel_size={num_gpus}: GPUs 0 to {num_gpus - 1}, in the order of ranks"]
+    if num_gpus:
+        return ["tensor_parallel_size=1 only: each rank needs a GPU of its own"]
+    cpus = usable_cpus()
+    return [
+        f"tensor_parallel_size={size}: " + " | ".join(describe(cpu_share(cpus, rank, size)) for rank in range(size))
+        for size in (2, 4, 8)
+        if size <= max(2, len(cpus))
+    ]
 
 
 def _platform() -> str:
