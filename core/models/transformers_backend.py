@@ -30,6 +30,8 @@ from vllm_mp.core.models.transformers_probe import (
     probe,
     run_decoder,
 )
+from vllm_mp.core.models.transformers_shards import CannotSplitError, split_model
+from vllm_mp.core.parallel.group import ALONE, RankGroup
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops
@@ -85,9 +87,15 @@ class TransformersForCausalLM(AttentionLayer):
 
 
 def load_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None],
+    group: RankGroup = ALONE,
 ) -> TransformersForCausalLM:
     """Return the model of `config` on `device`, with the weights that `config.load_format` asks for.
+
+    It holds the share of the rank in `group`.
 
     `progress` is called with the fraction done. Raises ValueError, naming architecture or folder, cause and remedy,
     for a model that cannot run here, and for weights that are absent, damaged or belong to another model.
@@ -102,6 +110,8 @@ def load_model(
             with device:
                 causal = AutoModelForCausalLM.from_config(hub_config, **options).eval()
             fill_with_dummy_weights(causal, config.weights_seed)
+            num_parameters = count_parameters(causal)
+            split_model(causal, group, arch.name)
         else:
             with _followed(lambda share: progress(share / 2)):
                 causal, report = model_class.from_pretrained(
@@ -114,14 +124,18 @@ def load_model(
                     **options,
                 )
             _check_report(report, config.folder)
+            num_parameters = count_parameters(causal)
+            split_model(causal, group, arch.name)
             _own(causal, tensors, lambda share: progress((1 + share) / 2))
-    except (torch.OutOfMemoryError, CheckpointMismatchError):
+    except (torch.OutOfMemoryError, CheckpointMismatchError, CannotSplitError):
         raise
     except (ImportError, *FAILURES) as error:
         raise cannot_run(arch.name, describe(error)) from error
     progress(1.0)
     causal.requires_grad_(False)
-    return TransformersForCausalLM(causal, arch, config.max_model_len, config.enable_prompt_embeds)
+    model = TransformersForCausalLM(causal, arch, config.max_model_len, config.enable_prompt_embeds)
+    model.num_parameters = num_parameters
+    return model
 
 
 def _find_class(arch: Architecture, folder: Path) -> tuple[Any, Any]:

@@ -69,7 +69,7 @@ def load_model(
     # Imported here, because importing transformers takes seconds, which native models do not need.
     from vllm_mp.core.models import transformers_backend
 
-    return transformers_backend.load_model(config, dtype, device, progress or (lambda _: None))
+    return transformers_backend.load_model(config, dtype, device, progress or (lambda _: None), group)
 
 
 def load_weights(

@@ -8,17 +8,17 @@ from vllm_mp.model_config.architecture import Architecture, NativeArchitecture, 
 def check_tensor_parallel(arch: Architecture, size: int, model: str) -> None:
     """Raise ValueError, naming the option and the size of the model that forbids it, unless `size` ranks can share it.
 
-    `model` is the name that the user gave.
+    `model` is the name that the user gave. What a model of the transformers backend allows is found at its load.
     """
     if size == 1:
         return
     option = f"tensor_parallel_size={size}"
-    if not isinstance(arch, NativeArchitecture) or arch.is_encoder:
-        kind = "an encoder" if arch.is_encoder else "run by the transformers backend"
+    if arch.is_encoder:
         raise ValueError(
-            f"{option}: decoders with a native model are shared among ranks, and {model} ({arch.name}) is {kind}; "
-            "set it to 1"
+            f"{option}: decoders are shared among ranks, and {model} ({arch.name}) is an encoder; set it to 1"
         )
+    if not isinstance(arch, NativeArchitecture):
+        return
     for name, value in _divided_sizes(arch).items():
         if value % size:
             raise ValueError(f"{option}: {name}={value} of {model} is no multiple of it; set it to a divisor")
