@@ -165,7 +165,7 @@ def _block_part(name: str, weight: BlockWeight, cut: _Cut, ranges: Sequence[Rang
     """Return the rows or the columns `ranges` of a matrix in a block type; rows of one range stay where they lie."""
     kind = weight.type
     if not cut.by_inputs:
-        return BlockWeight(_along(weight.data, 0, ranges), kind, weight.inputs)
+        return BlockWeight(_along(weight.data, 0, ranges), kind, weight.inputs, weight.release)
     ((first, last),) = ranges
     if first % kind.weights or last % kind.weights:
         raise CheckpointMismatchError(
@@ -173,4 +173,6 @@ def _block_part(name: str, weight: BlockWeight, cut: _Cut, ranges: Sequence[Rang
             "would cut; lower tensor_parallel_size, or use a file in a type with blocks of 32 weights"
         )
     begin, end = (border // kind.weights * kind.num_bytes for border in (first, last))
-    return BlockWeight(weight.data[:, begin:end].contiguous(), kind, last - first)
+    part = weight.data[:, begin:end].contiguous()
+    weight.release()
+    return BlockWeight(part, kind, last - first)

@@ -13,7 +13,7 @@ from vllm_mp.core.parallel.follower import Follower
 from vllm_mp.core.parallel.followers import Followers
 from vllm_mp.core.parallel.shared_group import SharedMemoryGroup, num_bytes
 from vllm_mp.core.worker.model_runner import ModelRunner
-from vllm_mp.kernels.cpu.library import Library
+from vllm_mp.kernels.cpu.library import Library, library
 
 
 def make_groups(size):
@@ -130,16 +130,19 @@ def local_group(folder, size, **options):
 @contextlib.contextmanager
 def one_thread_in_kernels():
     """Let one thread at a time call the C++ kernels, which serve one thread of a process."""
-    lock, function = threading.Lock(), Library.function
+    lock, function, kernels = threading.Lock(), Library.function, library()
 
-    def locked(self, name, dtype):
-        compute = function(self, name, dtype)
-
+    def alone(compute):
         def compute_alone(*args):
             with lock:
                 return compute(*args)
 
         return compute_alone
 
-    with mock.patch.object(Library, "function", locked):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(
+            mock.patch.object(Library, "function", lambda self, name, dtype: alone(function(self, name, dtype)))
+        )
+        if kernels is not None:
+            patches.enter_context(mock.patch.object(kernels, "write_strips", alone(kernels.write_strips)))
         yield
