@@ -42,7 +42,7 @@ class EngineControl(EngineLifecycle):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method of every worker, named by `method`, and return their results: a list with one result.
+        """Run a method of every worker, named by `method`, and return their results, one for each core.
 
         The methods are `check_health()`, `get_cache_block_size_bytes()`, `get_kv_cache_bytes(num_tokens)`,
         `get_memory_info()`, `get_model_info()`, `get_num_parameters()` and `get_supported_tasks()`. Arguments and
@@ -58,9 +58,9 @@ class EngineControl(EngineLifecycle):
             )
         arguments = pack_arguments(args, kwargs)
         if timeout is None:
-            return [await self._ask("collective_rpc", method, arguments)]
+            return await self._ask("collective_rpc", method, arguments)
         self._attach()
-        return [await self._core_client.call("collective_rpc", timeout, method, arguments)]
+        return await self._cores.call("collective_rpc", timeout, method, arguments)
 
     async def pause_generation(
         self, mode: str = "abort", clear_cache: bool = True, *, wait_for_inflight_requests: bool | None = None
@@ -99,12 +99,13 @@ class EngineControl(EngineLifecycle):
     async def stop_profile(self) -> str:
         """Stop the profiler and write its trace, which Chrome and Perfetto display; return the trace's folder.
 
+        With several cores, the folders are separated by commas.
+
         The folder is on the core's machine: the value of VLLM_TORCH_PROFILER_DIR in the core's environment, or else a
         temporary folder that the caller must remove. The recording is lost if the core dies. Raises EngineError if
         `start_profile` has not been called.
         """
-        folder: str = await self._ask("stop_profile")
-        return folder
+        return ", ".join(dict.fromkeys(await self._ask("stop_profile")))
 
     async def sleep(self, level: int = 1, mode: str = "keep") -> None:
         """Release the memory of the KV cache and of the weights until `wake_up`.
@@ -132,7 +133,7 @@ class EngineControl(EngineLifecycle):
         read: then the engine stays asleep, the memory that this call took is released, and the call may be repeated.
         """
         await self._call("wake_up", *check_wake_up(tags))
-        if (await self._ask("status"))["is_sleeping"]:
+        if any(status["is_sleeping"] for status in await self._ask("status")):
             return False
         self._stat_loggers.note_sleep(0, 0)
         return True

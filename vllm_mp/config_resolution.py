@@ -103,7 +103,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             enable_prefix_caching=args.enable_prefix_caching is not False and not is_encoder,
         ),
         scheduler_config=_scheduler_config(args, max_model_len, is_encoder),
-        parallel_config=ParallelConfig(),
+        parallel_config=_section(ParallelConfig, args, distributed_executor_backend="mp"),
         device_config=_section(DeviceConfig, args),
         attention_config=AttentionConfig(backend=args.attention_backend),
         decoding_config=DecodingConfig(backend=BACKEND_NAMES[args.guided_decoding_backend]),

@@ -51,6 +51,26 @@ def bind_process(text: str) -> frozenset[int]:
     return chosen
 
 
+def divide_cpus(text: str, part: int, num_parts: int) -> str:
+    """Return, as `parse_cpus` reads them, the CPUs of the `part`-th of `num_parts` equal shares of what `text` names.
+
+    Without `text`, the CPUs that this process may use are divided. CPUs of one NUMA node stay together as far as
+    possible. If there are fewer CPUs than shares, each share is one CPU, which several shares have in common.
+    Raises ValueError if `text` names no CPU that this process may use.
+    """
+    nodes, usable = numa_nodes(), usable_cpus()
+    if text:
+        named = parse_cpus(text)
+        usable = usable & named.cpus.union(*(nodes.get(node, frozenset()) for node in named.nodes))
+        if not usable:
+            raise ValueError(f"cpus={text!r:.100}: this process may use the CPUs {_ranges(usable_cpus())} only")
+    node_of = {cpu: node for node, cpus in nodes.items() for cpu in cpus}
+    ordered = sorted(usable, key=lambda cpu: (node_of.get(cpu, 0), cpu))
+    if len(ordered) < num_parts:
+        return str(ordered[part % len(ordered)])
+    return _ranges(ordered[part * len(ordered) // num_parts : (part + 1) * len(ordered) // num_parts])
+
+
 def usable_cpus() -> frozenset[int]:
     """Return the CPUs that this thread may run on."""
     return frozenset(os.sched_getaffinity(0))
@@ -67,13 +87,14 @@ def numa_nodes() -> dict[int, frozenset[int]]:
     return dict(sorted(nodes.items()))
 
 
-def default_threads() -> int:
+def default_threads(num_cores: int = 1) -> int:
     """Return the number of usable CPUs, or the CPU time that the control group (such as a container) grants if less.
 
-    More threads than that time allows would wait for threads that the system has stopped.
+    More threads than that time allows would wait for threads that the system has stopped. `num_cores` processes share
+    that time.
     """
     limit = cpu_time_limit()
-    return len(usable_cpus()) if limit is None else max(1, min(len(usable_cpus()), math.ceil(limit)))
+    return len(usable_cpus()) if limit is None else max(1, min(len(usable_cpus()), math.ceil(limit / num_cores)))
 
 
 def cpu_time_limit() -> float | None:

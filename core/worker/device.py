@@ -19,7 +19,10 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def choose_device(config: VllmConfig) -> torch.device:
-    """Return the device that `device_config` asks for; raises ValueError if the machine does not have it."""
+    """Return the device that `device_config` asks for; raises ValueError if the machine does not have it.
+
+    Of several cores, each computes on the GPU whose index is its rank.
+    """
     wanted = config.device_config.device
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -28,6 +31,14 @@ def choose_device(config: VllmConfig) -> torch.device:
             "installed torch is a CUDA build"
         )
     config.device_config.device = "cuda" if wanted == "auto" and has_cuda else wanted.replace("auto", "cpu")
+    if config.device_config.device == "cuda":
+        parallel, num_devices = config.parallel_config, torch.cuda.device_count()
+        if parallel.data_parallel_rank >= num_devices:
+            raise ValueError(
+                f"data_parallel_size={parallel.data_parallel_size}: the core with rank {parallel.data_parallel_rank} "
+                f"has no device, because PyTorch finds {num_devices}; lower it to at most that"
+            )
+        torch.cuda.set_device(parallel.data_parallel_rank)
     return torch.device(config.device_config.device)
 
 
@@ -112,7 +123,7 @@ def set_threads(config: VllmConfig) -> None:
     """
     device = config.device_config
     cpus = bind_process(device.cpus) if device.cpus else usable_cpus()
-    torch.set_num_threads(device.num_threads or default_threads())
+    torch.set_num_threads(device.num_threads or default_threads(config.parallel_config.data_parallel_size))
     if device.device == "cpu":
         logger.info("computing with %d threads on %s", torch.get_num_threads(), describe(cpus))
 

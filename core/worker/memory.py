@@ -37,7 +37,9 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
             "gpu_memory_utilization",
         )
     else:
-        memory, source = min(_CPU_CACHE_LIMIT, available_memory() // 4), "a quarter of the free memory"
+        num_cores = config.parallel_config.data_parallel_size  # which load at the same time
+        memory = min(_CPU_CACHE_LIMIT, available_memory() // 4 // num_cores)
+        source = "a quarter of the free memory" if num_cores == 1 else f"a quarter of the free memory / {num_cores}"
     blocks = min(memory // block_bytes, useful + 1)
     if blocks < request_blocks + 1:
         fits = max(0, blocks - 1) * cache.block_size

@@ -46,7 +46,6 @@ NOT_SERVED = {
     "swap_space",
     "tensor_parallel_size",
     "pipeline_parallel_size",
-    "data_parallel_size",
     "distributed_executor_backend",
     "worker_use_ray",
     "engine_use_ray",
