@@ -129,6 +129,7 @@ def test_streams_of_a_killed_core_go_on_with_the_same_tokens(engine, rank):
 
 def test_core_that_rejoins_is_in_the_pause_that_began_while_it_was_away(engine):
     async def run():
+        await engine.check_health()
         kill(engine._cores.client(1))
 
         async def is_noticed():
