@@ -98,7 +98,7 @@ def test_cores_of_different_models_are_refused(tmp_path):
 def test_client_of_one_core_adds_and_removes_another(tmp_path):
     async def run(engine, address):
         assert await engine.add_core(address) == 1
-        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        params = SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
         streams = [asyncio.create_task(rest(engine.generate([7] * 20, params))) for _ in range(4)]
 
         async def both_run():

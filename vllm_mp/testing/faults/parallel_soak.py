@@ -11,8 +11,9 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from vllm_mp import AsyncLLM, RequestOutputKind
+from vllm_mp import AsyncLLM, RequestOutputKind, SamplingParams
 from vllm_mp.cli.load_generator import percentiles
+from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline
@@ -37,14 +38,20 @@ class ParallelSoakResult:
     """Of each of the `moved` streams, the time from the kill to its next output."""
     restart_s: list[float] = dataclasses.field(default_factory=list)
     """Time from each kill until the killed core served again."""
-    prefill_s: float = 0.0
-    """Time to the first token of the longest prompt with all its output, alone on an idle core."""
+    token_s: float = 0.0
+    """Time that an idle core takes to read a token, of many prompts at once."""
+    excess_s: list[float] = dataclasses.field(default_factory=list)
+    """The times of `gap_s`, each less the time of reading all tokens that moved at that kill."""
     broken: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
     def gap_percentile(self, share: float) -> float:
         """Return the quantile `share` of `gap_s`, in seconds."""
         return percentiles(self.gap_s, (share,))[0]
+
+    def excess_percentile(self, share: float) -> float:
+        """Return the quantile `share` of `excess_s`, in seconds."""
+        return percentiles(self.excess_s, (share,))[0]
 
 
 class _WatchedEngine:
@@ -57,6 +64,8 @@ class _WatchedEngine:
         """Ids of live streams that show each token and have had an output."""
         self._struck: dict[str, float] = {}
         """When the core of such a stream was killed that has had no output since."""
+        self._reading_s = 0.0
+        """Time that reading all tokens takes that the latest kill moves."""
         self.num_outputs = 0
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
@@ -65,7 +74,9 @@ class _WatchedEngine:
             async for output in self._engine.generate(prompt, params, request_id, **options):
                 self.num_outputs += 1
                 if (struck := self._struck.pop(request_id, None)) is not None:
-                    self._result.gap_s.append(time.monotonic() - struck)
+                    gap_s = time.monotonic() - struck
+                    self._result.gap_s.append(gap_s)
+                    self._result.excess_s.append(gap_s - self._reading_s)
                 if shows_tokens:
                     self._seen.add(request_id)
                 yield output
@@ -73,9 +84,13 @@ class _WatchedEngine:
             self._seen.discard(request_id)
             self._struck.pop(request_id, None)
 
-    def strike(self, request_ids: list[str]) -> None:
+    def strike(self, streams: list[RequestStream]) -> None:
         """Note that the core of these streams is killed now."""
-        struck = [request_id for request_id in request_ids if request_id in self._seen]
+        num_tokens = sum(
+            len(stream.prompt_token_ids) + sum(awaited.num_tokens for awaited in stream.awaited) for stream in streams
+        )
+        self._reading_s = num_tokens * self._result.token_s
+        struck = [stream.request_id for stream in streams if stream.request_id in self._seen]
         self._struck.update(dict.fromkeys(struck, time.monotonic()))
         self._result.moved += len(struck)
 
@@ -96,7 +111,7 @@ class _ParallelSoak:
         self._is_over = False
 
     async def run(self, kills: int, show: Callable[[ParallelSoakResult], None] | None) -> None:
-        self.result.prefill_s = await self._time_prefill()
+        self.result.token_s = await self._time_token()
         workers = [asyncio.create_task(self._stream(i)) for i in range(len(self._baseline.cases))]
         try:
             for _ in range(kills):
@@ -123,7 +138,7 @@ class _ParallelSoak:
         process = client.supervisor.core.process
         assert process is not None
         incarnation, began = client.incarnation, time.monotonic()
-        self._watched.strike([stream.request_id for stream in client.requests.streams()])
+        self._watched.strike(client.requests.streams())
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         self.result.kills += 1
@@ -154,24 +169,21 @@ class _ParallelSoak:
                 case = dataclasses.replace(case)  # a request id is made of the identity of its case
             self.comparison.compare(case, await outcome_of(self._watched, case), self._baseline.expected[index])  # type: ignore[arg-type]
 
-    async def _time_prefill(self) -> float:
-        """Return the time that an idle core takes from the longest request, as after a death, to its next token."""
-        texts = [case.prompt for case in self._baseline.cases if isinstance(case, Case)]
-        longest = max(texts, key=len)
-        case = next(case for case in self._baseline.cases if isinstance(case, Case) and case.prompt == longest)
-        plain = dataclasses.replace(
-            case, kind=RequestOutputKind.DELTA, params={"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
-        )
-        padded = dataclasses.replace(plain, prompt=longest + " a" * self._baseline.max_tokens)
-        await outcome_of(self._engine, padded)
-        times = []
-        for rank in self._engine.core_ranks:
-            # A prompt that no prefix cache holds.
-            fresh = dataclasses.replace(padded, prompt=f"{rank} {padded.prompt}")
-            began = time.monotonic()
-            await outcome_of(self._engine, fresh)
-            times.append(time.monotonic() - began)
-        return max(times)
+    async def _time_token(self) -> float:
+        """Return the time per token that an idle core takes to read as many prompts at once as a death moves."""
+        length = max(len(case.prompt) for case in self._baseline.cases)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+        async def read(number: int) -> int:
+            num_tokens = 0
+            async for output in self._engine.generate(f"{number} {' a' * length}"[:length], params):
+                num_tokens = len(output.prompt_token_ids or ())
+            return num_tokens
+
+        await read(-1)  # the first step of a core takes longer
+        began = time.monotonic()
+        num_read = await asyncio.gather(*(read(number) for number in range(len(self._baseline.cases) // 2)))
+        return (time.monotonic() - began) * len(self._engine.core_ranks) / sum(num_read)
 
 
 def run_parallel_soak(
