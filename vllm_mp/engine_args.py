@@ -181,7 +181,6 @@ class EngineArgs(Options):
         "Run N cores with the whole model, each on a GPU of its own, or on its share of the CPUs.",
         low=1,
         high=256,
-        subject="device",
     )
     distributed_executor_backend: str | None = option(
         None,

@@ -5,7 +5,6 @@
 """
 
 import asyncio
-import functools
 import itertools
 import logging
 import secrets
@@ -23,6 +22,7 @@ from vllm_mp.client.engine.pending_call import PendingCall
 from vllm_mp.client.engine.pings import Pings
 from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End, News
 from vllm_mp.client.engine.suspects import Entry, Suspects
+from vllm_mp.client.engine.unexplained_death import UnexplainedDeath
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats, Restart
@@ -40,7 +40,7 @@ class EngineCoreClient:
     successor has entered it already. Requests and calls that are made while there is no core are recorded, and sent to
     the next core.
 
-    All methods but `fail_all`, `run_on_loop` and the properties must be called in the event loop's thread.
+    All methods but `fail_all` and the properties must be called in the event loop's thread.
     """
 
     def __init__(
@@ -71,9 +71,8 @@ class EngineCoreClient:
         self._is_paused = supervisor.core.connection.was_paused
         """There is a pause, as far as the core has told."""
         self._suspects = Suspects(self._peers.ledger)
-        self._unexplained: tuple[Death, list[tuple[Entry, int]]] | None = None
-        """The death of a shared core, until its successor says what it was computing, with the requests that it had and
-        the number of tokens of each."""
+        self._unexplained: UnexplainedDeath | None = None
+        """The death of a shared core, until its successor says what it was computing."""
         self._restart: Restart | None = None
         """What the statistics keep of the latest death."""
         self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
@@ -171,13 +170,19 @@ class EngineCoreClient:
         The second list has those that may have caused its death. Suspects stay for the next core, and all streams stay
         during a pause, which that core inherits.
         """
-        streams = self.requests.streams()
-        if self.supervisor.end is None:
-            if self._is_pausing:
-                return [], []
-            streams = [stream for stream in streams if not self._suspects.is_suspect(stream)]
-        exposed = [stream for stream in streams if self._unexplained or self._suspects.is_exposed(stream)]
-        return [stream for stream in streams if stream not in set(exposed)], exposed
+        may_return = self.supervisor.end is None
+        if may_return and self._is_pausing:
+            return [], []
+        kinds: tuple[list[RequestStream], list[RequestStream]] = ([], [])
+        for stream in self.requests.streams():
+            if not (may_return and self._suspects.is_suspect(stream)):
+                kinds[self._is_exposed(stream)].append(stream)
+        return kinds
+
+    def _is_exposed(self, stream: RequestStream) -> bool:
+        """Return whether `stream` may have caused a death."""
+        unexplained = self._unexplained
+        return self._suspects.is_exposed(stream) or (unexplained is not None and unexplained.may_be_due_to(stream))
 
     def hand_over(self, streams: list[RequestStream], target: "EngineCoreClient") -> None:
         """Let `target` go on with live `streams`, of which this client's core, dead or to be left, knows no longer."""
@@ -206,11 +211,8 @@ class EngineCoreClient:
 
     def post(self, name: str, *args: wire.CallArgument) -> None:
         """Have the next core run an operation, as `call` does, without waiting for its answer."""
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        reply.add_done_callback(functools.partial(_report_failure, name))
-        call = PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
-        self._calls[call.call_id] = call
-        self._send_call(call)
+        call = self._begin_call(name, args)
+        call.reply.add_done_callback(call.report_failure)
 
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core, or in its successor if the core dies before it answers.
@@ -218,15 +220,19 @@ class EngineCoreClient:
         Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error:
         NotOperatorError if only operators may make the call.
         """
+        call = self._begin_call(name, args)
+        try:
+            async with asyncio.timeout(timeout):
+                return await call.reply
+        finally:
+            self._calls.pop(call.call_id, None)
+
+    def _begin_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> PendingCall:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
         self._calls[call.call_id] = call
         self._send_call(call)
-        try:
-            async with asyncio.timeout(timeout):
-                return await reply
-        finally:
-            self._calls.pop(call.call_id, None)
+        return call
 
     def count_drops(self) -> None:
         """Count the messages that the connection to the current core has dropped since the last call."""
@@ -367,40 +373,20 @@ class EngineCoreClient:
         continues = f"; {counted(num_requests, 'request')} will continue on {others}" if num_requests else ""
         logger.warning("%s%s", death.cause.partition(";")[0], continues)
         if self._core.process is None:
-            self._unexplained = death, [(entry, entry[1].num_tokens) for entry in self.requests.live()]
+            self._unexplained = UnexplainedDeath.of(death, self.requests.live())
         else:
             self._blame(death, self.requests.live())
         self._peers.on_change()
 
     def _explain_death(self, old: Core, core: Core) -> None:
         """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
-        if self._unexplained is None:
+        unexplained, self._unexplained = self._unexplained, None
+        if unexplained is None:
             return
-        (death, had), self._unexplained = self._unexplained, None
         if core.welcome.why_dropped:
             logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
-        if core.connection.incarnation == old.connection.incarnation:
-            return  # the connection broke, and the core lives
-        last = core.welcome.last_death
-        if last is not None and last.incarnation == old.connection.incarnation:
-            death = death._replace(
-                cause=last.cause,
-                in_step=dict(last.in_step),
-                num_in_step=last.num_in_step,
-                is_from_outside=last.is_from_outside,
-                kind=last.kind,
-                is_step_known=True,
-                incarnation=last.incarnation,
-            )
-        # A request that another core has got beyond the step in the meantime is not to blame.
-        self._blame(
-            death,
-            [
-                (stream, awaited)
-                for (stream, awaited), num_tokens in had
-                if not stream.is_over and awaited.finish is None and awaited.num_tokens <= num_tokens
-            ],
-        )
+        if core.connection.incarnation != old.connection.incarnation:  # else the connection broke, and the core lives
+            self._blame(unexplained.explained_by(old, core), unexplained.live())
 
     def _blame(self, death: Death, live: list[Entry]) -> None:
         """Record a death for each live request in its step, and fail those that are to blame."""
@@ -484,9 +470,3 @@ class EngineCoreClient:
         for call in self._calls.values():
             call.settle(None, EngineDeadError(str(error)))
         self._calls.clear()
-
-
-def _report_failure(name: str, reply: asyncio.Future[Any]) -> None:
-    """Log why a core that rejoined could not carry out a call that was made while it was away."""
-    if not reply.cancelled() and (error := reply.exception()) is not None:
-        logger.error("the core that rejoined could not carry out %s: %s", name, error)

@@ -146,7 +146,7 @@ class CoreGroup:
         A core that is away is not waited for while another one serves. If the operation changes its state, the core
         carries it out when it is back. A core that ends for good meanwhile has no result.
         """
-        clients = [client for client in self._peers.clients if client.dead_error is None]
+        clients = self._lasting_clients()
         if len(clients) == 1:
             return [await clients[0].call(name, timeout, *args)]
         serving = [client for client in clients if client.has_core]
@@ -188,7 +188,7 @@ class CoreGroup:
 
     async def ping(self, timeout: float) -> None:
         """Return once a core answers; raises EngineError if none does within `timeout` seconds."""
-        clients = [client for client in self._peers.clients if client.dead_error is None]
+        clients = self._lasting_clients()
         serving = [client for client in clients if client.has_core] or clients
         try:
             await _first([client.call("ping", timeout) for client in serving])
@@ -281,6 +281,13 @@ class CoreGroup:
                 return client
         ranks = [client.rank for client in self._peers.clients]
         raise ValueError(f"rank={rank!r}: there is no such core; the ranks are {_listed(ranks)}")
+
+    def _lasting_clients(self) -> list[EngineCoreClient]:
+        """Return the clients of cores that are not gone for good; raises EngineDeadError if all are."""
+        clients = [client for client in self._peers.clients if client.dead_error is None]
+        if not clients and (error := self.dead_error) is not None:
+            raise error
+        return clients
 
     def _candidates(self) -> list[int]:
         """Return the ranks of the cores that may get a request, the best kind that there is."""

@@ -252,7 +252,7 @@ def test_blocked_event_loop_delays_no_restart_and_loses_nothing(engine):
 
 
 def test_unanswered_calls_are_answered_by_the_next_core(engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 60)  # a busy machine starts a core slowly
+    monkeypatch.setattr("vllm_mp.client.engine.core_group._PING_TIMEOUT_S", 60)  # a busy machine starts a core slowly
 
     async def run():
         await engine.check_health()
