@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -126,9 +127,11 @@ def test_number_of_key_files_must_fit(tmp_path):
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_no_output_is_lost_when_either_of_two_cores_is_killed_again_and_again(small_model, kills):
-    baseline = Baseline(small_model, {"num_threads": 1}, streams=12, max_tokens=40, pace_s=0.01)
-    result = run_parallel_soak(baseline, kills=kills, fault_injection=baseline.pace)
+def test_no_output_is_lost_when_either_of_two_cores_is_killed_again_and_again(small_model, kills, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)  # where everything that is left was left by this engine
+        baseline = Baseline(small_model, {"num_threads": 1}, streams=12, max_tokens=40, pace_s=0.01)
+        result = run_parallel_soak(baseline, kills=kills, fault_injection=baseline.pace)
     assert result.broken == []
     assert result.kills == kills
     assert result.moved > 0
