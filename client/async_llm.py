@@ -12,6 +12,8 @@ from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_adapters import EngineAdapters
 from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.engine_control import EngineControl
+from vllm_mp.client.engine_cores import EngineCores
+from vllm_mp.client.engine_lifecycle import OpenCore
 from vllm_mp.client.engine_loggers import EngineLoggers
 from vllm_mp.client.engine_start import EngineStart
 from vllm_mp.client.engine_status import EngineStatus
@@ -25,7 +27,7 @@ from vllm_mp.client.request import CallerRequest, checked_request_id
 from vllm_mp.client.request_log import log_request
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
-from vllm_mp.client.unserved_arguments import check_data_parallel_rank, check_unserved
+from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
@@ -35,8 +37,10 @@ from vllm_mp.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAdapters, EngineTokenizer, EngineClient):
-    """An engine: this asyncio half, and the core process that runs the model.
+class AsyncLLM(
+    EngineStart, EngineStatus, EngineControl, EngineCores, EngineLoggers, EngineAdapters, EngineTokenizer, EngineClient
+):
+    """An engine: this asyncio half, and the core processes, each of which runs the whole model.
 
     Create it with `from_engine_args`, or attach to a running core with `connect`. It may be created before any event
     loop runs. Requests belong to the loop in which they are made; only one loop at a time may use the engine.
@@ -44,11 +48,12 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
 
     def __init__(
         self,
-        supervisor: CoreSupervisor,
+        supervisors: list[CoreSupervisor],
         prompt_tokenizer: PromptTokenizer | None,
         tracer: RequestTracer | None = None,
+        open_core: OpenCore | None = None,
     ) -> None:
-        super().__init__(supervisor, prompt_tokenizer, tracer)
+        super().__init__(supervisors, prompt_tokenizer, tracer, open_core)
         self._inputs = InputProcessor(self.vllm_config, prompt_tokenizer)
         self._has_warned_of_headers = False
 
@@ -81,6 +86,9 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
 
         `arrival_time`, in seconds of `time.time()`, is by default the time of this call. Requests of this client that
         wait with the same priority run in its order; it has no effect on other clients.
+
+        `data_parallel_rank` names the core that gets the request, by default the one where it waits least. While that
+        core does not serve, or is drained, another one gets it, because a lost stream is worse than a strange place.
 
         Raises ValueError or TypeError for a request that cannot run, DuplicateRequestIdError if a live request has the
         id, NotImplementedError for a feature that is not served, EngineGenerateError if this request fails,
@@ -169,6 +177,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the completions of a conversation as `generate` does, after the chat template was applied.
 
@@ -198,6 +207,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
                 lora_request=lora_request,
                 trace_headers=trace_headers,
                 priority=priority,
+                data_parallel_rank=data_parallel_rank,
                 tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
             )
 
@@ -235,7 +245,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
             reasoning_parser_kwargs=reasoning_parser_kwargs,
             prompt_adapter_request=prompt_adapter_request,
         )
-        check_data_parallel_rank(data_parallel_rank)
+        self._cores.check_rank(data_parallel_rank)
         trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
         arrival_time = time.time() if arrival_time is None else checked_arrival_time(arrival_time)
@@ -262,7 +272,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
                 self._attach_to_loop()  # raises the error to report if the engine was shut down meanwhile
                 raise
             self._attach_to_loop()
-            is_sent = self._core_client.add(stream)
+            is_sent = self._cores.client_for(stream, data_parallel_rank).add(stream)
         except BaseException:
             self._requests.cancel(given.request_id)
             raise
@@ -286,7 +296,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
         """
         self._attach()
         for each in [request_id] if isinstance(request_id, str | int) else list(request_id):
-            self._core_client.abort(checked_request_id(each))
+            self._cores.abort(checked_request_id(each))
 
     async def abort_request(self, request_id: str | int | Iterable[str | int]) -> None:
         """Do what `abort` does, of which this is another name."""
@@ -294,7 +304,7 @@ class AsyncLLM(EngineStart, EngineStatus, EngineControl, EngineLoggers, EngineAd
 
     def _abandon(self, stream: RequestStream) -> None:
         """Abort the request of a stream that has lost its consumer; from any thread."""
-        self._core_client.abandon(stream)
+        self._cores.abandon(stream)
 
     def _trace_context(self, headers: Mapping[str, str] | None) -> dict[str, str]:
         """Return the headers that continue the caller's trace. Raises TypeError unless all are str."""

@@ -17,7 +17,7 @@ class EngineAdapters(EngineLifecycle):
     """
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter into the core's host memory, where it is known until `remove_lora`, also by a next core.
+        """Load an adapter into each core's host memory, where it is known until `remove_lora`, also by a next core.
 
         Return True if the adapter was not listed before, or with `load_inplace`. Other requests go on meanwhile. With
         `load_inplace`, later requests with the id use what the folder holds now; earlier ones keep their weights.
@@ -26,21 +26,19 @@ class EngineAdapters(EngineLifecycle):
         then nothing has changed.
         """
         lora = self._adapter(lora_request)
-        added: bool = await self._call("add_lora", lora.lora_name, lora.lora_int_id, lora.lora_path, lora.load_inplace)
-        return added
+        return any(await self._call("add_lora", lora.lora_name, lora.lora_int_id, lora.lora_path, lora.load_inplace))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter, pinned or not; return False if it is not listed.
 
         Requests that use it run to their ends; later ones load it again, if they may.
         """
-        removed: bool = await self._ask("remove_lora", self._adapter_id(lora_id))
-        return removed
+        return any(await self._ask("remove_lora", self._adapter_id(lora_id)))
 
     async def list_loras(self) -> set[int]:
         """Return the ids of the adapters that are added or loaded."""
         self._check_lora()
-        return set(await self._ask("list_loras"))
+        return set().union(*await self._ask("list_loras"))
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in host memory and, once a request has used it, on the device; return True.
@@ -48,8 +46,7 @@ class EngineAdapters(EngineLifecycle):
         `remove_lora` ends that. Raises EngineError if the adapter is not listed, or if there are not enough slots
         (`max_loras`) for it and the adapters that are pinned or in use.
         """
-        pinned: bool = await self._ask("pin_lora", self._adapter_id(lora_id))
-        return pinned
+        return all(await self._ask("pin_lora", self._adapter_id(lora_id)))
 
     async def _prepare(self, lora_request: LoRARequest | None) -> LoRARequest | None:
         """Return the adapter of a new request, which is read again before, with `load_inplace`.

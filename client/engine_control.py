@@ -42,7 +42,7 @@ class EngineControl(EngineLifecycle):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method of every worker, named by `method`, and return their results: one for each rank.
+        """Run a method of every worker, named by `method`, and return their results: one for each core and rank.
 
         The methods are `check_health()`, `get_cache_block_size_bytes()`, `get_kv_cache_bytes(num_tokens)`,
         `get_memory_info()`, `get_model_info()`, `get_num_parameters()` and `get_supported_tasks()`. Arguments and
@@ -61,9 +61,10 @@ class EngineControl(EngineLifecycle):
             results = await self._ask("collective_rpc", method, arguments)
         else:
             self._attach()
-            results = await self._core_client.call("collective_rpc", timeout, method, arguments)
-        has_ranks = self.vllm_config.parallel_config.tensor_parallel_size > 1
-        return list(results) if has_ranks else [results]
+            results = await self._cores.call("collective_rpc", timeout, method, arguments)
+        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
+            return results
+        return [result for of_core in results for result in of_core]
 
     async def pause_generation(
         self, mode: str = "abort", clear_cache: bool = True, *, wait_for_inflight_requests: bool | None = None
@@ -102,12 +103,13 @@ class EngineControl(EngineLifecycle):
     async def stop_profile(self) -> str:
         """Stop the profiler and write its trace, which Chrome and Perfetto display; return the trace's folder.
 
+        With several cores, the folders are separated by commas.
+
         The folder is on the core's machine: the value of VLLM_TORCH_PROFILER_DIR in the core's environment, or else a
         temporary folder that the caller must remove. The recording is lost if the core dies. Raises EngineError if
         `start_profile` has not been called.
         """
-        folder: str = await self._ask("stop_profile")
-        return folder
+        return ", ".join(dict.fromkeys(await self._ask("stop_profile")))
 
     async def sleep(self, level: int = 1, mode: str = "keep") -> None:
         """Release the memory of the KV cache and of the weights until `wake_up`.
@@ -135,7 +137,7 @@ class EngineControl(EngineLifecycle):
         read: then the engine stays asleep, the memory that this call took is released, and the call may be repeated.
         """
         await self._call("wake_up", *check_wake_up(tags))
-        if (await self._ask("status"))["is_sleeping"]:
+        if any(status["is_sleeping"] for status in await self._ask("status")):
             return False
         self._stat_loggers.note_sleep(0, 0)
         return True

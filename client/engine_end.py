@@ -13,7 +13,7 @@ from vllm_mp.client.tracing import RequestTracer
 
 
 class EngineEnd:
-    """Releases the core, the tokenizer's threads, the tracer and the stat loggers of an engine.
+    """Releases the cores, the tokenizer's threads, the tracer and the stat loggers of an engine.
 
     It happens at the latest when the engine is garbage-collected or when the interpreter exits; never in a forked
     child, which holds none of them.
@@ -22,19 +22,20 @@ class EngineEnd:
     def __init__(
         self,
         engine: object,
-        supervisor: CoreSupervisor,
+        supervisors: list[CoreSupervisor],
         prompt_tokenizer: PromptTokenizer | None,
         tracer: RequestTracer | None,
         stat_loggers: StatLoggers,
     ) -> None:
-        self._held = (os.getpid(), supervisor, prompt_tokenizer, tracer, stat_loggers)
+        """`supervisors` may change until the end."""
+        self._held = (os.getpid(), supervisors, prompt_tokenizer, tracer, stat_loggers)
         self._finalizer = weakref.finalize(engine, _release, *self._held)
         self._outcome: Future[None] = Future()
         self._thread: threading.Thread | None = None
         """The thread in which `begin` releases everything."""
 
     def run(self, timeout: float | None) -> None:
-        """Release everything, the core by force after `timeout` seconds. Call this or `begin`, once."""
+        """Release everything, each core by force after `timeout` seconds. Call this or `begin`, once."""
         self._finalizer.detach()
         self._run(timeout)
         self._outcome.result()
@@ -65,7 +66,7 @@ class EngineEnd:
 
 def _release(
     owner: int,
-    supervisor: CoreSupervisor,
+    supervisors: list[CoreSupervisor],
     prompt_tokenizer: PromptTokenizer | None,
     tracer: RequestTracer | None,
     stat_loggers: StatLoggers,
@@ -76,7 +77,8 @@ def _release(
         return
     if prompt_tokenizer is not None:
         prompt_tokenizer.close()
-    supervisor.stop(timeout)
+    for supervisor in supervisors:
+        supervisor.stop(timeout)
     if tracer is not None:
         tracer.close()
     stat_loggers.close()

@@ -3,22 +3,29 @@
 import os
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any, Self
 
 from vllm_mp import wire
 from vllm_mp.client.completed_call import CompletedCall
 from vllm_mp.client.engine.core_client import EngineCoreClient
+from vllm_mp.client.engine.core_group import CoreGroup
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_end import EngineEnd
 from vllm_mp.client.engine_readings import EngineReadings
 from vllm_mp.client.interrupted_cell import end_interrupted_cells
-from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.request_log import log_end
 from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggers
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.client.tracing import RequestTracer
 from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.status_page import StatusPage
+
+OpenCore = Callable[[int, str | None, StatusPage | None], CoreSupervisor]
+"""Opens a further core of an engine, given its rank, its address (None: a core is started) and the status page of a
+core whose pause, sleep and adapters it must have too."""
 
 _engines: "weakref.WeakSet[EngineLifecycle]" = weakref.WeakSet()
 """The engines of this process."""
@@ -29,14 +36,18 @@ class EngineLifecycle:
 
     def __init__(
         self,
-        supervisor: CoreSupervisor,
+        supervisors: list[CoreSupervisor],
         prompt_tokenizer: PromptTokenizer | None,
         tracer: RequestTracer | None = None,
+        open_core: OpenCore | None = None,
     ) -> None:
-        """`prompt_tokenizer` is None with skip_tokenizer_init; both it and `tracer` are closed with the engine."""
-        self.vllm_config = supervisor.core.config
+        """`supervisors` are those of the cores, in the order of their ranks, and `open_core` opens a further core.
+
+        `prompt_tokenizer` is None with skip_tokenizer_init; both it and `tracer` are closed with the engine.
+        """
+        self.vllm_config = supervisors[0].core.config
         self.model_config = self.vllm_config.model_config
-        self._supervisor = supervisor
+        self._open_core = open_core
         self._prompt_tokenizer = prompt_tokenizer
         self._tracer = tracer
         self.stats = EngineStats(self.model_config.max_model_len, self.vllm_config.cache_config.enable_prefix_caching)
@@ -45,15 +56,15 @@ class EngineLifecycle:
             self.stats.add_listener(tracer)
         if not self.vllm_config.observability_config.disable_log_requests:
             self.stats.add_listener(log_end)
-        self._requests = OutputProcessor(self.stats.note_end)
-        self._core_client = EngineCoreClient(supervisor, self._requests, self.stats)
-        self.readings = EngineReadings(self.vllm_config, self.stats, self._requests, self._core_client)
-        """The counters and the load of the core, for readers in any thread."""
+        self._requests = LiveRequests(self.stats.note_end)
+        self._cores = CoreGroup(supervisors, self._requests, self.stats)
+        self.readings = EngineReadings(self.vllm_config, self.stats, self._requests, self._cores)
+        """The counters and the load of the cores, for readers in any thread."""
         self._stat_loggers = StatLoggers(self.readings)
         if not self.vllm_config.observability_config.disable_log_stats:
             self._stat_loggers.add_all({LoggingStatLogger.default_name: LoggingStatLogger})
         self._accepts = True
-        self._end = EngineEnd(self, supervisor, prompt_tokenizer, tracer, self._stat_loggers)
+        self._end = EngineEnd(self, supervisors, prompt_tokenizer, tracer, self._stat_loggers)
         self._is_shut_down = False
         self._owner = os.getpid()
         _engines.add(self)
@@ -69,13 +80,23 @@ class EngineLifecycle:
 
     @property
     def errored(self) -> bool:
-        """The core is gone for good."""
-        return self._supervisor.end is not None
+        """All cores are gone for good."""
+        return self.dead_error is not None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the core is gone for good; None while it is not."""
-        return self._core_client.dead_error
+        """Why all cores are gone for good; None while one is not."""
+        return self._cores.dead_error
+
+    @property
+    def _core_client(self) -> EngineCoreClient:
+        """The client of the core with the lowest rank."""
+        return self._cores.first
+
+    @property
+    def _supervisor(self) -> CoreSupervisor:
+        """The supervisor of the core with the lowest rank."""
+        return self._cores.first.supervisor
 
     def start_background_loop(self) -> CompletedCall:
         """Accept requests, after `start_engine_loop=False` or `shutdown_background_loop`; `await` is optional.
@@ -99,7 +120,7 @@ class EngineLifecycle:
         """
         self._check_process()
         self._accepts = False
-        self._core_client.run_on_loop(self._abort_all)
+        self._cores.run_on_loop(self._abort_all)
         return CompletedCall()
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -155,20 +176,20 @@ class EngineLifecycle:
         if self._is_shut_down or self.is_forked:
             return False
         self._is_shut_down = True
-        self._core_client.fail_all(EngineDeadError("the engine was shut down"))
+        self._cores.fail_all(EngineDeadError("the engine was shut down"))
         return True
 
     def _abort_all(self) -> None:
         for request_id in self._requests.ids():
-            self._core_client.abort(request_id)
+            self._cores.abort(request_id)
 
     def _attach(self) -> None:
-        """Receive from the core on the running loop.
+        """Receive from the cores on the running loop.
 
-        Raises EngineDeadError if the core is gone for good, and RuntimeError in a forked child.
+        Raises EngineDeadError if all cores are gone for good, and RuntimeError in a forked child.
         """
         self._check_process()
-        self._core_client.attach()
+        self._cores.attach()
 
     def _attach_to_loop(self) -> None:
         """Do what `_attach` does, and raise EngineDeadError also if the background loop is stopped."""
@@ -179,19 +200,26 @@ class EngineLifecycle:
                 "start_background_loop() first"
             )
 
-    async def _call(self, name: str, *args: wire.CallArgument) -> Any:
-        """Run an operation that may take any time; raises EngineError if the core answers with an error."""
-        self._attach()
-        return await self._core_client.call(name, None, *args)
+    async def _call(self, name: str, *args: wire.CallArgument) -> list[Any]:
+        """Run an operation that may take any time in every core, and return their results.
 
-    async def _ask(self, name: str, *args: wire.CallArgument) -> Any:
-        """Run an operation that a core answers between two steps; raises EngineError also if it does not."""
+        Raises EngineError if a core answers with an error.
+        """
+        self._attach()
+        return await self._cores.call(name, None, *args)
+
+    async def _ask(self, name: str, *args: wire.CallArgument) -> list[Any]:
+        """Do what `_call` does for an operation that a core answers between two steps; also raise EngineError if not.
+
+        Return at least one result.
+        """
         self._attach()
         limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
         try:
-            return await self._core_client.call(name, limit, *args)
+            return await self._cores.call(name, limit, *args)
         except TimeoutError as error:
-            raise EngineError(f"the core has not answered for {limit:g} s: {self._supervisor.status()}") from error
+            states = "; ".join(str(client.supervisor.status()) for client in self._cores.clients)
+            raise EngineError(f"the core has not answered for {limit:g} s: {states}") from error
 
 
 def _fail_streams() -> None:

@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import msgspec
 
 from vllm_mp.client.background_call import call_in_thread
-from vllm_mp.client.engine.launcher import CoreLauncher, RemoteCore
+from vllm_mp.client.engine.launcher import Core, CoreLauncher, RemoteCore
+from vllm_mp.client.engine.placement import config_of_rank
 from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
@@ -22,6 +25,7 @@ from vllm_mp.client.tracing import RequestTracer
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.operator_key import read_operator_key
+from vllm_mp.status_page import StatusPage
 from vllm_mp.usage_context import UsageContext
 
 
@@ -36,7 +40,7 @@ class EngineStart(EngineLifecycle):
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: StatLoggerArgument = None,
     ) -> Self:
-        """Start a core and return when it is ready; works with and without a running event loop.
+        """Start a core, or `data_parallel_size` of them, and return when all are ready; with or without a running loop.
 
         With `start_engine_loop=False` the core starts too, but requests are refused until `start_background_loop` is
         called. `usage_context` is accepted for callers of vLLM and has no effect. `stat_loggers` is a list of factories
@@ -108,19 +112,26 @@ class EngineStart(EngineLifecycle):
 
     @classmethod
     def _launch(cls, vllm_config: VllmConfig, check: Callable[[], None]) -> Self:
-        """Start a core and return the engine when it is ready. `check` is called meanwhile, and raises to end that."""
-        limits = vllm_config.liveness_config
-        restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
+        """Start the cores and return the engine when all are ready; `check` is called meanwhile, and may raise."""
         tracer = _tracer(vllm_config, vllm_config.observability_config.otlp_traces_endpoint)
-        source, core = CoreLauncher(vllm_config), None
+        size = vllm_config.parallel_config.data_parallel_size
+        sources: list[CoreLauncher] = []
+        cores: list[Core] = []
         try:
-            source.begin()
-            # The tokenizer loads while the core starts.
+            for rank in range(size):
+                sources.append(CoreLauncher(config_of_rank(vllm_config, rank)))
+                sources[rank].begin()
+            # The tokenizer loads while the cores start.
             prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
-            core = source.finish(check)
-            return cls(CoreSupervisor(source, core, restarts), prompt_tokenizer, tracer)
+            cores.extend(source.finish(check) for source in sources)
+            supervisors = [
+                CoreSupervisor(source, core, _restart_limit(vllm_config))
+                for source, core in zip(sources, cores, strict=True)
+            ]
+            return cls(supervisors, prompt_tokenizer, tracer, functools.partial(_start_core, vllm_config))
         except BaseException:
-            source.close(None, core)
+            for source, core in itertools.zip_longest(sources, cores):
+                source.close(None, core)
             if tracer is not None:
                 tracer.close()
             raise
@@ -128,11 +139,11 @@ class EngineStart(EngineLifecycle):
     @classmethod
     def connect(
         cls,
-        address: str,
+        address: str | Sequence[str],
         *,
-        key_file: str | None = None,
+        key_file: str | Sequence[str] | None = None,
         core_owner: str | None = None,
-        operator_key_file: str | None = None,
+        operator_key_file: str | Sequence[str] | None = None,
         timeout: float = 30.0,
         tokenizer: str | None = None,
         trust_remote_code: bool = False,
@@ -144,7 +155,10 @@ class EngineStart(EngineLifecycle):
     ) -> Self:
         """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
 
-        Over a Unix socket, time in which the core gets on with its load does not count.
+        `address` may be several addresses, a list or separated by commas, of cores that serve the same model: requests
+        go where they wait least, and go on with another core when theirs dies. `key_file` and `operator_key_file` then
+        name one file for all cores, or one for each. Over a Unix socket, time in which the core gets on with its load
+        does not count.
 
         `key_file`, made by `vllm-mp keys client`, is needed for TCP. A Unix socket must belong to this user, to root or
         to `core_owner`, and its folder must not be writable by others, unless it is sticky. `operator_key_file`, a copy
@@ -162,9 +176,32 @@ class EngineStart(EngineLifecycle):
         Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
         that cannot be used.
         """
-        operator_key = read_operator_key(operator_key_file) if operator_key_file is not None else b""
-        source = RemoteCore(address, key_file, timeout, operator_key, core_owner, reconnect_timeout)
-        core = source.finish(lambda: None)
+        addresses = address.split(",") if isinstance(address, str) else list(address)
+        if not addresses or len(set(addresses)) < len(addresses):
+            raise ValueError(f"address={address!r} must name at least one core, and each core once")
+        key_files = _one_for_each(addresses, "key_file", key_file)
+        operator_key_files = _one_for_each(addresses, "operator_key_file", operator_key_file)
+        sources = [
+            RemoteCore(
+                each,
+                key_file,
+                timeout,
+                b"" if operator_key_file is None else read_operator_key(operator_key_file),
+                core_owner,
+                reconnect_timeout,
+            )
+            for each, key_file, operator_key_file in zip(addresses, key_files, operator_key_files, strict=True)
+        ]
+        cores: list[Core] = []
+        try:
+            cores.extend(source.finish(lambda: None) for source in sources)
+            for source in sources[1:]:
+                source.check_same_model(sources[0])
+        except BaseException:
+            for core in cores:
+                core.connection.close()
+            raise
+        core = cores[0]
         core.config.observability_config.disable_log_requests = disable_log_requests
         core.config.observability_config.max_log_len = max_log_len
         model = core.config.model_config
@@ -175,18 +212,89 @@ class EngineStart(EngineLifecycle):
             loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
             prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None
             tracer = _tracer(core.config, otlp_traces_endpoint)
-            return cls(CoreSupervisor(source, core, None), prompt_tokenizer, tracer)
+            supervisors = [CoreSupervisor(source, core, None) for source, core in zip(sources, cores, strict=True)]
+            open_core = functools.partial(
+                _connect_core, sources[0], key_files[0], operator_key_files[0], timeout, core_owner, reconnect_timeout
+            )
+            return cls(supervisors, prompt_tokenizer, tracer, open_core)
         except BaseException:
-            core.connection.close()
+            for core in cores:
+                core.connection.close()
             raise
 
     @classmethod
-    async def aconnect(cls, address: str, **options: Any) -> Self:
+    async def aconnect(cls, address: str | Sequence[str], **options: Any) -> Self:
         """Do what `connect` does, with its `options`, without blocking the running loop.
 
         Cancelling the call ends it at once. A connection that is made later is closed by the garbage collector.
         """
         return await call_in_thread(lambda: cls.connect(address, **options))
+
+
+def _start_core(vllm_config: VllmConfig, rank: int, address: str | None, page: StatusPage | None) -> CoreSupervisor:
+    """Start a further core and return its supervisor when it is ready; `address` must be None.
+
+    `page` is that of a core whose pause, sleep and adapters it must have too.
+
+    Raises ValueError for an address, and EngineStartError, with the cause, if the core does not start.
+    """
+    if address is not None:
+        raise ValueError(f"address={address!r}: the cores of this engine are its own processes; leave it None")
+    source = CoreLauncher(config_of_rank(vllm_config, rank))
+    try:
+        if page is not None:
+            source.inherit(page)
+        source.begin()
+        return CoreSupervisor(source, source.finish(lambda: None), _restart_limit(vllm_config))
+    except BaseException:
+        source.close(None, None)
+        raise
+
+
+def _connect_core(
+    first: RemoteCore,
+    key_file: str | None,
+    operator_key_file: str | None,
+    timeout: float,
+    core_owner: str | None,
+    reconnect_timeout: float,
+    rank: int,
+    address: str | None,
+    page: StatusPage | None,
+) -> CoreSupervisor:
+    """Attach to a further core of the model that `first` serves, and return its supervisor.
+
+    Its pause, sleep and adapters are its own. Raises ValueError without an address, and EngineStartError if the core
+    does not serve or has another model.
+    """
+    if address is None:
+        raise ValueError("address=None: this engine uses cores that others have started; give the address of another")
+    operator_key = b"" if operator_key_file is None else read_operator_key(operator_key_file)
+    source = RemoteCore(address, key_file, timeout, operator_key, core_owner, reconnect_timeout)
+    core = source.finish(lambda: None)
+    try:
+        source.check_same_model(first)
+        return CoreSupervisor(source, core, None)
+    except BaseException:
+        core.connection.close()
+        raise
+
+
+def _restart_limit(config: VllmConfig) -> RestartLimit | None:
+    """Return the limit for one core; None without recovery."""
+    limits = config.liveness_config
+    return RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
+
+
+def _one_for_each(addresses: list[str], name: str, files: str | Sequence[str] | None) -> list[str | None]:
+    """Return a file for each address. Raises ValueError if the argument `name` has another number of files."""
+    if isinstance(files, str) and "," in files and len(addresses) > 1:
+        files = files.split(",")
+    if files is None or isinstance(files, str):
+        return [files] * len(addresses)
+    if len(files) != len(addresses):
+        raise ValueError(f"{name}={list(files)!r} must be one file, or one for each of {len(addresses)} addresses")
+    return list(files)
 
 
 def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:

@@ -6,39 +6,61 @@ import time
 from typing import Any
 
 from vllm_mp.client.completed_call import AwaitableInt
+from vllm_mp.client.engine.core_client import EngineCoreClient
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
-from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.stats import CoreReading
 from vllm_mp.config import DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm_mp.errors import EngineError
 
 _DRAIN_POLL_S = 0.01
+_STATUS_TIMEOUT_S = 2.0
+"""Time that each of several cores gets to say its status; after that its status page says it."""
+_SUMS = ("free_blocks", "num_preemptions", "num_running", "num_waiting", "restarts", "step", "total_blocks")
+"""The numbers in the status of a core that are added up over several cores."""
 
 
 class EngineStatus(EngineLifecycle):
     """The part of `AsyncLLM` that asks about the engine and changes nothing."""
 
     async def check_health(self) -> None:
-        """Return if the core is well.
+        """Return if a core is well.
 
-        Raises EngineDeadError if the core is gone for good or the background loop is stopped, and EngineError if the
-        core does not answer in time: because it hangs, or because it died and its successor is not ready yet. Both are
+        Raises EngineDeadError if all cores are gone for good or the background loop is stopped, and EngineError if no
+        core answers in time: because it hangs, or because it died and its successor is not ready yet. Both are
         RuntimeErrors.
         """
         self._attach_to_loop()
-        await self._core_client.check_health(self.vllm_config.liveness_config.engine_iteration_timeout_s)
+        await self._cores.check_health(self.vllm_config.liveness_config.engine_iteration_timeout_s)
 
     async def core_status(self) -> dict[str, Any]:
         """Return the core's incarnation, pid, restarts, requests, KV blocks, heartbeat age and standby.
 
         `restarts` counts those by the core's parent, for a shared core that of `vllm-mp engine`. `last_death` says why
         the predecessor died; None if there was none.
+
+        With several cores, numbers of requests, blocks, steps and restarts are sums, the rest is the first core's, and
+        `cores` has the status of each core with its `rank` and `state`; that of a core without an answer is what
+        `last_core_status` knows. Raises EngineError if no core answers.
         """
-        status: dict[str, Any] = await self._ask("status")
-        page = self._supervisor.status()
-        status |= self._known_status()
-        status["heartbeat_age"] = page.heartbeat_age if page else None
-        return status
+        clients = self._cores.clients
+        if len(clients) == 1:
+            (status,) = await self._ask("status")
+            return self._with_page(status, clients[0])
+        self._attach()
+        serving = [client for client in clients if client.has_core]
+        answers = await asyncio.gather(
+            *(client.call("status", _STATUS_TIMEOUT_S) for client in serving), return_exceptions=True
+        )
+        said = {client: answer for client, answer in zip(serving, answers, strict=True) if isinstance(answer, dict)}
+        if not said:
+            raise EngineError(f"no core has answered for {_STATUS_TIMEOUT_S:g} s; try again later")
+        return _together(
+            [
+                {"state": "SERVING"} | self._last_status(client) | self._with_page(said.get(client, {}), client)
+                for client in clients
+            ]
+        )
 
     def last_core_status(self) -> dict[str, Any]:
         """Return what is known of the core without asking it, also while it is dead or hangs.
@@ -48,43 +70,64 @@ class EngineStatus(EngineLifecycle):
         TCP.
         """
         self._check_process()
-        status = self._known_status()
-        if page := self._supervisor.status():
-            names = ("pid", "step", "num_running", "num_waiting", "free_blocks", "total_blocks", "heartbeat_age")
-            status |= {name: getattr(page, name) for name in names}
-            status["state"] = page.state.name
-        if self._supervisor.end is not None:
-            status |= {"state": "DEAD", "reason": self._supervisor.end}
-        elif (cause := self._core_client.recovers_from) is not None:
+        clients = self._cores.clients
+        if len(clients) == 1:
+            status = self._last_status(clients[0])
+            del status["rank"]
+            return status
+        status = _together([self._last_status(client) for client in clients])
+        if (error := self.dead_error) is not None:
+            status |= {"state": "DEAD", "reason": str(error)}
+        elif (cause := self._cores.recovers_from) is not None:
             status |= {"state": "RECOVERING", "reason": cause}
         return status
 
-    def _known_status(self) -> dict[str, Any]:
-        """Return what this client knows of the core's parent and of earlier cores."""
+    def _last_status(self, client: EngineCoreClient) -> dict[str, Any]:
+        """Return what is known of a core without asking it."""
+        status = {"rank": client.rank} | self._known_status(client)
+        if page := client.supervisor.status():
+            names = ("pid", "step", "num_running", "num_waiting", "free_blocks", "total_blocks", "heartbeat_age")
+            status |= {name: getattr(page, name) for name in names}
+            status["state"] = page.state.name
+        if client.supervisor.end is not None:
+            status |= {"state": "DEAD", "reason": client.supervisor.end}
+        elif (cause := client.recovers_from) is not None:
+            status |= {"state": "RECOVERING", "reason": cause}
+        elif self._cores.is_draining(client.rank):
+            status["state"] = "DRAINING"
+        return status
+
+    def _with_page(self, status: dict[str, Any], client: EngineCoreClient) -> dict[str, Any]:
+        """Return a core's answer with what this client knows beside it."""
+        page = client.supervisor.status()
+        return status | self._known_status(client) | {"heartbeat_age": page.heartbeat_age if page else None}
+
+    def _known_status(self, client: EngineCoreClient) -> dict[str, Any]:
+        """Return what this client knows of a core's parent and of earlier cores."""
         return {
-            "incarnation": self._core_client.incarnation,
-            "restarts": self._supervisor.num_restarts,
-            "last_death": self._supervisor.core.last_cause,
-            "standby_pid": self._supervisor.standby_pid,
+            "incarnation": client.incarnation,
+            "restarts": client.supervisor.num_restarts,
+            "last_death": client.supervisor.core.last_cause,
+            "standby_pid": client.supervisor.standby_pid,
         }
 
     async def ping(self, timeout: float) -> None:
-        """Return once the core answers.
+        """Return once a core answers.
 
-        Raises EngineDeadError if the core is gone for good, and EngineError if it does not answer within `timeout`
-        seconds, also because a step takes longer.
+        Raises EngineDeadError if all cores are gone for good, and EngineError if none answers within `timeout` seconds,
+        also because a step takes longer.
         """
         self._attach()
-        await self._core_client.ping(timeout)
+        await self._cores.ping(timeout)
 
     async def read_core_load(self, timeout: float = 1.0) -> CoreReading | None:
-        """Return the load of the core, over all its clients; None if it was never known.
+        """Return the load of all cores together, over all their clients; None if it was never known.
 
         A core that does not answer within `timeout` seconds, because it is dead, hangs or computes a long step, is
         described by its status page if this process sees it, or else by its last answer. Raises no EngineError.
         """
         self._check_process()
-        self._core_client.count_drops()
+        self._cores.count_drops()
         with contextlib.suppress(EngineError):
             self._attach()
             await self.readings.ask_core(timeout)
@@ -123,7 +166,7 @@ class EngineStatus(EngineLifecycle):
         return AwaitableInt(len(self._requests))
 
     @property
-    def output_processor(self) -> OutputProcessor:
+    def output_processor(self) -> LiveRequests:
         """The live requests, which callers of vLLM ask `has_unfinished_requests()`."""
         return self._requests
 
@@ -159,3 +202,17 @@ class EngineStatus(EngineLifecycle):
 
     async def get_decoding_config(self) -> DecodingConfig:
         return self.vllm_config.decoding_config
+
+
+def _together(cores: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of several cores as one."""
+    first = next((core for core in cores if core.get("state") not in ("DEAD", "RECOVERING")), cores[0])
+    status = {name: value for name, value in first.items() if name != "rank"}
+    for name in _SUMS:
+        if name in first:
+            status[name] = sum(core.get(name, 0) for core in cores)
+    for name in ("is_paused", "is_sleeping"):
+        if name in first:
+            status[name] = any(core.get(name) for core in cores)
+    status["cores"] = cores
+    return status

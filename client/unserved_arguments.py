@@ -23,9 +23,3 @@ def check_unserved(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"{name}={reprlib.repr(value)}: {_REASONS[name]}")
-
-
-def check_data_parallel_rank(rank: int | None) -> None:
-    """Raise ValueError unless `rank` is None or 0, which both name the only core."""
-    if rank is not None and (rank != 0 or isinstance(rank, bool)):
-        raise ValueError(f"data_parallel_rank={rank!r}: one core serves all requests, and its rank is 0; leave it None")

@@ -25,6 +25,7 @@ from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core_description import CoreDescription
 from vllm_mp.core_launch import CoreLaunch
+from vllm_mp.host_cpus import bind_process
 from vllm_mp.status_page import CoreState, StatusPage
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ def _load(
     Raises ValueError, with the remedy, if the configuration does not suit the model or the machine.
     """
     started = time.monotonic()
+    if launch.config.device_config.cpus:  # before the imports, which must not take the CPUs of another core
+        bind_process(launch.config.device_config.cpus)
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.parallel.followers import lead
     from vllm_mp.core.parallel.group import ALONE

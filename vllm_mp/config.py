@@ -139,11 +139,14 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, kw_only=True):
-    """How many devices work on the model: each rank of a tensor-parallel group has one."""
+    """How many devices work on the model: each rank of a core has one."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    """Cores that the engine starts, each with the whole model."""
+    data_parallel_rank: int = 0
+    """The number of the core among them; on GPUs, the index of its device."""
     distributed_executor_backend: str = "mp"
 
     @property

@@ -184,9 +184,9 @@ class EngineArgs(Options):
     )
     data_parallel_size: int = option(
         1,
-        "Run N replicas of the model.",
+        "Run N cores with the whole model, each on a GPU of its own, or on its share of the CPUs.",
         low=1,
-        unserved="an engine has one core; start an engine for each replica, each on its own device",
+        high=256,
     )
     distributed_executor_backend: str | None = option(
         None,

@@ -80,6 +80,11 @@ def cpu_share(cpus: frozenset[int], rank: int, num_ranks: int) -> frozenset[int]
     return frozenset(ordered[first:last])
 
 
+def divide_cpus(text: str, part: int, num_parts: int) -> str:
+    """Return, as `parse_cpus` reads it, the share that `cpu_share` gives of the CPUs that `text` names (`named_cpus`)."""
+    return _ranges(cpu_share(named_cpus(text), part, num_parts))
+
+
 def usable_cpus() -> frozenset[int]:
     """Return the CPUs that this thread may run on."""
     return frozenset(os.sched_getaffinity(0))
@@ -96,13 +101,14 @@ def numa_nodes() -> dict[int, frozenset[int]]:
     return dict(sorted(nodes.items()))
 
 
-def default_threads() -> int:
+def default_threads(num_cores: int = 1) -> int:
     """Return the number of usable CPUs, or the CPU time that the control group (such as a container) grants if less.
 
-    More threads than that time allows would wait for threads that the system has stopped.
+    More threads than that time allows would wait for threads that the system has stopped. `num_cores` processes share
+    that time.
     """
     limit = cpu_time_limit()
-    return len(usable_cpus()) if limit is None else max(1, min(len(usable_cpus()), math.ceil(limit)))
+    return len(usable_cpus()) if limit is None else max(1, min(len(usable_cpus()), math.ceil(limit / num_cores)))
 
 
 def cpu_time_limit() -> float | None:

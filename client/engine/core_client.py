@@ -7,34 +7,29 @@
 import asyncio
 import itertools
 import logging
-import os
 import secrets
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
-from vllm_mp.client.engine.connection import run_on, run_on_and_wait
+from vllm_mp.client.engine.connection import run_on_and_wait
 from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.peers import Peers
 from vllm_mp.client.engine.pending_call import PendingCall
 from vllm_mp.client.engine.pings import Pings
-from vllm_mp.client.engine.refused_requests import RefusedRequests
 from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End, News
-from vllm_mp.client.engine.suspects import Conviction, Entry, Suspects
+from vllm_mp.client.engine.suspects import Entry, Suspects
+from vllm_mp.client.engine.unexplained_death import UnexplainedDeath
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
-from vllm_mp.client.stats import EngineStats
+from vllm_mp.client.stats import EngineStats, Restart
 from vllm_mp.counted import counted
 from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
-from vllm_mp.status_page import CoreState
 
 logger = logging.getLogger(__name__)
-
-_PING_TIMEOUT_S = 5.0
 
 
 class EngineCoreClient:
@@ -45,12 +40,23 @@ class EngineCoreClient:
     successor has entered it already. Requests and calls that are made while there is no core are recorded, and sent to
     the next core.
 
-    All methods but `fail_all`, `run_on_loop` and the properties must be called in the event loop's thread.
+    All methods but `fail_all` and the properties must be called in the event loop's thread.
     """
 
-    def __init__(self, supervisor: CoreSupervisor, requests: OutputProcessor, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        supervisor: CoreSupervisor,
+        requests: OutputProcessor,
+        stats: EngineStats,
+        peers: Peers | None = None,
+        rank: int = 0,
+    ) -> None:
+        """`peers` is what the clients of all cores of an engine share, and `rank` names the core among them."""
         self.supervisor = supervisor
         self.requests = requests
+        self.rank = rank
+        self._peers = Peers() if peers is None else peers
+        self._peers.clients.append(self)
         self._stats = stats
         self._num_drops_counted = 0
         """Number of dropped messages of the current connection that `stats` knows of."""
@@ -64,14 +70,15 @@ class EngineCoreClient:
         """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
         self._is_paused = supervisor.core.connection.was_paused
         """There is a pause, as far as the core has told."""
-        self._suspects = Suspects()
-        self._unexplained: Death | None = None
+        self._suspects = Suspects(self._peers.ledger)
+        self._unexplained: UnexplainedDeath | None = None
         """The death of a shared core, until its successor says what it was computing."""
+        self._restart: Restart | None = None
+        """What the statistics keep of the latest death."""
         self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
         """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
-        self._refused = RefusedRequests()
         self._convicted: deque[int] = deque(maxlen=wire.MAX_CONVICTED_DEATHS)
         """The incarnations of shared cores for whose deaths requests of this client are to blame."""
         self._cores_work = True
@@ -80,7 +87,6 @@ class EngineCoreClient:
         """News that wait until all messages that arrived before them have been handled."""
         self._news_loop: asyncio.AbstractEventLoop | None = None
         """The event loop that is about to call `_take_news_on`."""
-        self._owner = os.getpid()
         calls = self._calls
         self._pings = Pings(weakref.WeakMethod(self._send_ping))
         supervisor.watch(lambda: bool(requests.num_slots_in_use or calls), self._pings)
@@ -106,20 +112,28 @@ class EngineCoreClient:
         return self._core.connection.loop
 
     @property
-    def _has_core(self) -> bool:
+    def has_core(self) -> bool:
         """There is a core that messages can be sent to."""
         return self._recovers_from is None and self._closed_with is None and self.supervisor.end is None
 
+    @property
+    def tests_suspects(self) -> bool:
+        """Suspects run isolated in the core, which may die of them."""
+        return self._peers.has_deaths and any(map(self._suspects.is_suspect, self.requests.streams()))
+
+    @property
+    def has_exposed(self) -> bool:
+        """The core runs requests that may have caused a death, so that it may be the next to die."""
+        return self._peers.has_deaths and any(map(self._suspects.is_exposed, self.requests.streams()))
+
     def attach(self) -> None:
-        """Receive from the core on the running loop; raises EngineDeadError if the core is gone for good."""
+        """Receive from the core on the running loop; raises EngineDeadError if the engine was closed."""
         if self._closed_with is not None:
             raise EngineDeadError(str(self._closed_with))
         if not self._core.connection.is_attached():
             self._listen()
         if self._news or self.supervisor.has_news:
             self._take_news()
-        if (error := self.dead_error) is not None:
-            raise error
 
     def add(self, stream: RequestStream) -> bool:
         """Ask the core for all that `stream` awaits; return False, and send nothing, if it was aborted meanwhile.
@@ -127,12 +141,12 @@ class EngineCoreClient:
         Raises ValueError if there are too many live completions, or if the message would be too large, and
         EngineGenerateError if an equal request was to blame for deaths of cores.
         """
-        self._refused.check(stream)
-        stream.after_pause = self._is_paused or any(call.name == "pause" for call in self._calls.values())
+        self._peers.refused.check(stream)
+        stream.after_pause = self._is_pausing
         stream.number = next(self._call_ids)
         if not self.requests.enter(stream):
             return False
-        if not self._has_core:
+        if not self.has_core:
             self._waits_since[stream] = time.monotonic()
         num_sent = 0
         try:
@@ -142,21 +156,63 @@ class EngineCoreClient:
         except BaseException:
             self._abort_slots(self.requests.withdraw(stream, num_sent))
             raise
+        if self._peers.on_sent is not None:
+            self._peers.on_sent(stream, self.rank)
         return True
 
     def abort(self, request_id: str) -> None:
         """End a live request: for its consumer now, in the core when the message arrives. No-op for other ids."""
         self._abort_slots(self.requests.abort(request_id))
 
-    def abandon(self, stream: RequestStream) -> None:
-        """End a stream that has lost its consumer; from any thread, no-op in a forked child and at the exit."""
-        if stream.is_over or os.getpid() != self._owner or sys.is_finalizing():
-            return
-        loop = self._core.connection.loop
-        if loop is None:
-            self._abort_stream(stream)
-        else:
-            run_on(loop, self._abort_stream, stream)
+    def movable_streams(self) -> tuple[list[RequestStream], list[RequestStream]]:
+        """Return the live streams that other cores may take over, while there is no core.
+
+        The second list has those that may have caused its death. Suspects stay for the next core, and all streams stay
+        during a pause, which that core inherits.
+        """
+        may_return = self.supervisor.end is None
+        if may_return and self._is_pausing:
+            return [], []
+        kinds: tuple[list[RequestStream], list[RequestStream]] = ([], [])
+        for stream in self.requests.streams():
+            if not (may_return and self._suspects.is_suspect(stream)):
+                kinds[self._is_exposed(stream)].append(stream)
+        return kinds
+
+    def _is_exposed(self, stream: RequestStream) -> bool:
+        """Return whether `stream` may have caused a death."""
+        unexplained = self._unexplained
+        return self._suspects.is_exposed(stream) or (unexplained is not None and unexplained.may_be_due_to(stream))
+
+    def hand_over(self, streams: list[RequestStream], target: "EngineCoreClient") -> None:
+        """Let `target` go on with live `streams`, of which this client's core, dead or to be left, knows no longer."""
+        moved = set(streams)
+        self._held_back = [entry for entry in self._held_back if entry[0] not in moved]
+        for stream in streams:
+            self.requests.release(stream)
+        if self._restart is not None:
+            self._stats.note_recovered(self._restart, streams)
+        target._take_over(streams)
+
+    def _take_over(self, streams: list[RequestStream]) -> None:
+        for stream in streams:
+            stream.number = next(self._call_ids)
+            self.requests.adopt(stream)
+            if not self.has_core:
+                self._waits_since[stream] = time.monotonic()
+                continue
+            for awaited in stream.awaited:
+                if awaited.finish is None:
+                    self._replay(stream, awaited)
+
+    def fail(self, stream: RequestStream, why: str) -> None:
+        """End a live stream with EngineGenerateError."""
+        self._abort_slots(self.requests.fail(stream, why))
+
+    def post(self, name: str, *args: wire.CallArgument) -> None:
+        """Have the next core run an operation, as `call` does, without waiting for its answer."""
+        call = self._begin_call(name, args)
+        call.reply.add_done_callback(call.report_failure)
 
     async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
         """Run an operation in the core, or in its successor if the core dies before it answers.
@@ -164,44 +220,19 @@ class EngineCoreClient:
         Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error:
         NotOperatorError if only operators may make the call.
         """
+        call = self._begin_call(name, args)
+        try:
+            async with asyncio.timeout(timeout):
+                return await call.reply
+        finally:
+            self._calls.pop(call.call_id, None)
+
+    def _begin_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> PendingCall:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
         self._calls[call.call_id] = call
         self._send_call(call)
-        try:
-            async with asyncio.timeout(timeout):
-                return await reply
-        finally:
-            self._calls.pop(call.call_id, None)
-
-    async def check_health(self, limit: float) -> None:
-        """Return if the core is well; `limit` is the age in seconds of a heartbeat that means a hang.
-
-        Raises EngineError if the core does not answer within 5 s, unless it is in a long step or waking up.
-        """
-        try:
-            await self.ping(_PING_TIMEOUT_S)
-        except EngineError:
-            status = self.supervisor.status()
-            if (
-                self._has_core
-                and status is not None
-                and status.state in (CoreState.STEPPING, CoreState.LOADING)
-                and status.heartbeat_age < limit
-            ):
-                return
-            raise
-
-    async def ping(self, timeout: float) -> None:
-        """Return once the core answers; raises EngineError if it does not within `timeout` seconds."""
-        try:
-            await self.call("ping", timeout)
-        except TimeoutError as error:
-            if self._recovers_from is not None:
-                raise EngineError(
-                    f"the core died and its successor is not ready yet: {self._recovers_from}; try again later"
-                ) from error
-            raise EngineError(f"the core has not answered for {timeout:g} s: {self.supervisor.status()}") from error
+        return call
 
     def count_drops(self) -> None:
         """Count the messages that the connection to the current core has dropped since the last call."""
@@ -214,9 +245,16 @@ class EngineCoreClient:
         self._closed_with = error
         self._fail_everything(error)
 
-    def run_on_loop(self, call: Callable[[], None]) -> None:
-        """Run `call` on the event loop of the streams and wait for its end; from any thread."""
-        run_on_and_wait(self._core.connection.loop, call)
+    def leave(self, error: EngineDeadError) -> None:
+        """Send and receive nothing more, and end every call with `error`. Streams stay live, to be handed over."""
+        self._closed_with = error
+        self._core.connection.detach()
+        self._fail_calls(error)
+
+    @property
+    def _is_pausing(self) -> bool:
+        """There is a pause, or one has been asked for."""
+        return self._is_paused or any(call.name == "pause" for call in self._calls.values())
 
     def _listen(self) -> None:
         # The loop must not keep a client alive that its owner has dropped.
@@ -234,15 +272,15 @@ class EngineCoreClient:
 
     def _send(self, message: wire.ClientMessage) -> None:
         """Send, unless there is no core: then the message is dropped, and its content is replayed to the next one."""
-        if self._has_core:
+        if self.has_core:
             self._core.connection.send(message)
 
     def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
         """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
         message = stream.add_message(awaited.index, self.incarnation, self._suspects.isolation(awaited))
-        if self._has_core and self._suspects.is_held_back(awaited):
+        if self.has_core and self._suspects.is_held_back(awaited):
             self._held_back.append((stream, awaited))
-        elif self._has_core:
+        elif self.has_core:
             self._core.connection.send(message)
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
@@ -258,10 +296,6 @@ class EngineCoreClient:
 
     def _send_ping(self) -> None:
         self._send(wire.Call(self.incarnation, next(self._call_ids), "ping"))
-
-    def _abort_stream(self, stream: RequestStream) -> None:
-        if not stream.is_over:  # else its id may belong to another request
-            self.abort(stream.request_id)
 
     def _abort_slots(self, slots: list[int]) -> None:
         if slots and self._held_back:
@@ -283,8 +317,10 @@ class EngineCoreClient:
     def _on_message(self, message: wire.CoreMessage) -> None:
         self._pings.reset()
         if isinstance(message, wire.StepOutput):
-            self._stats.note_step(message)
+            self._stats.note_step(message, self.rank)
             self._cores_work = self._cores_work or bool(message.tokens or message.vectors)
+            if message.queued and self._peers.on_read is not None:
+                self._peers.on_read(self.requests.streams_at([slot for slot, _ in message.queued]))
             self._abort_slots(self.requests.process(message))
             self._send_held_back()
         elif isinstance(message, wire.Reply):
@@ -331,70 +367,50 @@ class EngineCoreClient:
 
     def _on_death(self, death: Death) -> None:
         self._recovers_from = death.cause
-        requests = self.requests
-        self._stats.note_death(death.kind, death.time, death.cause)
-        continues = f"; {counted(len(requests), 'request')} will continue on the next core" if requests else ""
+        num_requests = len(self.requests.streams())
+        self._restart = self._stats.note_death(death.kind, death.time, death.cause)
+        others = "other cores" if self._peers.num_serving else "the next core"
+        continues = f"; {counted(num_requests, 'request')} will continue on {others}" if num_requests else ""
         logger.warning("%s%s", death.cause.partition(";")[0], continues)
         if self._core.process is None:
-            self._unexplained = death
+            self._unexplained = UnexplainedDeath.of(death, self.requests.live())
         else:
-            self._blame(death)
+            self._blame(death, self.requests.live())
+        self._peers.on_change()
 
     def _explain_death(self, old: Core, core: Core) -> None:
         """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
-        death, self._unexplained = self._unexplained, None
-        if death is None:
+        unexplained, self._unexplained = self._unexplained, None
+        if unexplained is None:
             return
         if core.welcome.why_dropped:
             logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
-        if core.connection.incarnation == old.connection.incarnation:
-            return  # the connection broke, and the core lives
-        last = core.welcome.last_death
-        if last is not None and last.incarnation == old.connection.incarnation:
-            death = death._replace(
-                cause=last.cause,
-                in_step=dict(last.in_step),
-                num_in_step=last.num_in_step,
-                is_from_outside=last.is_from_outside,
-                kind=last.kind,
-                is_step_known=True,
-                incarnation=last.incarnation,
-            )
-        self._blame(death)
+        if core.connection.incarnation != old.connection.incarnation:  # else the connection broke, and the core lives
+            self._blame(unexplained.explained_by(old, core), unexplained.live())
 
-    def _blame(self, death: Death) -> None:
+    def _blame(self, death: Death, live: list[Entry]) -> None:
         """Record a death for each live request in its step, and fail those that are to blame."""
-        for conviction in self._suspects.record(death, self.requests.live()):
-            self._convict(conviction)
-
-    def _convict(self, conviction: Conviction) -> None:
-        """Fail a request that is to blame for deaths, and all equal requests, live or to come."""
-        culprit, why = conviction.stream, conviction.why()
-        digest = culprit.digest()
-        equals = [stream for stream in self.requests.streams() if stream is not culprit and stream.digest() == digest]
-        deaths = [*conviction.deaths, *(death for stream in equals for death in self._suspects.deaths_of(stream))]
-        if self._core.process is None:
-            self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
-        elif self._cores_work:  # else the limit of restarts ends an engine in which no request can run
-            self.supervisor.forgive(sorted({death.time for death in deaths}))
-        self._cores_work = False
-        self._refused.add(culprit, why)
-        self.requests.fail(culprit, f"request {culprit.request_id} failed: {why}")
-        for stream in equals:
-            equal = f"request {stream.request_id} failed: it is equal to request {culprit.request_id}, of which"
-            self.requests.fail(stream, f"{equal} is known: {why}")
+        for conviction in self._suspects.record(death, live):
+            deaths = self._peers.convict(conviction, self)
+            if self._core.process is None:
+                self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
+            elif self._cores_work:  # else the limit of restarts ends an engine in which no request can run
+                self._peers.forgive(sorted({death.time for death in deaths}))
+            self._cores_work = False
 
     def _replay_to(self, core: Core) -> None:
         """Make `core` the current core, and tell it everything that is pending."""
         self.count_drops()
         old, self._core, self._num_drops_counted = self._core, core, 0
         old.connection.detach()
-        self._recovers_from = None
-        self._stats.note_restart()
+        if self._restart is not None:
+            self._stats.note_restart(self._restart, self.requests.streams())
+            self._restart = None
         self._listen()
         self.supervisor.release(old)
         self._note_pause(core.connection.was_paused)
         self._explain_death(old, core)
+        self._recovers_from = None
         if self._convicted:  # also if an earlier core was told, which may have died before it read that
             self._send(wire.Convicted(self.incarnation, list(self._convicted)))
         self.requests.forget_core()
@@ -409,6 +425,7 @@ class EngineCoreClient:
             self._replay(stream, awaited)
         for call in calls:
             self._send_call(call)
+        self._peers.on_change()
 
     def _replay(self, stream: RequestStream, awaited: Awaited) -> None:
         if stream.is_over:  # another of its completions could not be sent, which failed all of them
@@ -436,7 +453,8 @@ class EngineCoreClient:
 
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
-        self._fail_everything(EngineDeadError(end.cause))
+        self._peers.on_change()
+        self._fail_everything(EngineDeadError(end.cause))  # what no other core has taken over
 
     def _fail_everything(self, error: EngineDeadError) -> None:
         """End every stream and call with `error`; from any thread."""
@@ -444,8 +462,11 @@ class EngineCoreClient:
         def fail() -> None:
             self._core.connection.detach()
             self.requests.fail_all(error)
-            for call in self._calls.values():
-                call.settle(None, EngineDeadError(str(error)))
-            self._calls.clear()
+            self._fail_calls(error)
 
-        self.run_on_loop(fail)
+        run_on_and_wait(self._core.connection.loop, fail)
+
+    def _fail_calls(self, error: EngineDeadError) -> None:
+        for call in self._calls.values():
+            call.settle(None, EngineDeadError(str(error)))
+        self._calls.clear()

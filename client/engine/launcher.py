@@ -184,6 +184,11 @@ class CoreLauncher:
             return str(error)
         return None
 
+    def inherit(self, page: StatusPage) -> None:
+        """Let the first core enter the pause and the sleep of the core of `page`, and know the same adapters."""
+        self._suspension = page.read().suspension._replace(num_draining=0)
+        self._adapters = page.adapters()
+
     def discard(self, process: CoreProcess) -> None:
         """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
 
@@ -295,6 +300,16 @@ class RemoteCore:
             )
         self._model = model
         return Core(connection, welcome.client, config, self._open_page(), None, welcome)
+
+    def check_same_model(self, other: "RemoteCore") -> None:
+        """Raise EngineStartError unless the core that `other` found first has the same model; call after `finish`."""
+        assert self._model is not None
+        assert other._model is not None
+        if differing := _differences(other._model, self._model):
+            raise EngineStartError(
+                f"the cores at {other.address} and {self.address} have different models: {', '.join(differing)}; "
+                "connect to cores of one model"
+            )
 
     def load_progress(self) -> object:
         """Return a value that changes while a core gets on with its load; None if this process sees no such core."""

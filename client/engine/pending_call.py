@@ -1,10 +1,13 @@
 """A call to the core, and its answer."""
 
 import asyncio
+import logging
 from typing import Any, NamedTuple
 
 from vllm_mp import wire
 from vllm_mp.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 
 class PendingCall(NamedTuple):
@@ -16,6 +19,11 @@ class PendingCall(NamedTuple):
     reply: asyncio.Future[Any]
     made_at: float
     """In seconds of `time.monotonic()`."""
+
+    def report_failure(self, reply: asyncio.Future[Any]) -> None:
+        """Log why the call failed, for a call that nobody waits for; called when it is settled."""
+        if not reply.cancelled() and (error := reply.exception()) is not None:
+            logger.error("the core could not carry out %s when it was back: %s", self.name, error)
 
     def settle(self, result: Any, error: EngineError | None) -> None:
         """Answer the call, unless its caller or the caller's event loop is gone."""

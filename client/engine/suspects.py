@@ -15,6 +15,10 @@ it is to blame only after five. Reading a prompt is progress here.
 If it is unknown which requests were in the step, all requests without a new token are suspects after three deaths. No
 core isolates them then, so the client sends one group, and holds back all other requests until each request of the
 group has a new token. A request that was alone in its group is to blame after five deaths.
+
+An engine of several cores counts the deaths of all of them together. A request that may have caused one death is
+exposed: `CoreGroup` moves all exposed requests of a core to one other core, so that a further death costs that core
+alone, and leaves suspects with the core that died, whose successor tests them while other cores serve all others.
 """
 
 from collections.abc import Iterable
@@ -80,13 +84,22 @@ class Conviction(NamedTuple):
         )
 
 
-class Suspects:
-    """The deaths recorded against each live completion or vector."""
+class DeathLedger:
+    """The deaths recorded against each live completion or vector, over all cores of an engine."""
 
     def __init__(self) -> None:
-        self._deaths: WeakKeyDictionary[Awaited, _Deaths] = WeakKeyDictionary()
-        self._num_groups = 0
+        self.deaths: WeakKeyDictionary[Awaited, _Deaths] = WeakKeyDictionary()
+        self.num_groups = 0
         """Number of groups so far, which are numbered from 1."""
+
+
+class Suspects:
+    """The suspects among the requests of a core."""
+
+    def __init__(self, ledger: DeathLedger | None = None) -> None:
+        """`ledger` is what the suspects of all cores of an engine share."""
+        self._ledger = DeathLedger() if ledger is None else ledger
+        self._deaths = self._ledger.deaths
         self._holds_back = False
         """The step of the latest death is unknown."""
         self._sent_group = 0
@@ -96,6 +109,18 @@ class Suspects:
         """Return how the core must isolate `awaited`."""
         group = self._group(awaited)
         return Isolation(self._deaths[awaited].num_tokens + 1, group) if group else Isolation()
+
+    def is_suspect(self, stream: RequestStream) -> bool:
+        """Return whether anything that `stream` awaits is tested in a group."""
+        return bool(self._deaths) and any(self._group(awaited) for awaited in stream.awaited)
+
+    def is_exposed(self, stream: RequestStream) -> bool:
+        """Return whether `stream` may have caused a death of a core, and has not got past that step."""
+        return bool(self._deaths) and any(
+            deaths.num_inside or not deaths.deaths[-1].is_step_known
+            for awaited in stream.awaited
+            if (deaths := self._deaths.get(awaited)) is not None and awaited.num_tokens <= deaths.num_tokens
+        )
 
     def is_held_back(self, awaited: Awaited) -> bool:
         """Return whether `awaited` must not be sent yet, because a group of suspects is tested."""
@@ -165,8 +190,8 @@ class Suspects:
         if not suspects:
             return
         half = (len(streams) + 1) // 2
-        group_of = {id(stream): self._num_groups + 1 + (i >= half) for i, stream in enumerate(streams)}
-        self._num_groups += 2
+        group_of = {id(stream): self._ledger.num_groups + 1 + (i >= half) for i, stream in enumerate(streams)}
+        self._ledger.num_groups += 2
         for stream, awaited in suspects:
             self._deaths[awaited].group = group_of.get(id(stream), 0)
 

@@ -1,19 +1,17 @@
-"""The live requests of a client: where a core's messages reach their streams, and the only place where streams end."""
+"""The requests of a core: where its messages reach their streams, and the only place where streams end."""
 
-import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from vllm_mp import wire
 from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_path import Entry
 from vllm_mp.client.outputs.pooling_stream import PoolingStream
 from vllm_mp.client.outputs.stream import Awaited, GenerationStream, RequestStream
-from vllm_mp.client.outputs.wake_ups import WakeUps
 from vllm_mp.errors import (
     ConstraintError,
-    DuplicateRequestIdError,
     EngineError,
     EngineGenerateError,
     NotOperatorError,
@@ -21,7 +19,7 @@ from vllm_mp.errors import (
 
 
 class OutputProcessor:
-    """Keeps each live request by the caller's id, and each completion or vector that it awaits by its slot.
+    """Keeps the requests of one core: each completion or vector that they await by its slot.
 
     A completion or vector gets its slot before the core is asked for it. The slot is free again when the core has
     reported the end, which may be after the stream has ended. Until then, every message for the slot belongs to it.
@@ -29,73 +27,51 @@ class OutputProcessor:
     Methods that end a stream return the slots that the core must be told to abort.
     """
 
-    def __init__(self, on_end: Callable[[RequestStream], None] = lambda stream: None) -> None:
-        """`on_end` is called with each stream that had slots and has ended, for whatever reason."""
-        self._on_end = on_end
-        self._by_id: dict[str, RequestStream | None] = {}
-        """In the order of arrival; None while the prompt is being tokenized."""
-        self._aborted_during_tokenization: set[str] = set()
-        """Ids of requests that were aborted while their prompt was being tokenized."""
+    def __init__(self, requests: LiveRequests | None = None) -> None:
+        """`requests` are the live requests of the client, which the processors of all its cores share."""
+        self.requests = LiveRequests() if requests is None else requests
+        self._streams: dict[RequestStream, None] = {}
+        """The live streams of this core, in the order in which the core got them."""
         self._entries: list[Entry | None] = []
-        """The stream, and what it awaits, in each slot that was ever in use; None for a free slot."""
-        self._free_slots: list[int] = []
-        """A heap of the slots in `_entries` that are free."""
+        """The stream, and what it awaits, in each slot; None for a slot that is free or another core's."""
+        self._num_entries = 0
+        """Number of entries that are not None."""
         self._num_searched = 0
         """Number of slots whose text is searched for stop strings."""
-        self._wake_ups = WakeUps()
 
-    def __len__(self) -> int:
-        """Return the number of requests whose streams have not ended."""
-        return len(self._by_id)
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether there is a request whose stream has not ended."""
-        return bool(self._by_id)
+    def __contains__(self, stream: RequestStream) -> bool:
+        """Return whether `stream` is live and belongs to this core."""
+        return stream in self._streams
 
     @property
     def num_slots_in_use(self) -> int:
-        return len(self._entries) - len(self._free_slots)
-
-    def reserve(self, request_id: str) -> None:
-        """Reserve an id for a request whose prompt must be tokenized.
-
-        Raises DuplicateRequestIdError if a live request has the id.
-        """
-        if request_id in self._by_id:
-            raise DuplicateRequestIdError(f"request_id {request_id!r} is in use by a live request; choose another")
-        self._by_id[request_id] = None
-
-    def cancel(self, request_id: str) -> None:
-        """Undo `reserve`."""
-        self._by_id.pop(request_id, None)
-        self._aborted_during_tokenization.discard(request_id)
+        return self._num_entries
 
     def enter(self, stream: RequestStream) -> bool:
         """Give a slot to all that `stream` awaits. If it was aborted before, end it instead and return False.
 
         Raises ValueError if there are not enough slots.
         """
-        if stream.request_id in self._aborted_during_tokenization:
-            self.cancel(stream.request_id)
-            stream.end_all("abort")
+        if not self.requests.enter(stream):
             return False
-        missing = len(stream.awaited) - len(self._free_slots)
-        if len(self._entries) + missing > wire.MAX_LIVE_REQUESTS:
-            raise ValueError(
-                f"too many live completions: {self.num_slots_in_use}, and the limit is {wire.MAX_LIVE_REQUESTS}; wait "
-                "for some to end"
-            )
-        for awaited in stream.awaited:
-            if self._free_slots:
-                awaited.slot = heapq.heappop(self._free_slots)
-            else:
-                awaited.slot = len(self._entries)
-                self._entries.append(None)
-            self._entries[awaited.slot] = stream, awaited
-            self._num_searched += awaited.wants_stop_strings
-        self._by_id[stream.request_id] = stream
-        stream.wake_ups = self._wake_ups
+        self.adopt(stream)
         return True
+
+    def adopt(self, stream: RequestStream) -> None:
+        """Take over a live stream, with its slots, that no core has."""
+        self._streams[stream] = None
+        for awaited in stream.awaited:
+            if awaited.finish is None:
+                self._put(stream, awaited)
+
+    def release(self, stream: RequestStream) -> None:
+        """Give up a live stream, with its slots, after the death of the core: another processor may adopt it."""
+        del self._streams[stream]
+        for awaited in stream.awaited:
+            if self._at(awaited.slot)[1] is awaited:
+                self._remove(awaited.slot)
+                if awaited.finish is not None:
+                    self.requests.free(awaited.slot)
 
     def withdraw(self, stream: RequestStream, num_sent: int) -> list[int]:
         """Undo `enter` for a stream of which only the first `num_sent` slots were sent; return these slots."""
@@ -125,7 +101,7 @@ class OutputProcessor:
         touched, lost = output_path.current.take_in(
             self._entries, message.slots, message.tokens, message.positions, now
         )
-        self._wake_ups.start()
+        self.requests.wake_ups.start()
         for stream, completion in lost:
             unwanted += self._fail_for_lost_tokens(stream, completion)
         if message.logprobs:
@@ -159,13 +135,13 @@ class OutputProcessor:
     def abort(self, request_id: str) -> list[int]:
         """End a live request for its consumer; return its slots, which stay in use until the core answers.
 
-        A request whose prompt is being tokenized ends in `enter`. No-op for ids that are not live.
+        A request whose prompt is being tokenized ends in `enter`. No-op for ids that are not live, or another core's.
         """
-        if request_id not in self._by_id:
-            return []
-        stream = self._by_id[request_id]
+        stream = self.requests.find(request_id)
         if stream is None:
-            self._aborted_during_tokenization.add(request_id)
+            self.requests.abort_early(request_id)
+            return []
+        if stream not in self._streams:
             return []
         slots = self._slots_of(stream)
         stream.end_all("abort")
@@ -184,24 +160,24 @@ class OutputProcessor:
         return slots
 
     def fail_all(self, error: Exception) -> None:
-        """End every stream with `error`, and forget all slots: there is no core any more."""
+        """End every stream of this core with `error`, and free all slots: there is no core any more."""
         for stream in self.streams():
             stream.fail(error)
             self._forget(stream)
-        self._entries.clear()
-        self._free_slots.clear()
-        self._num_searched = 0
-
-    def ids(self) -> list[str]:
-        """Return the ids of the live requests, also of those whose prompt is being tokenized."""
-        return list(self._by_id)
+        for slot in range(len(self._entries)):
+            self._free(slot)
 
     def streams(self) -> list[RequestStream]:
-        """Return the live streams that have slots, in the order of arrival."""
-        return [stream for stream in self._by_id.values() if stream is not None]
+        """Return the live streams of this core, in the order in which the core got them."""
+        return list(self._streams)
+
+    def streams_at(self, slots: Iterable[int]) -> list[RequestStream]:
+        """Return the streams in these slots, ended or not; a slot that is free has none."""
+        entries = map(self._at, slots)
+        return [stream for stream, _ in entries if stream is not None]
 
     def live(self) -> list[tuple[RequestStream, Awaited]]:
-        """Return the completions and vectors that have not ended, with their streams, in the order of arrival."""
+        """Return the completions and vectors that have not ended, with their streams, in the order of `streams`."""
         return [(stream, awaited) for stream in self.streams() for awaited in stream.awaited if awaited.finish is None]
 
     def forget_core(self) -> None:
@@ -216,13 +192,28 @@ class OutputProcessor:
         entry = self._entries[slot] if 0 <= slot < len(self._entries) else None
         return (None, None) if entry is None else entry
 
-    def _free(self, slot: int) -> Entry | None:
-        """Free a slot that the core does not know, or has forgotten; return its entry, or None if it is free."""
+    def _put(self, stream: RequestStream, awaited: Awaited) -> None:
+        """Let messages for the slot of `awaited`, which is free, reach it."""
+        if awaited.slot >= len(self._entries):
+            self._entries += [None] * (awaited.slot + 1 - len(self._entries))
+        self._entries[awaited.slot] = stream, awaited
+        self._num_entries += 1
+        self._num_searched += awaited.wants_stop_strings
+
+    def _remove(self, slot: int) -> Entry | None:
+        """Remove the entry of a slot and return it; None if there is none."""
         if not 0 <= slot < len(self._entries) or (entry := self._entries[slot]) is None:
             return None
         self._entries[slot] = None
+        self._num_entries -= 1
         self._num_searched -= entry[1].wants_stop_strings
-        heapq.heappush(self._free_slots, slot)
+        return entry
+
+    def _free(self, slot: int) -> Entry | None:
+        """Free a slot that the core does not know, or has forgotten; return its entry, or None if it has none."""
+        entry = self._remove(slot)
+        if entry is not None:
+            self.requests.free(slot)
         return entry
 
     def _slots_of(self, stream: RequestStream) -> list[int]:
@@ -278,10 +269,10 @@ class OutputProcessor:
             self._forget(stream)
 
     def _forget(self, stream: RequestStream) -> None:
-        """Make the id of a stream that is over available, unless another request has it already."""
-        if self._by_id.get(stream.request_id) is stream:
-            del self._by_id[stream.request_id]
-            self._on_end(stream)
+        """Forget a stream that is over; its slots may still be in use."""
+        if stream in self._streams:
+            del self._streams[stream]
+            self.requests.forget(stream)
 
 
 def _error_of(finish: wire.Finished) -> type[EngineError]:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from vllm_mp import wire
@@ -91,6 +91,14 @@ class RequestStream(ABC):
     @abstractmethod
     def add_message(self, index: int, incarnation: int, isolation: Isolation) -> AddMessage:
         """Return the message that asks a core for the rest of `awaited[index]`, which must have its slot."""
+
+    def prefix(self) -> tuple[bytes, Hashable]:
+        """Return the prompt as the wire carries it, and what prompts must have in common to share cached prefixes.
+
+        The prompt is empty if it is given as embeddings.
+        """
+        request = self._request
+        return request.packed_prompt, (request.cache_salt, request.lora and request.lora.lora_int_id)
 
     def digest(self) -> bytes:
         """Return the digest of the request, which equal requests share."""

@@ -1,5 +1,6 @@
 """The counters of an engine as metrics of Prometheus, with vLLM's names for what means the same."""
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 
@@ -14,10 +15,14 @@ _ENGINE_LABELS = ("model_name", "engine")
 
 
 class EngineMetrics:
-    """Reads the statistics of an engine's clients and the last known load of its core."""
+    """Reads the statistics of an engine's clients and the last known load of its cores.
+
+    The load of each core has a label `engine` of its own; all else, which the client counts over all cores, has that of
+    the first core.
+    """
 
     def __init__(self, engine: EngineReadings, number: int = 0) -> None:
-        """`number` is the label `engine`, which tells engines of the same model apart."""
+        """`number` is the label `engine` of the first core, and tells engines of the same model apart."""
         stats = engine.stats
         self._engine = engine
         self.labels = (engine.vllm_config.model_config.served_model_name, str(number))
@@ -85,6 +90,11 @@ class EngineMetrics:
             ),
         }
 
+    def used_labels(self) -> list[tuple[str, str]]:
+        """Return the labels of each core."""
+        model, first = self.labels
+        return [(model, str(int(first) + rank)) for rank in self._engine.core_loads()]
+
     def read(self) -> Iterator[Metric]:
         """Yield every metric."""
         values = self._engine.stats.cells.total()
@@ -114,8 +124,13 @@ class EngineMetrics:
         )
 
     def _core_load(self) -> Iterator[Metric]:
-        """Yield what the core said last; without samples before its first answer."""
-        core = self._engine.core_load()
+        """Yield what each core said last; without samples before its first answer."""
+        model, first = self.labels
+        cores = {
+            (model, str(int(first) + rank)): core
+            for rank, core in self._engine.core_loads().items()
+            if core is not None
+        }
         gauges = {
             "vllm:num_requests_running": ("Requests that have a place in the core's batch", "num_running"),
             "vllm:num_requests_waiting": ("Requests that wait in the core, also for the end of a pause", "num_waiting"),
@@ -130,15 +145,21 @@ class EngineMetrics:
         }
         for name, (meaning, attribute) in gauges.items():
             gauge = GaugeMetricFamily(name, meaning, labels=_ENGINE_LABELS)
-            if core is not None:
-                gauge.add_metric(self.labels, getattr(core, attribute))
+            for labels, core in cores.items():
+                gauge.add_metric(labels, getattr(core, attribute))
             yield gauge
-        preemptions = core and core.num_preemptions
-        yield self._counter("vllm:num_preemptions", "Preemptions by the present core", preemptions)
-        dropped = core and core.num_dropped_messages
-        yield self._counter(
-            "vllm_mp:core_dropped_messages", "Messages from clients that the present core dropped", dropped
-        )
+        counters = {
+            "vllm:num_preemptions": ("Preemptions by the present core", "num_preemptions"),
+            "vllm_mp:core_dropped_messages": (
+                "Messages from clients that the present core dropped",
+                "num_dropped_messages",
+            ),
+        }
+        for name, (meaning, attribute) in counters.items():
+            family = CounterMetricFamily(name, meaning, labels=_ENGINE_LABELS)
+            for labels, core in cores.items():
+                family.add_metric(labels, getattr(core, attribute))
+            yield family
 
     def _cache_config(self) -> Metric:
         cache = self._engine.vllm_config.cache_config
@@ -172,10 +193,9 @@ class EngineMetrics:
         gauge.add_metric([*self.labels, *names.values()], time.time())
         return gauge
 
-    def _counter(self, name: str, meaning: str, value: float | None) -> Metric:
+    def _counter(self, name: str, meaning: str, value: float) -> Metric:
         family = CounterMetricFamily(name, meaning, labels=_ENGINE_LABELS)
-        if value is not None:
-            family.add_metric(self.labels, value)
+        family.add_metric(self.labels, value)
         return family
 
     def _labelled(self, name: str, meaning: str, label: str, counts: Mapping[str, float]) -> Metric:
@@ -196,10 +216,10 @@ class EngineCollector(Collector):
         return list(self._metrics)
 
     def add(self, engine: EngineReadings) -> None:
-        """Show the metrics of `engine` too, with a label `engine` that no other engine of the same model has."""
-        used = [metrics.labels for metrics in self._metrics.values()]
-        candidates = (EngineMetrics(engine, number) for number in range(len(used) + 1))
-        self._metrics[engine] = next(metrics for metrics in candidates if metrics.labels not in used)
+        """Show the metrics of `engine` too, with labels `engine` that no other engine of the same model has."""
+        used = {label for metrics in self._metrics.values() for label in metrics.used_labels()}
+        candidates = (EngineMetrics(engine, number) for number in itertools.count())
+        self._metrics[engine] = next(metrics for metrics in candidates if used.isdisjoint(metrics.used_labels()))
 
     def remove(self, engine: EngineReadings) -> None:
         """Show the metrics of `engine` no more."""

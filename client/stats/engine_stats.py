@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,27 @@ class Restart:
     recovery_s: float | None = None
     """Seconds until the next core served; None while there is no core."""
     num_recovered: int | None = None
-    """Requests that continue on the next core; None while there is no core."""
+    """Requests that continue on the next core, or on others; None while it is unknown."""
+    died_at: float = 0.0
+    """`time` in seconds of `time.monotonic()`."""
+
+
+class _LatestStep:
+    """The latest step with tokens of one core, whose successors usually have the same slots."""
+
+    __slots__ = ("indexes", "settle_at", "slots", "time", "usual")
+
+    def __init__(self) -> None:
+        self.slots = b""
+        """The slots of the step, as in its message; none after a slot changed hands."""
+        self.indexes: npt.NDArray[np.integer[Any]] = np.zeros(0, np.uint16)
+        """[num_tokens] the same as numbers."""
+        self.time = -1.0
+        """When the step arrived that is counted."""
+        self.usual: deque[float] = deque()
+        """When further steps with the same slots arrived, which are not counted yet. Added to without the lock."""
+        self.settle_at = 0.0
+        """When these are due to be counted."""
 
 
 class EngineStats(EngineCounters):
@@ -63,24 +83,16 @@ class EngineStats(EngineCounters):
         self._awaited: dict[int, tuple[RequestStream, bool]] = {}
         """By slot: the stream of a completion or vector that no step has begun, and whether it is its first."""
         self._last_token = np.zeros(wire.MAX_LIVE_REQUESTS)
-        """[slot] when the latest token arrived; 0 before the first. The slots of the latest step excepted. Entries of
-        slots that were never in use take no memory."""
-        self._step_slots = b""
-        """The slots of the latest step with tokens, as in its message; none after a slot changed hands."""
-        self._step_indexes: npt.NDArray[np.integer[Any]] = np.zeros(0, np.uint16)
-        """[num_tokens] the same as numbers."""
-        self._step_time = -1.0
-        """When the latest step with tokens arrived that is counted."""
-        self._usual_steps: deque[float] = deque()
-        """When further steps with the same slots arrived, which are not counted yet. Added to without the lock."""
-        self._settle_at = 0.0
-        """When `settle` is due."""
+        """[slot] when the latest token arrived; 0 before the first. The slots of each core's latest step excepted.
+        Entries of slots that were never in use take no memory."""
+        self._steps: dict[int, _LatestStep] = {0: _LatestStep()}
+        """By the rank of the core."""
         self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
         """The latest deaths of this client's cores, the oldest first."""
-        self._died_at: float | None = None
-        """The moment of the last of `restarts`; None while there is a core."""
         self._recovers_since: float | None = None
         """The moment of the death after which no token has arrived; None otherwise."""
+        self._recovering_slots: frozenset[int] = frozenset()
+        """The slots of which a token ends `_recovers_since`, because other cores serve others; empty: any slot."""
         self._listeners: list[Callable[[FinishedRequest], None]] = []
         self._reports: list[Callable[[], object]] = []
         self._reported_at = time.monotonic()
@@ -158,7 +170,7 @@ class EngineStats(EngineCounters):
         arrival = now - max(0.0, time.time() - arrival_time)
         with self._lock:
             self._live[stream] = LiveRequest(arrival, now, trace_headers, adapter)
-            self._write_step()
+            self._write_steps()
             for awaited in stream.awaited:
                 self._last_token[awaited.slot] = 0.0
                 self._awaited[awaited.slot] = (stream, awaited.index == 0)
@@ -175,22 +187,25 @@ class EngineStats(EngineCounters):
                 self._record.finished_requests.append(FinishedRequestStats(FinishReason.ABORT))
                 self._announce()
 
-    def note_step(self, message: wire.StepOutput) -> None:
-        """Count the tokens of a message, before it is given to the streams."""
-        if message.slots == self._step_slots and self._step_slots and not message.queued:
+    def note_step(self, message: wire.StepOutput, rank: int = 0) -> None:
+        """Count the tokens of a message of the core with this rank, before it is given to the streams."""
+        step = self._steps.get(rank)
+        if step is None:
+            step = self._steps[rank] = _LatestStep()
+        if message.slots == step.slots and step.slots and not message.queued:
             # The usual step: each request had its latest token in the step before. Counting it waits.
             now = time.monotonic()
-            self._usual_steps.append(now)
-            if now >= self._settle_at:
-                self.settle()
+            step.usual.append(now)
+            if now >= step.settle_at:
+                self._settle(step)
         elif message.tokens or message.queued:
             with self._lock:
-                self._note_other_step(message, time.monotonic())
+                self._note_other_step(step, message, time.monotonic())
         if self._announces:
             self._announce()
 
-    def _note_other_step(self, message: wire.StepOutput, now: float) -> None:
-        """Count a step whose requests differ from the requests of the step before."""
+    def _note_other_step(self, step: _LatestStep, message: wire.StepOutput, now: float) -> None:
+        """Count a step whose requests differ from the requests of the core's step before."""
         num_tokens, num_prompt_tokens = len(message.tokens) // 4, 0
         if message.queued:
             num_prompt_tokens = self._note_first(message, now)
@@ -198,32 +213,39 @@ class EngineStats(EngineCounters):
             self.generation_tokens.add(num_tokens)
             if self._record is not None:
                 self._record.num_generation_tokens += num_tokens
-            self._note_other_slots(message.slots, num_tokens, now)
-            self._step_time = now
-            if self._recovers_since is not None:
+            self._note_other_slots(step, message.slots, num_tokens, now)
+            step.time = now
+            if self._recovers_since is not None and (
+                not self._recovering_slots or not self._recovering_slots.isdisjoint(slot for slot, _ in message.queued)
+            ):
                 self.recovery_s.observe(now - self._recovers_since)
-                self._recovers_since = None
+                self._recovers_since, self._recovering_slots = None, frozenset()
         self.step_tokens.observe(num_prompt_tokens + num_tokens)
         self._report(now)
 
     def settle(self) -> None:
         """Count the steps that wait to be counted."""
-        if not self._usual_steps:
+        for step in list(self._steps.values()):
+            self._settle(step)
+
+    def _settle(self, step: _LatestStep) -> None:
+        """Count the steps of a core that wait to be counted."""
+        if not step.usual:
             return
         with self._lock:
-            steps = [self._usual_steps.popleft() for _ in range(len(self._usual_steps))]
-            num_tokens, previous, record = len(self._step_indexes), self._step_time, self._record
-            for moment in steps:
+            usual = [step.usual.popleft() for _ in range(len(step.usual))]
+            num_tokens, previous, record = len(step.indexes), step.time, self._record
+            for moment in usual:
                 self.between_tokens_s.observe(moment - previous, num_tokens)
                 if record is not None:
                     record.intervals.append((moment - previous, num_tokens))
                 previous = moment
-            self._step_time = previous
-            self._settle_at = previous + _SETTLE_S
-            self.generation_tokens.add(num_tokens * len(steps))
-            self.step_tokens.observe(num_tokens, len(steps))
+            step.time = previous
+            step.settle_at = previous + _SETTLE_S
+            self.generation_tokens.add(num_tokens * len(usual))
+            self.step_tokens.observe(num_tokens, len(usual))
             if record is not None:
-                record.num_generation_tokens += num_tokens * len(steps)
+                record.num_generation_tokens += num_tokens * len(usual)
             self._report(previous)
 
     def note_end(self, stream: RequestStream) -> None:
@@ -249,27 +271,41 @@ class EngineStats(EngineCounters):
         if self._listeners:
             self._hand_over(live.record(stream, sum(lengths), reason, now))
 
-    def note_death(self, kind: str, at: float, cause: str) -> None:
-        """Note that the core died `at` a moment; `kind` is one of `DEATH_KINDS`, `cause` says more."""
-        self._died_at = at
-        self.restarts.append(Restart(at + time.time() - time.monotonic(), kind, cause))
+    def note_death(self, kind: str, at: float, cause: str) -> Restart:
+        """Note that a core died `at` a moment; `kind` is one of `DEATH_KINDS`, `cause` says more.
 
-    def note_restart(self) -> None:
-        """Count a restart: the next core serves, and is told every live request."""
+        Return the record for `note_recovered` and `note_restart`.
+        """
+        restart = Restart(at + time.time() - time.monotonic(), kind, cause, died_at=at)
+        self.restarts.append(restart)
+        return restart
+
+    def note_recovered(self, restart: Restart, streams: Iterable[RequestStream]) -> None:
+        """Count `streams` that other cores were told after a death; those sent after it do not count."""
+        self._count_recovered(restart, streams)
         with self._lock:
-            self._write_step()  # so that the next step is not a usual one
-        died_at, self._died_at = self._died_at, None
-        if died_at is None:
-            return
-        recovered = [live for live in self._live.values() if live.sent < died_at]
+            if self._recovers_since is not None:
+                slots = (awaited.slot for stream in streams for awaited in stream.awaited)
+                self._recovering_slots = self._recovering_slots.union(slots)
+
+    def note_restart(self, restart: Restart, streams: Iterable[RequestStream]) -> None:
+        """Count a restart: the next core serves, and is told `streams`, the live requests that it must go on with."""
+        with self._lock:
+            self._write_steps()  # so that the next step is not a usual one
+        restart.recovery_s = time.monotonic() - restart.died_at
+        self.core_restarts.add(restart.kind)
+        self._count_recovered(restart, streams)
+        self._recovering_slots = frozenset()
+
+    def _count_recovered(self, restart: Restart, streams: Iterable[RequestStream]) -> None:
+        lives = [self._live.get(stream) for stream in streams]
+        recovered = [live for live in lives if live is not None and live.sent < restart.died_at]
         for live in recovered:
             live.num_recoveries += 1
-        restart = self.restarts[-1]
-        restart.recovery_s, restart.num_recovered = time.monotonic() - died_at, len(recovered)
-        self.core_restarts.add(restart.kind)
+        restart.num_recovered = (restart.num_recovered or 0) + len(recovered)
         self.recovered_requests.add(len(recovered))
         if recovered:
-            self._recovers_since = died_at
+            self._recovers_since = restart.died_at
 
     def _note_first(self, message: wire.StepOutput, now: float) -> int:
         """Count requests whose first token or vector is in `message`; return the number of their prompts' tokens."""
@@ -311,25 +347,25 @@ class EngineStats(EngineCounters):
             for report in self._reports:
                 report()
 
-    def _note_other_slots(self, slots: bytes, num_tokens: int, now: float) -> None:
+    def _note_other_slots(self, step: _LatestStep, slots: bytes, num_tokens: int, now: float) -> None:
         """Count the tokens of a step whose slots differ from the slots of the step before."""
-        self._write_step()
+        self._write_step(step)
         if len(slots) not in (2 * num_tokens, 4 * num_tokens):
             return  # the streams refuse the message
         if num_tokens == 1:
-            self._note_only_slot(slots, now)
+            self._note_only_slot(step, slots, now)
             return
         indexes: npt.NDArray[np.integer[Any]] = np.frombuffer(slots, "<u2" if len(slots) == 2 * num_tokens else "<u4")
         if len(slots) == 4 * num_tokens:
             indexes = indexes[indexes < wire.MAX_LIVE_REQUESTS]  # a core may name slots that cannot exist
         last = self._last_token.take(indexes)
-        usual = last == self._step_time
+        usual = last == step.time
         num_usual = int(np.count_nonzero(usual))
         record = self._record
         if num_usual:
-            self.between_tokens_s.observe(now - self._step_time, num_usual)
+            self.between_tokens_s.observe(now - step.time, num_usual)
             if record is not None:
-                record.intervals.append((now - self._step_time, num_usual))
+                record.intervals.append((now - step.time, num_usual))
         if num_usual < len(last):
             others = [now - moment for moment in last[~usual].tolist() if moment]
             self.between_tokens_s.observe_all(others)
@@ -337,9 +373,9 @@ class EngineStats(EngineCounters):
                 record.intervals += [(interval, 1) for interval in others]
         self._last_token[indexes] = now
         if len(indexes) == num_tokens:
-            self._step_slots, self._step_indexes = slots, indexes
+            step.slots, step.indexes = slots, indexes
 
-    def _note_only_slot(self, slots: bytes, now: float) -> None:
+    def _note_only_slot(self, step: _LatestStep, slots: bytes, now: float) -> None:
         """Count the token of a step of a single request, for which arrays would cost more than all else."""
         slot = int.from_bytes(slots, "little")
         if slot >= wire.MAX_LIVE_REQUESTS:
@@ -350,14 +386,18 @@ class EngineStats(EngineCounters):
             if self._record is not None:
                 self._record.intervals.append((now - last, 1))
         self._last_token[slot] = now
-        self._step_slots, self._step_indexes = slots, np.array([slot])
+        step.slots, step.indexes = slots, np.array([slot])
 
-    def _write_step(self) -> None:
+    def _write_steps(self) -> None:
+        for step in self._steps.values():
+            self._write_step(step)
+
+    def _write_step(self, step: _LatestStep) -> None:
         """Write the moment of the latest step to its slots, which from now on are not known to be the next step's."""
-        self.settle()
-        if self._step_slots:
-            self._last_token[self._step_indexes] = self._step_time
-            self._step_slots = b""
+        self._settle(step)
+        if step.slots:
+            self._last_token[step.indexes] = step.time
+            step.slots = b""
 
     def _count_finished(self, stream: RequestStream, live: LiveRequest, lengths: list[int], now: float) -> None:
         """Count a request that ended `now` with "stop" or "length"; `lengths` are the tokens of its completions."""

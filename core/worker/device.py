@@ -36,7 +36,7 @@ def prepare_device(config: VllmConfig, rank: int = 0) -> tuple[torch.device, tor
 def choose_device(config: VllmConfig, rank: int = 0) -> torch.device:
     """Return the device that `device_config` asks for; raises ValueError if the machine does not have it.
 
-    Of several ranks, each has the GPU of its number.
+    Of several cores, each has as many GPUs as it has ranks, one after another, and each rank has one of them.
     """
     wanted = config.device_config.device
     has_cuda = torch.cuda.is_available()
@@ -46,18 +46,19 @@ def choose_device(config: VllmConfig, rank: int = 0) -> torch.device:
             "installed torch is a CUDA build"
         )
     config.device_config.device = "cuda" if wanted == "auto" and has_cuda else wanted.replace("auto", "cpu")
-    num_ranks = config.parallel_config.tensor_parallel_size
-    if config.device_config.device == "cpu" or num_ranks == 1:
-        return torch.device(config.device_config.device)
-    num_devices = torch.cuda.device_count()
-    if num_ranks > num_devices:
+    if config.device_config.device == "cpu":
+        return torch.device("cpu")
+    parallel, num_devices = config.parallel_config, torch.cuda.device_count()
+    num_ranks = parallel.tensor_parallel_size
+    index = parallel.data_parallel_rank * num_ranks + rank
+    if index >= num_devices:
+        asked = f"data_parallel_size={parallel.data_parallel_size}, tensor_parallel_size={num_ranks}"
         raise ValueError(
-            f"tensor_parallel_size={num_ranks}: each rank needs a GPU of its own, and PyTorch finds {num_devices}; set "
-            "it to at most that, or check CUDA_VISIBLE_DEVICES"
+            f"{asked}: rank {rank} of core {parallel.data_parallel_rank} has no GPU of its own, because PyTorch finds "
+            f"{num_devices}; lower them, or check CUDA_VISIBLE_DEVICES"
         )
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index) if num_ranks > 1 else torch.device("cuda")
 
 
 def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
@@ -142,7 +143,7 @@ def set_threads(config: VllmConfig, rank: int = 0) -> None:
     device = config.device_config
     num_ranks = config.parallel_config.tensor_parallel_size if device.device == "cpu" else 1
     cpus = bind_process(device.cpus) if device.cpus else usable_cpus()
-    num_threads = device.num_threads or default_threads()
+    num_threads = device.num_threads or default_threads(config.parallel_config.data_parallel_size)
     if num_ranks > 1:
         cpus = bind_to(cpu_share(cpus, rank, num_ranks))
         num_threads = max(1, num_threads // num_ranks)

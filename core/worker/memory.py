@@ -36,10 +36,10 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
             "gpu_memory_utilization",
         )
     else:
-        share = available_memory() // 4 // config.parallel_config.tensor_parallel_size
-        memory, source = min(_CPU_CACHE_LIMIT, share), "a quarter of the free memory, shared among the ranks,"
-        if config.parallel_config.tensor_parallel_size == 1:
-            source = "a quarter of the free memory"
+        parallel = config.parallel_config
+        num_shares = parallel.data_parallel_size * parallel.tensor_parallel_size  # cores and ranks load together
+        memory = min(_CPU_CACHE_LIMIT, available_memory() // 4 // num_shares)
+        source = "a quarter of the free memory" if num_shares == 1 else f"a quarter of the free memory / {num_shares}"
     blocks = min(memory // block_bytes, useful + 1)
     if blocks < request_blocks + 1:
         fits = max(0, blocks - 1) * cache.block_size

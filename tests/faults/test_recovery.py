@@ -153,7 +153,11 @@ def test_partially_computed_prompt_is_computed_again(engine):
     requests = [(LONG_PROMPT, greedy(4, ignore_eos=True, prompt_logprobs=1)), (PROMPT, sampled(30))]
 
     def prompt_is_half_computed(consumers):
-        streams = [stream for stream, _ in engine._requests.live() if len(stream.prompt_token_ids) == len(LONG_PROMPT)]
+        streams = [
+            stream
+            for stream, _ in engine._core_client.requests.live()
+            if len(stream.prompt_token_ids) == len(LONG_PROMPT)
+        ]
         known = streams[0]._prompt_logprobs if streams else None
         return known is not None and 80 < len(known) < 260
 
@@ -168,7 +172,7 @@ def test_half_matched_stop_string_is_completed_by_the_next_core(engine):
 
     def is_half_matched(consumers):
         shown = consumers[0].seen.get(0, ("",))[0]
-        completions = [completion for _, completion in engine._requests.live()]
+        completions = [completion for _, completion in engine._core_client.requests.live()]
         shown_text[:] = [shown]
         return len(shown) == 20 and completions and len(completions[0].token_ids) > 7
 
@@ -182,7 +186,7 @@ def test_half_a_character_is_completed_by_the_next_core(engine):
     tokenizer = engine.get_tokenizer()
 
     def ends_with_half_a_character(consumers):
-        live = engine._requests.live()
+        live = engine._core_client.requests.live()
         return live and len(live[0][1].token_ids) > 5 and tokenizer.decode(live[0][1].token_ids).endswith("\ufffd")
 
     check(engine, [(PROMPT, params)], ends_with_half_a_character)
@@ -219,7 +223,7 @@ def test_request_aborted_as_the_core_dies_stays_aborted_and_others_continue(engi
             return aborted.num_tokens() > 3
 
         await eventually(has_begun)
-        (request_id,) = (s.request_id for s, _ in engine._requests.live() if s.params.max_tokens == 500)
+        (request_id,) = (s.request_id for s, _ in engine._core_client.requests.live() if s.params.max_tokens == 500)
         await engine.abort(request_id)
         kill(engine)
         await task
@@ -252,7 +256,7 @@ def test_blocked_event_loop_delays_no_restart_and_loses_nothing(engine):
 
 
 def test_unanswered_calls_are_answered_by_the_next_core(engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.engine.core_client._PING_TIMEOUT_S", 60)  # a busy machine starts a core slowly
+    monkeypatch.setattr("vllm_mp.client.engine.core_group._PING_TIMEOUT_S", 60)  # a busy machine starts a core slowly
 
     async def run():
         await engine.check_health()

@@ -145,7 +145,7 @@ def _block_until(condition):
 
 
 async def _all_are_sent(engine, count):
-    return len(engine._requests.live()) == count
+    return len(engine._core_client.requests.live()) == count
 
 
 FLAGS = (

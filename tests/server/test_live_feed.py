@@ -151,12 +151,12 @@ def test_death_and_restart_of_the_core_are_shown_with_cause_and_recovery(engine,
         await viewer.snapshot()
         cause = "the core process 7 ended with signal SIGKILL; its log is in /tmp/x\nsecret line"
         engine.status = {"incarnation": 1, "state": "RECOVERING", "reason": cause}
-        engine.stats.note_death("signal", time.monotonic(), cause)
+        death = engine.stats.note_death("signal", time.monotonic(), cause)
         snapshot = await viewer.snapshot(lambda snapshot: snapshot["state"] == "restarting")
         assert snapshot["cause"] == "the core process 7 ended with signal SIGKILL"
         assert [restart["recovery_s"] for restart in snapshot["restarts"]] == [None]
         engine.status = {"incarnation": 2, "state": "IDLE"}
-        engine.stats.note_restart()
+        engine.stats.note_restart(death, [])
         snapshot = await viewer.snapshot(lambda snapshot: snapshot["state"] == "running")
         (restart,) = snapshot["restarts"]
         assert (snapshot["incarnation"], restart["num_recovered"]) == (2, 0)

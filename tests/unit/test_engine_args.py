@@ -45,7 +45,6 @@ HINTS = typing.get_type_hints(AsyncEngineArgs)
 NOT_SERVED = {
     "swap_space",
     "pipeline_parallel_size",
-    "data_parallel_size",
     "distributed_executor_backend",
     "worker_use_ray",
     "engine_use_ray",

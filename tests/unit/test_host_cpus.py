@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from vllm_mp import AsyncEngineArgs, host_cpus
-from vllm_mp.host_cpus import CpuList, bind_process, default_threads, describe, parse_cpus
+from vllm_mp.host_cpus import CpuList, bind_process, default_threads, describe, divide_cpus, parse_cpus
 
 
 @pytest.fixture
@@ -89,3 +89,33 @@ def test_threads_that_are_made_later_use_the_same_cpus():
     thread.start()
     thread.join()
     assert seen == [{min(os.sched_getaffinity(0))}]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_parts", "expected"),
+    [
+        ("", 2, ["0-3", "4-7"]),
+        ("", 3, ["0-1", "2-4", "5-7"]),
+        ("node1", 2, ["4-5", "6-7"]),
+        ("1,3,5,7", 4, ["1", "3", "5", "7"]),
+        ("6-7", 3, ["6", "7", "6"]),
+    ],
+)
+def test_cpus_are_divided_among_cores(machine, text, num_parts, expected):
+    assert [divide_cpus(text, part, num_parts) for part in range(num_parts)] == expected
+
+
+def test_cpus_of_a_node_stay_together_when_they_are_divided(machine):
+    for node, cpus in enumerate(("0,2,4,6", "1,3,5,7")):
+        (machine / f"node{node}" / "cpulist").write_text(cpus)
+    assert [divide_cpus("", part, 2) for part in range(2)] == ["0,2,4,6", "1,3,5,7"]
+
+
+def test_cpus_that_the_process_may_not_use_are_not_divided(machine):
+    with pytest.raises(ValueError, match="cpus='8-9': this process may use the CPUs 0-7 only"):
+        divide_cpus("8-9", 0, 2)
+
+
+def test_cores_share_the_cpu_time_of_the_container(machine):
+    (machine / "cpu.max").write_text("400000 100000")
+    assert [default_threads(num_cores) for num_cores in (1, 2, 3, 8)] == [4, 2, 2, 1]

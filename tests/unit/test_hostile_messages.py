@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
@@ -41,7 +42,7 @@ def stream_in(processor, stats, request_id, **params):
     """Return the stream of a new request in the output processor and the statistics."""
     request = GenerationRequest(request_id, None, [1, 2, 3], wire.pack_ids([1, 2, 3]), SamplingParams(**params), 0.0)
     stream = GenerationStream(request, [Completion(0, request.params, token_text=chr)])
-    processor.reserve(request_id)
+    processor.requests.reserve(request_id)
     processor.enter(stream)
     stats.note_sent(stream, 0.0, {})
     return stream
@@ -51,7 +52,7 @@ def stream_in(processor, stats, request_id, **params):
 @given(SEEDS)
 def test_message_about_some_requests_does_not_change_others(seed):
     stats = EngineStats(max_model_len=100)
-    processor, frames = OutputProcessor(stats.note_end), CoreFrames(seed, 1, VOCAB_SIZE)
+    processor, frames = OutputProcessor(LiveRequests(stats.note_end)), CoreFrames(seed, 1, VOCAB_SIZE)
     kinds = ({}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0})
     calm = [stream_in(processor, stats, f"calm {i}", **kinds[i]) for i in range(4)]
     spared = {stream.completions[0].slot for stream in calm}

@@ -28,7 +28,8 @@ def add_connect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="Use the running core at ADDRESS; of the engine options, only the client options are allowed then ("
+        help="Use the running core at ADDRESS, or several cores of one model at ADDRESS,ADDRESS,...; of the engine "
+        "options, only the client options are allowed then ("
         + ", ".join(map(flag_of, AsyncEngineArgs.CLIENT_OPTIONS))
         + "). Default: a core is started.",
     )
@@ -77,7 +78,7 @@ def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLL
         return AsyncLLM.from_vllm_config(config)
     # The same command gives the same answers, also if others use the core.
     options = engine_args.client_options() | {"seed": engine_args.seed}
-    timeout = _CONNECT_TIMEOUT_S if _listens(args.connect) else _ABSENT_TIMEOUT_S
+    timeout = _CONNECT_TIMEOUT_S if all(map(_listens, args.connect.split(","))) else _ABSENT_TIMEOUT_S
     return AsyncLLM.connect(
         args.connect, key_file=args.key_file, core_owner=args.core_owner, timeout=timeout, **options
     )

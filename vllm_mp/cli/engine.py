@@ -58,7 +58,13 @@ def run(args: argparse.Namespace) -> int:
         from vllm_mp.curve_keys import read_server_key
 
         read_server_key(args.key_file)  # refuses a bad file before anything is loaded
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    if engine_args.data_parallel_size > 1:
+        raise ValueError(
+            f"--data-parallel-size {engine_args.data_parallel_size}: `vllm-mp engine` runs one core; run it once for "
+            "each core, and give clients all addresses, separated by commas"
+        )
+    config = engine_args.create_engine_config()
     _prepare_tokenizer(config.model_config)
     operator_key = b""
     if args.operator_key_file:

@@ -55,7 +55,7 @@ def _group(tokenizer: Any, num_streams: int, num_tokens: int) -> tuple[OutputPro
         request = GenerationRequest(str(number), None, _PROMPT, wire.pack_ids(_PROMPT), params, 0.0)
         detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, _PROMPT)
         stream = GenerationStream(request, [Completion(0, params, detokenizer)])
-        processor.reserve(stream.request_id)
+        processor.requests.reserve(stream.request_id)
         processor.enter(stream)
         stream.group = ready
     return processor, ready

@@ -23,6 +23,7 @@ from vllm_mp.server.state import ServerState
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Ids of requests: characters that are harmless in headers, logs and JSON."""
+_RANK = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass
@@ -96,6 +97,20 @@ def read_request_id(request: Request) -> str | None:
     """Return the header X-Request-Id; None without it. Raises ApiError if its value is not allowed as an id."""
     given = request.headers.get("x-request-id")
     return None if given is None else _check_request_id(given, "X-Request-Id")
+
+
+def read_rank(request: Request) -> int | None:
+    """Return the header X-data-parallel-rank, the rank of the core that shall serve a request; None without it.
+
+    Raises ApiError unless its value is an integer.
+    """
+    given = request.headers.get("x-data-parallel-rank")
+    if given is None:
+        return None
+    if not _RANK.fullmatch(given):
+        name = "X-data-parallel-rank"
+        raise ApiError(400, f"{name} must be the rank of a core, such as 0, got {given[:50]!r}", param=name)
+    return int(given)
 
 
 def _check_request_id(given: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Several front processes that share a core and a port, and their parent, which keeps all of them alive.
+"""Several front processes that share a port and one or several cores, and their parent, which keeps all of them alive.
 
 The parent imports neither torch nor a tokenizer. It holds the listening sockets, so a connection that arrives while a
 front process is restarted waits for it.
@@ -20,13 +20,14 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_mp.client.engine.placement import config_of_rank
 from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.client.engine.shared_core import SharedCore
 from vllm_mp.client.stats import RestartCounter
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import package_path
 from vllm_mp.engine_args import AsyncEngineArgs
-from vllm_mp.errors import EngineError
+from vllm_mp.errors import EngineDeadError, EngineError
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
@@ -65,7 +66,12 @@ class FrontProcesses:
         self._engine_args = engine_args
         self._listeners = listeners
         num_restarts = RestartCounter()
-        self._core = None if config is None else SharedCore(config, on_restart=num_restarts.add)
+        size = 0 if config is None else config.parallel_config.data_parallel_size
+        self._cores: list[SharedCore] = []
+        """The cores of this server; none: they are at `options.connect`."""
+        for rank in range(size):
+            assert config is not None
+            self._cores.append(SharedCore(config_of_rank(config, rank), on_restart=num_restarts.add))
         self._client_options = engine_args.client_options()
         if config is not None and not config.model_config.skip_tokenizer_init:
             self._client_options["tokenizer"] = config.model_config.tokenizer
@@ -82,11 +88,11 @@ class FrontProcesses:
         self._signalled = asyncio.Event()
         self._own_folder: Path | None = None
         """A folder that this process removes; None if the core's folder holds the metrics."""
-        if self._core is None:
+        if not self._cores:
             self._own_folder = Path(tempfile.mkdtemp(prefix="vllm_mp-"))
             self._metrics_folder = str(self._own_folder)
         else:
-            folder = self._core.folder / "metrics"
+            folder = self._cores[0].folder / "metrics"
             folder.mkdir(mode=0o700)
             num_restarts.share_as_parent(folder)
             self._metrics_folder = str(folder)
@@ -105,8 +111,8 @@ class FrontProcesses:
         fronts = [asyncio.create_task(self._keep_front(index)) for index in range(len(self._listeners))]
         tasks: list[asyncio.Task[object]] = [*fronts, asyncio.create_task(self._tell_when_ready(on_ready))]
         tasks.append(asyncio.create_task(self._signalled.wait()))
-        if self._core is not None:
-            tasks.append(asyncio.create_task(self._core.keep()))
+        if self._cores:
+            tasks.append(asyncio.create_task(self._keep_cores()))
         try:
             while not self._stopping.is_set():
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -123,10 +129,30 @@ class FrontProcesses:
             for process in self._processes.values():
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-            if self._core is not None:
-                await self._core.close()
+            for core in self._cores:
+                await core.close()
             if self._own_folder is not None:
                 shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    async def _keep_cores(self) -> None:
+        """Keep all cores alive until they are closed. Raises EngineStartError if one does not start.
+
+        Raises EngineDeadError once the last core is gone for good.
+        """
+        keeping = {asyncio.create_task(core.keep()) for core in self._cores}
+        try:
+            while keeping:
+                done, keeping = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        task.result()
+                    except EngineDeadError as error:
+                        if not keeping:
+                            raise
+                        logger.error("%s; %d of the cores are left", str(error).partition(";")[0], len(keeping))
+        finally:
+            for task in keeping:
+                task.cancel()
 
     async def _tell_when_ready(self, on_ready: Callable[[], None]) -> None:
         await self._all_ready.wait()
@@ -184,11 +210,11 @@ class FrontProcesses:
             process_group=0,  # Ctrl-C reaches the parent alone, which then tells the front processes
         )
         self._processes[index] = process
-        if self._core is None:
+        if not self._cores:
             address, reconnect_timeout = self._options.connect or "", 300.0
         else:
             # The parent knows when the core is gone for good, and tells.
-            address, reconnect_timeout = self._core.address, math.inf
+            address, reconnect_timeout = ",".join(core.address for core in self._cores), math.inf
         seed = self._client_options["seed"]
         launch = FrontLaunch(
             options=self._options,

@@ -12,7 +12,7 @@ from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.server.body import Ignored, RequestBody
-from vllm_mp.server.endpoint import Call
+from vllm_mp.server.endpoint import Call, read_rank
 from vllm_mp.server.errors import ApiError, as_api_error
 from vllm_mp.server.output_form import output_form
 from vllm_mp.server.sampling_fields import SamplingFields, refused_parameters
@@ -178,6 +178,7 @@ async def start_generation(
     request_id = f"{kind}-{call.request_id}"
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens
+    rank = read_rank(call.http)
     await call.resources.enter_async_context(call.server.admission.admit(len(prompts) * params.n))
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
 
@@ -193,6 +194,7 @@ async def start_generation(
                 lora_request=lora,
                 priority=body.priority or 0,
                 trace_headers=trace_headers(call),
+                data_parallel_rank=rank,
                 tokenization_kwargs={"add_special_tokens": add_special_tokens},
             )
         except (ValueError, TypeError, NotImplementedError) as error:

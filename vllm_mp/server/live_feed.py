@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,13 @@ _PROMPT_WINDOW_S = 10.0
 """Prompts come in bursts: their rate within a single second says little."""
 _MAX_CAUSE = 300
 """Maximum number of characters of a cause."""
-_STATES = {"STARTING": "loading", "LOADING": "loading", "RECOVERING": "restarting", "DEAD": "dead"}
+_STATES = {
+    "STARTING": "loading",
+    "LOADING": "loading",
+    "RECOVERING": "restarting",
+    "DRAINING": "draining",
+    "DEAD": "dead",
+}
 """The states of `AsyncLLM.last_core_status` that say more than that the core serves."""
 
 
@@ -70,6 +76,18 @@ class ShownRestart(msgspec.Struct, frozen=True):
     """Requests that continue on the next core; None while there is no core."""
 
 
+class ShownCore(msgspec.Struct, frozen=True):
+    """One of several cores."""
+
+    rank: int
+    state: str
+    """running, loading, restarting, draining or dead."""
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Share of the KV cache in use, 0 to 1; 0 if it is unknown."""
+
+
 class Snapshot(Point, frozen=True, kw_only=True):
     """What the engine does at a moment."""
 
@@ -87,6 +105,8 @@ class Snapshot(Point, frozen=True, kw_only=True):
     """None if no request got a second token in the last minute."""
     restarts: list[ShownRestart]
     """The latest restarts, the oldest first."""
+    cores: list[ShownCore]
+    """The cores, if there are several."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -219,6 +239,7 @@ class LiveFeed:
                 ShownRestart(each.time, _shorten(each.cause), each.recovery_s, each.num_recovered)
                 for each in stats.restarts
             ],
+            cores=[_shown_core(core) for core in status.get("cores", [])],
         )
 
     def _state(self, core_state: str | None, load: CoreReading | None) -> str:
@@ -250,6 +271,18 @@ class LiveFeed:
         """Return the latest reading that is `window_s` seconds old, or nearly so; without such a reading the oldest."""
         start = self._readings[-1].time - window_s + _INTERVAL_S / 2
         return next((reading for reading in reversed(self._readings) if reading.time <= start), self._readings[0])
+
+
+def _shown_core(status: dict[str, Any]) -> ShownCore:
+    """Return what the page shows of a core with a status of `AsyncLLM.last_core_status`."""
+    total = status.get("total_blocks", 0)
+    return ShownCore(
+        status["rank"],
+        _STATES.get(status.get("state", ""), "running"),
+        status.get("num_running", 0),
+        status.get("num_waiting", 0),
+        1 - status.get("free_blocks", 0) / total if total else 0.0,
+    )
 
 
 def _event(message: msgspec.Struct) -> bytes:

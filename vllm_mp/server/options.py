@@ -20,14 +20,14 @@ class ServerOptions(Options):
     )
     connect: str | None = option(
         None,
-        "Serve the running core at this address, as given to `vllm-mp engine --listen`; the engine options of that "
-        "core apply. Default: a core is started.",
+        "Serve the running core at this address, as given to `vllm-mp engine --listen`, or several cores of one model "
+        "at addresses separated by commas; the engine options of the cores apply. Default: a core is started.",
         subject="server",
     )
     key_file: str | None = option(
         None,
         "Read the client's key from this file, as `vllm-mp keys client` makes it; required if connect names a tcp:// "
-        "address. Default: none.",
+        "address; or from several files separated by commas, one for each address. Default: none.",
     )
     core_owner: str | None = option(
         None,

@@ -61,9 +61,9 @@ def make_stream(processor, n=1, interval=1, prompt=(1,), **params):
         for index in range(n)
     ]
     stream = GenerationStream(
-        request_of(f"id {len(processor)} {time.monotonic_ns()}", prompt, **params), completions, interval
+        request_of(f"id {len(processor.requests)} {time.monotonic_ns()}", prompt, **params), completions, interval
     )
-    processor.reserve(stream.request_id)
+    processor.requests.reserve(stream.request_id)
     processor.enter(stream)
     return stream
 
@@ -376,7 +376,7 @@ def test_outputs_show_completions_in_order_and_with_delta_only_those_with_news()
         (2, "d", "length"),
     ]
     assert output.finished
-    assert processor.num_slots_in_use == len(processor) == 0
+    assert processor.num_slots_in_use == len(processor.requests) == 0
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
@@ -431,7 +431,7 @@ def test_completion_that_stops_is_aborted_in_the_core_and_the_others_continue():
         ("a", "stop", "."),
         ("cd", "length", None),
     ]
-    assert processor.num_slots_in_use == len(processor) == 0
+    assert processor.num_slots_in_use == len(processor.requests) == 0
 
 
 def test_error_of_a_completion_fails_the_request_and_aborts_the_others():
@@ -442,7 +442,7 @@ def test_error_of_a_completion_fails_the_request_and_aborts_the_others():
     assert processor.process(message(finished=[error])) == [slots[0], slots[2]]
     with pytest.raises(EngineGenerateError, match="not finite"):
         taken(stream)
-    assert len(processor) == 0
+    assert len(processor.requests) == 0
     assert processor.num_slots_in_use == 2
     processor.process(message(finished=[Finished(slot, 0, "abort") for slot in (slots[0], slots[2])]))
     assert processor.num_slots_in_use == 0
@@ -453,7 +453,7 @@ def test_late_message_for_a_failed_request_leaves_the_next_request_with_its_id_a
     failed = make_stream(processor, n=2, prompt_logprobs=1)
     first, second = [completion.slot for completion in failed.completions]
     processor.process(message(finished=[Finished(second, 0, "error", error="not finite")]))
-    processor.reserve(failed.request_id)
+    processor.requests.reserve(failed.request_id)
     completion = Completion(0, SamplingParams(), Detokenizer())
     stream = GenerationStream(request_of(failed.request_id), [completion])
     processor.enter(stream)
@@ -493,7 +493,7 @@ def test_request_that_was_sent_in_part_is_withdrawn():
     stream = make_stream(processor, n=3)
     slots = [completion.slot for completion in stream.completions]
     assert processor.withdraw(stream, 1) == slots[:1]
-    assert len(processor) == 0
+    assert len(processor.requests) == 0
     assert processor.num_slots_in_use == 1
     other = make_stream(processor, n=2)
     assert slots[0] not in [completion.slot for completion in other.completions]

@@ -8,6 +8,7 @@ import pytest
 
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
@@ -23,7 +24,7 @@ class Client:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(time, "time", lambda: self.now + 5e8)
         self.stats = EngineStats(max_model_len=100)
-        self.requests = OutputProcessor(self.stats.note_end)
+        self.requests = OutputProcessor(LiveRequests(self.stats.note_end))
         self.finished: list[FinishedRequest] = []
         self.stats.add_listener(self.finished.append)
         self.num_tokens: dict[int, int] = {}
@@ -44,7 +45,7 @@ class Client:
         )
         completions = [Completion(index, sampling) for index in range(sampling.n)]
         stream = GenerationStream(request, completions)
-        self.requests.reserve(request_id)
+        self.requests.requests.reserve(request_id)
         self.requests.enter(stream)
         self.stats.note_sent(stream, request.arrival_time, {}, adapter)
         slots = [completion.slot for completion in completions]
@@ -166,11 +167,11 @@ def test_a_restart_is_counted_by_cause_with_the_time_to_the_next_token(client: C
     (slot,) = client.add("a")
     client.step([slot], 1.0, {slot: 0.0})
     client.now += 1.0
-    client.stats.note_death("signal", client.now, "killed")
+    death = client.stats.note_death("signal", client.now, "killed")
     assert [(restart.cause, restart.recovery_s) for restart in client.stats.restarts] == [("killed", None)]
     client.now += 0.5
     (later,) = client.add("b")
-    client.stats.note_restart()
+    client.stats.note_restart(death, client.requests.streams())
     client.step([slot], 1.5)
     client.step([slot], 1.0)
     stats = client.stats

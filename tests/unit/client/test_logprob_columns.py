@@ -41,7 +41,7 @@ class Requests:
         request = GenerationRequest(request_id, None, PROMPT, wire.pack_ids(PROMPT), params, 0.0)
         completions = [Completion(index, params, None, self.text) for index in range(params.n)]
         stream = GenerationStream(request, completions, 1, self.text)
-        self.processor.reserve(request_id)
+        self.processor.requests.reserve(request_id)
         self.processor.enter(stream)
         return stream
 

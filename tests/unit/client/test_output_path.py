@@ -45,7 +45,7 @@ def stream_in(processor, request_id, tokenizer=None, n=1, interval=1, **fields):
     detokenizers = [tokenizer and IncrementalDetokenizer(tokenizer, PROMPT) for _ in range(n)]
     completions = [Completion(i, params, detokenizer) for i, detokenizer in enumerate(detokenizers)]
     stream = GenerationStream(request_of(request_id, params), completions, interval)
-    processor.reserve(request_id)
+    processor.requests.reserve(request_id)
     processor.enter(stream)
     return stream
 

@@ -22,7 +22,7 @@ def processor():
 @pytest.fixture
 def stream(processor):
     stream = PoolingStream(PoolingRequest("id", "text", [1, 2], pack_ids([1, 2]), PoolingParams(), 5.0))
-    processor.reserve("id")
+    processor.requests.reserve("id")
     processor.enter(stream)
     return stream
 
@@ -47,7 +47,7 @@ def test_vector_is_the_only_output(processor, stream):
     assert output.finished
     assert output.num_cached_tokens == 16
     assert output.metrics.finished_time is not None
-    assert len(processor) == processor.num_slots_in_use == 0
+    assert len(processor.requests) == processor.num_slots_in_use == 0
 
 
 def test_aborted_request_raises_because_it_has_no_vector(processor, stream):

@@ -13,6 +13,7 @@ import pytest
 
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
@@ -40,11 +41,11 @@ class Engine:
         self.stats = EngineStats(max_model_len=100)
         self.load: CoreReading | None = CoreReading(1, 3, 2, 75, 100, 4, 0, False, False)
         self.num_live_requests = 1
-        self._requests = OutputProcessor(self.stats.note_end)
+        self._requests = OutputProcessor(LiveRequests(self.stats.note_end))
         params = SamplingParams(max_tokens=1000)
         request = GenerationRequest("a", None, [1, 2, 3], wire.pack_ids([1, 2, 3]), params, arrival_time=0.0)
         stream = GenerationStream(request, [Completion(0, params)])
-        self._requests.reserve("a")
+        self._requests.requests.reserve("a")
         self._requests.enter(stream)
         self.stats.note_sent(stream, 0.0, {}, "poet")
         self._num_tokens = 0

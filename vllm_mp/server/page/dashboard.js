@@ -81,6 +81,7 @@ export class Dashboard {
     });
     showReadings("kv-cache", { usage: `${percent(snapshot.kv_cache_usage)} %` });
     showLatency(snapshot);
+    showCores(snapshot);
     showRestarts(snapshot);
     showBannerOf(snapshot);
     const restarts = snapshot.restarts.map(({ time, recovery_s }) => ({
@@ -148,6 +149,27 @@ function showLatency(snapshot) {
     const percentiles = snapshot[row.dataset.latency];
     ["p50", "p95", "p99"].forEach((name, index) => setText(row.cells[index + 1], latency(percentiles?.[name])));
   }
+}
+
+function showCores({ cores }) {
+  byId("cores-card").hidden = cores.length === 0;
+  const body = byId("cores").tBodies[0];
+  while (body.rows.length > cores.length) body.deleteRow(-1);
+  cores.forEach((core, index) => {
+    const row = body.rows[index] ?? coreRow(body);
+    const texts = [STATES[core.state] ?? core.state, number(core.num_running), number(core.num_waiting)];
+    setText(row.cells[0], `Core ${core.rank}`);
+    [...texts, `${percent(core.kv_cache_usage)} %`].forEach((words, cell) => setText(row.cells[cell + 1], words));
+  });
+}
+
+function coreRow(body) {
+  const row = body.insertRow();
+  const head = document.createElement("th");
+  head.scope = "row";
+  row.append(head);
+  for (let cell = 0; cell < 4; cell++) row.insertCell();
+  return row;
 }
 
 function showRestarts({ restarts }) {

@@ -13,7 +13,7 @@ import psutil
 from vllm_mp import AsyncEngineArgs, AsyncLLM
 from vllm_mp.status_page import CoreStatus
 from vllm_mp.testing.engines import ENGINE, running_engine, standalone_core
-from vllm_mp.testing.faults.load import mixed_cases, outcomes_of
+from vllm_mp.testing.faults.load import mixed_cases, outcomes_of, plain_cases
 
 WAIT_S = 180.0
 """Limit for every wait of a scenario, far longer than needed, so that slow machines pass."""
@@ -36,17 +36,18 @@ class Baseline:
         after: float | None = None,
         block_s: float = 30.0,
         pace_s: float = 0.0,
+        is_plain: bool = False,
     ) -> None:
         """Run the requests undisturbed.
 
         Faults strike at `step`, or `after` seconds, or else at a step that `seed` decides. `block_s` is how long a
         scenario blocks the client, in seconds. `pace_s` is added to the time of each step, so that the streams of a
-        small model last until the fault.
+        small model last until the fault. `is_plain`: requests of the kinds whose steps take little beside the model.
         """
         self.model = str(model)
         self.options = {**ENGINE, "check_invariants": False, **(options or {})}
         self.max_tokens = max_tokens
-        self.cases = mixed_cases(streams, max_tokens, seed)
+        self.cases = (plain_cases if is_plain else mixed_cases)(streams, max_tokens, seed)
         self.block_s = block_s
         self.after = after
         self.shared: AsyncLLM | None = None

@@ -56,6 +56,16 @@ def mixed_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
     return cases
 
 
+def plain_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
+    """Return `count` requests whose steps take little beside the model: greedy, and sampled with a seed, in turn."""
+    cases: list[AnyCase] = []
+    for i, prompt in zip(range(count), itertools.cycle(PROMPTS), strict=False):
+        params = {**(_GREEDY, {"temperature": 0.8})[i % 2], "seed": 1000 * seed + i}
+        own = {**params, "max_tokens": max_tokens, "ignore_eos": True}
+        cases.append(Case(prompt, own, RequestOutputKind.DELTA, priority=0, abort_after=None, after=0))
+    return cases
+
+
 class PauseWatch:
     """Measures how long consumers receive no output after a fault. Times are in seconds."""
 

@@ -1,0 +1,98 @@
+"""The cores of an engine, as its operator changes their number while requests run."""
+
+import asyncio
+import threading
+import time
+
+from vllm_mp.client.background_call import call_in_thread
+from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.engine_lifecycle import EngineLifecycle
+from vllm_mp.errors import EngineError
+
+_DRAIN_POLL_S = 0.01
+
+
+class EngineCores(EngineLifecycle):
+    """The part of `AsyncLLM` that drains, adds and removes cores.
+
+    A core is named by its rank: 0, 1 and so on in the order in which cores were given or added. The rank of a core that
+    was removed is not used again.
+    """
+
+    @property
+    def core_ranks(self) -> list[int]:
+        """The ranks of the engine's cores."""
+        return [client.rank for client in self._cores.clients]
+
+    async def drain_core(self, rank: int, timeout: float = 300.0) -> None:
+        """Send a core no new requests, and return when it has finished those of this client.
+
+        The core stays drained until `resume_core`, also if this call is cancelled. If all cores are drained, requests
+        go to them all the same. Raises ValueError if there is no such core, and TimeoutError, which says how many
+        requests are left, after `timeout` seconds.
+        """
+        self._attach()
+        client = self._cores.drain(rank)
+        deadline = time.monotonic() + timeout
+        while client.requests.num_slots_in_use:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"after {timeout:g} s the core with rank {rank} has {client.requests.num_slots_in_use} completions "
+                    "left; wait longer, or call remove_core(), with which other cores go on with them"
+                )
+            await asyncio.sleep(_DRAIN_POLL_S)
+            self._attach()
+
+    async def resume_core(self, rank: int) -> None:
+        """Send a core requests again, after `drain_core`. Raises ValueError if there is no such core."""
+        self._attach()
+        self._cores.resume(rank)
+
+    async def add_core(self, address: str | None = None) -> int:
+        """Use one more core and return its rank: a new process, or with `connect` the core at `address`.
+
+        A new process loads the model while requests run. It uses the CPUs or the GPU that its rank names, enters the
+        pause and the sleep that are in force, and has the same adapters.
+
+        Raises ValueError if an address is given for a new process, or lacks, EngineStartError if the core does not
+        serve the model, and EngineError if a pause or a sleep begins or ends meanwhile.
+        """
+        self._attach()
+        open_core = self._open_core
+        if open_core is None:
+            raise ValueError("this engine cannot open further cores; make an engine with several from the start")
+        rank, page = self._cores.reserve_rank(), self._cores.first.supervisor.core.page
+        before = page and page.read().suspension
+        opening = call_in_thread(lambda: open_core(rank, address, page))
+        try:
+            supervisor = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_stop_opened)
+            raise
+        try:
+            self._attach()
+            now = page and page.read().suspension
+            if before and now and (before.pause, before.sleep) != (now.pause, now.sleep):
+                raise EngineError("a pause or a sleep began or ended while the core started; add the core again")
+        except BaseException:
+            await call_in_thread(supervisor.stop)
+            raise
+        self._cores.add_core(supervisor, rank)
+        self._attach()
+        return rank
+
+    async def remove_core(self, rank: int) -> None:
+        """End a core, or leave it running if it is shared. Other cores go on at once with the requests it has.
+
+        Call `drain_core` before to let it finish them. Raises ValueError if there is no such core, or if no other core
+        is left that could go on.
+        """
+        self._attach()
+        supervisor = self._cores.remove(rank)
+        await call_in_thread(supervisor.stop)
+
+
+def _stop_opened(opening: "asyncio.Future[CoreSupervisor]") -> None:
+    """End a core that nobody waits for any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        threading.Thread(target=opening.result().stop, name="core-end", daemon=True).start()
