@@ -81,7 +81,7 @@ def cpu_share(cpus: frozenset[int], rank: int, num_ranks: int) -> frozenset[int]
 
 
 def divide_cpus(text: str, part: int, num_parts: int) -> str:
-    """Return, as `parse_cpus` reads it, the share that `cpu_share` gives of the CPUs that `text` names (`named_cpus`)."""
+    """Return, as `parse_cpus` reads it, a part of the CPUs that `text` names; see `cpu_share` and `named_cpus`."""
     return _ranges(cpu_share(named_cpus(text), part, num_parts))
 
 
