@@ -484,8 +484,10 @@ def test_int4_makes_blocks_of_experts_too(model):
     assert config_of(model()).model_config.architecture.blocks is None
     experts = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
     assert config_of(model(**experts), quantization="int4").model_config.architecture.blocks == "int4"
-    with pytest.raises(ValueError, match=r"quant_method 'awq'\) is not supported for MixtralForCausalLM"):
-        config_of(model(**experts, **AWQ_CHECKPOINT))
+    assert config_of(model(**experts, **AWQ_CHECKPOINT)).model_config.architecture.blocks == "awq"
+    fused_experts = {"architectures": ["GraniteMoeForCausalLM"], "num_key_value_heads": 2}
+    with pytest.raises(ValueError, match=r"quant_method 'awq'\) is not supported for GraniteMoeForCausalLM"):
+        config_of(model(**fused_experts, **AWQ_CHECKPOINT))
 
 
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}

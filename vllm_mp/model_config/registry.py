@@ -38,7 +38,9 @@ class NativeEntry(NamedTuple):
     model_type: str | None = None
     """The `model_type` that means this architecture in a configuration without `architectures`."""
     has_fp8: bool = False
-    """True: the weights of its projections may be 8-bit floats."""
+    """True: the weights of its projections may be 8-bit floats, or have 4 bits (AWQ, GPTQ)."""
+    has_separate_experts: bool = False
+    """True: checkpoints have a matrix for each projection of each expert; those of projections may have 4 bits."""
 
 
 NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
@@ -52,9 +54,13 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
     "Phi3ForCausalLM": NativeEntry(read_phi3, "llama:LlamaForCausalLM", "phi3", has_fp8=True),
     "GraniteForCausalLM": NativeEntry(read_granite, "llama:LlamaForCausalLM", "granite", has_fp8=True),
     "Olmo2ForCausalLM": NativeEntry(read_olmo2, "llama:LlamaForCausalLM", "olmo2", has_fp8=True),
-    "MixtralForCausalLM": NativeEntry(read_mixtral, "llama:LlamaForCausalLM", "mixtral"),
-    "Qwen2MoeForCausalLM": NativeEntry(read_qwen2_moe, "llama:LlamaForCausalLM", "qwen2_moe"),
-    "Qwen3MoeForCausalLM": NativeEntry(read_qwen3_moe, "llama:LlamaForCausalLM", "qwen3_moe"),
+    "MixtralForCausalLM": NativeEntry(read_mixtral, "llama:LlamaForCausalLM", "mixtral", has_separate_experts=True),
+    "Qwen2MoeForCausalLM": NativeEntry(
+        read_qwen2_moe, "llama:LlamaForCausalLM", "qwen2_moe", has_separate_experts=True
+    ),
+    "Qwen3MoeForCausalLM": NativeEntry(
+        read_qwen3_moe, "llama:LlamaForCausalLM", "qwen3_moe", has_separate_experts=True
+    ),
     "GraniteMoeForCausalLM": NativeEntry(read_granite_moe, "llama:LlamaForCausalLM", "granitemoe"),
     "GPT2LMHeadModel": NativeEntry(read_gpt2, "gpt2:GPT2LMHeadModel", "gpt2"),
     "BertModel": NativeEntry(read_bert, "bert:BertModel", "bert"),
@@ -73,6 +79,9 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
 }
 NATIVE_ARCHITECTURES: Final = tuple(NATIVE_MODELS)
 FP8_ARCHITECTURES: Final = tuple(name for name, entry in NATIVE_MODELS.items() if entry.has_fp8)
+_FOUR_BIT_ARCHITECTURES: Final = tuple(
+    name for name, entry in NATIVE_MODELS.items() if entry.has_fp8 or entry.has_separate_experts
+)
 _BY_MODEL_TYPE: Final = {entry.model_type: name for name, entry in NATIVE_MODELS.items() if entry.model_type}
 
 
@@ -86,7 +95,7 @@ def read_architecture(config: Config) -> Architecture:
     """
     name = architecture_name(config)
     scales = read_fp8_scales(name, config, FP8_ARCHITECTURES)
-    four_bits = read_four_bits(name, config, FP8_ARCHITECTURES)
+    four_bits = read_four_bits(name, config, _FOUR_BIT_ARCHITECTURES)
     if name in NATIVE_MODELS:
         read = NATIVE_MODELS[name].read(name, config)
         blocks = four_bits.method if four_bits else None

@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from vllm_mp.core.models import build_model
 from vllm_mp.core.models.block_matrix import BlockMatrix
+from vllm_mp.core.models.experts import mixture_name, separate_experts
 from vllm_mp.core.weights.four_bit_checkpoint import unpacked
 from vllm_mp.core.weights.loader import load_weights
 from vllm_mp.kernels.block_weight import BlockWeight
@@ -121,12 +122,50 @@ def test_damaged_matrix_is_refused_by_the_name_of_its_tensor(changed, message):
         read(given, four_bits)
 
 
+SIZES = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=3),
+        Qwen2MoeConfig(**SIZES, **EXPERTS, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=64),
+        Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=3, num_experts_per_tok=2, head_dim=32),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_experts_of_a_mixture_are_read_one_by_one(config, method, tmp_path):
+    described = save_random_model(config, tmp_path).config.to_dict()
+    four_bits = FourBits(method, 32, zero_offset=int(method == "gptq"))
+    described["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    named = ((mixture_name(name), tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items())
+    stored, expected = {}, {}
+    for name, tensor in separate_experts(named):
+        if "_proj" in name and name.endswith("weight"):
+            tensors, expected[name] = quantized(four_bits, weight=tensor.float())
+            stored |= {f"{name.removesuffix('weight')}{kind}": part for kind, part in tensors.items()}
+        else:
+            stored[name] = tensor
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    model = build_model(read_architecture(described), torch.float32, "cpu")
+    load_weights(model, tmp_path, "auto", 0)
+    mixture = model.decoder.layers[0].mlp
+    for expert in range(3):
+        parts = [*mixture.gate_up[expert].parts, *mixture.down[expert].parts]
+        for name, part in zip(("gate", "up", "down"), parts, strict=True):
+            wanted = expected[f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"]
+            assert part.type.name == "Q4_1"
+            assert (part.dequantized() - wanted).norm() < 1e-3 * wanted.norm()
+    assert isinstance(mixture.router.weight, torch.Tensor)
+    model.pack(None, torch.float32)
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_model_in_a_folder_is_read_and_leaves_what_is_not_quantized(method, tmp_path):
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
-    )
-    described = save_random_model(config, tmp_path).config.to_dict()
+    described = save_random_model(LlamaConfig(**SIZES), tmp_path).config.to_dict()
     four_bits = FourBits(method, 32, zero_offset=int(method == "gptq"))
     described["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(described))
