@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_mp.call_validation import check_pause, check_sleep, check_wake_up
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
+from vllm_mp.errors import EngineError
 from vllm_mp.worker_arguments import pack_arguments
 
 
@@ -125,7 +126,14 @@ class EngineControl(EngineLifecycle):
         host has no room for the weights; then the engine continues.
         """
         check_sleep(level, mode)
-        await self._call("sleep", level, mode)
+        has_several = len(self._cores.clients) > 1
+        slept = has_several and any(status["is_sleeping"] for status in await self._ask("status"))
+        try:
+            await self._call("sleep", level, mode)
+        except EngineError:
+            if has_several and not slept:
+                await self._call("wake_up", *check_wake_up(None))  # those cores that could fall asleep
+            raise
         self._stat_loggers.note_sleep(1, level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:

@@ -5,9 +5,11 @@ import threading
 import time
 
 from vllm_mp.client.background_call import call_in_thread
+from vllm_mp.client.engine.placement import free_place
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
 from vllm_mp.errors import EngineError
+from vllm_mp.status_page import StatusPage
 
 _DRAIN_POLL_S = 0.01
 
@@ -51,33 +53,39 @@ class EngineCores(EngineLifecycle):
     async def add_core(self, address: str | None = None) -> int:
         """Use one more core and return its rank: a new process, or with `connect` the core at `address`.
 
-        A new process loads the model while requests run. It uses the CPUs or the GPU that its rank names, enters the
-        pause and the sleep that are in force, and has the same adapters.
+        A new process loads the model while requests run. It gets the CPUs or the GPUs of a core that was removed, or
+        further ones, enters the pause and the sleep that are in force, and has the same adapters.
 
         Raises ValueError if an address is given for a new process, or lacks, EngineStartError if the core does not
-        serve the model, and EngineError if a pause or a sleep begins or ends meanwhile.
+        serve the model, and EngineError if no core serves now, or a pause or a sleep begins or ends meanwhile.
         """
         self._attach()
         open_core = self._open_core
         if open_core is None:
             raise ValueError("this engine cannot open further cores; make an engine with several from the start")
-        rank, page = self._cores.reserve_rank(), self._cores.first.supervisor.core.page
+        rank, page = self._cores.reserve_rank(), self._serving_page()
         before = page and page.read().suspension
-        opening = call_in_thread(lambda: open_core(rank, address, page))
+        place = free_place(self._places() | self._opening_places)
+        self._opening_places.add(place)
         try:
-            supervisor = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_stop_opened)
-            raise
-        try:
-            self._attach()
-            now = page and page.read().suspension
-            if before and now and (before.pause, before.sleep) != (now.pause, now.sleep):
-                raise EngineError("a pause or a sleep began or ended while the core started; add the core again")
-        except BaseException:
-            await call_in_thread(supervisor.stop)
-            raise
-        self._cores.add_core(supervisor, rank)
+            opening = call_in_thread(lambda: open_core(place, address, page))
+            try:
+                supervisor = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                opening.add_done_callback(_stop_opened)
+                raise
+            try:
+                self._attach()
+                page_now = self._serving_page()
+                now = page_now and page_now.read().suspension
+                if before and now and (before.pause, before.sleep) != (now.pause, now.sleep):
+                    raise EngineError("a pause or a sleep began or ended while the core started; add the core again")
+            except BaseException:
+                await call_in_thread(supervisor.stop)
+                raise
+            self._cores.add_core(supervisor, rank)
+        finally:
+            self._opening_places.discard(place)
         self._attach()
         return rank
 
@@ -90,6 +98,18 @@ class EngineCores(EngineLifecycle):
         self._attach()
         supervisor = self._cores.remove(rank)
         await call_in_thread(supervisor.stop)
+
+    def _serving_page(self) -> StatusPage | None:
+        """Return the status page of a core that serves, None if it is not visible; raises EngineError if none serves."""
+        for client in self._cores.clients:
+            if client.has_core:
+                return client.supervisor.core.page
+        raise EngineError(f"no core serves now, beside which another could start: {self._cores.recovers_from}")
+
+    def _places(self) -> set[int]:
+        """Return the places of the cores, for `config_of_place`."""
+        configs = [client.supervisor.core.config for client in self._cores.clients]
+        return {config.parallel_config.data_parallel_rank for config in configs}
 
 
 def _stop_opened(opening: "asyncio.Future[CoreSupervisor]") -> None:

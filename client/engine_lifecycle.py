@@ -48,6 +48,8 @@ class EngineLifecycle:
         self.vllm_config = supervisors[0].core.config
         self.model_config = self.vllm_config.model_config
         self._open_core = open_core
+        self._opening_places: set[int] = set()
+        """The places of cores that are being added."""
         self._prompt_tokenizer = prompt_tokenizer
         self._tracer = tracer
         self.stats = EngineStats(self.model_config.max_model_len, self.vllm_config.cache_config.enable_prefix_caching)

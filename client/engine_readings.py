@@ -60,7 +60,7 @@ class EngineReadings:
         Answers that do not come within `timeout` seconds are not waited for.
         """
         if (cores := self._cores()) is not None:
-            await asyncio.gather(*(self._ask(client, timeout) for client in cores.clients))
+            await asyncio.gather(*(self._ask(client, timeout) for client in cores.clients if client.has_core))
 
     def begin_to_ask_core(self) -> "Future[None] | None":
         """Ask the cores for their load, unless they were asked in the last second; return what ends with the answers.

@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, RemoteCore
-from vllm_mp.client.engine.placement import config_of_rank
+from vllm_mp.client.engine.placement import config_of_place
 from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
@@ -119,7 +119,7 @@ class EngineStart(EngineLifecycle):
         cores: list[Core] = []
         try:
             for rank in range(size):
-                sources.append(CoreLauncher(config_of_rank(vllm_config, rank)))
+                sources.append(CoreLauncher(config_of_place(vllm_config, rank)))
                 sources[rank].begin()
             # The tokenizer loads while the cores start.
             prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
@@ -176,7 +176,7 @@ class EngineStart(EngineLifecycle):
         Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
         that cannot be used.
         """
-        addresses = address.split(",") if isinstance(address, str) else list(address)
+        addresses = [each.strip() for each in address.split(",")] if isinstance(address, str) else list(address)
         if not addresses or len(set(addresses)) < len(addresses):
             raise ValueError(f"address={address!r} must name at least one core, and each core once")
         key_files = _one_for_each(addresses, "key_file", key_file)
@@ -231,7 +231,7 @@ class EngineStart(EngineLifecycle):
         return await call_in_thread(lambda: cls.connect(address, **options))
 
 
-def _start_core(vllm_config: VllmConfig, rank: int, address: str | None, page: StatusPage | None) -> CoreSupervisor:
+def _start_core(vllm_config: VllmConfig, place: int, address: str | None, page: StatusPage | None) -> CoreSupervisor:
     """Start a further core and return its supervisor when it is ready; `address` must be None.
 
     `page` is that of a core whose pause, sleep and adapters it must have too.
@@ -240,7 +240,7 @@ def _start_core(vllm_config: VllmConfig, rank: int, address: str | None, page: S
     """
     if address is not None:
         raise ValueError(f"address={address!r}: the cores of this engine are its own processes; leave it None")
-    source = CoreLauncher(config_of_rank(vllm_config, rank))
+    source = CoreLauncher(config_of_place(vllm_config, place))
     try:
         if page is not None:
             source.inherit(page)

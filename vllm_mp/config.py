@@ -146,7 +146,8 @@ class ParallelConfig(msgspec.Struct, kw_only=True):
     data_parallel_size: int = 1
     """Cores that the engine starts, each with the whole model."""
     data_parallel_rank: int = 0
-    """The number of the core among them; on GPUs, the index of its device."""
+    """The place of the core among them, which decides its devices and CPUs. A core that takes the place of one that was
+    removed has its number."""
     distributed_executor_backend: str = "mp"
 
     @property

@@ -224,6 +224,11 @@ def test_engine_goes_on_with_the_other_core_if_one_is_gone_for_good_and_ends_wit
         assert await asyncio.gather(*tasks) == expected
         states = [core["state"] for core in engine.last_core_status()["cores"]]
         assert (states[0], engine.errored) == ("DEAD", False)
+        await engine.pause_generation("keep")
+        added = await engine.add_core()
+        assert [core["is_paused"] for core in (await engine.core_status())["cores"][1:]] == [True, True]
+        await engine.resume_generation()
+        await engine.remove_core(added)
         endless = asyncio.create_task(tokens_of(engine, PROMPTS[0], sampled(900, 1)))
         await eventually(is_running_on(engine, 1))
         kill(engine._cores.client(1))
@@ -268,6 +273,20 @@ def test_cpus_are_divided_among_the_cores(engine):
     assert all(each < usable or len(usable) == 1 for each in bound)
     if len(usable) >= 2:
         assert not bound[0] & bound[1]
+
+
+def test_core_that_is_added_takes_the_place_of_one_that_was_removed(engine):
+    async def cpus_of_cores():
+        cores = (await engine.core_status())["cores"]
+        return [psutil.Process(core["pid"]).cpu_affinity() for core in cores]
+
+    async def run():
+        first, second = await cpus_of_cores()
+        await engine.remove_core(engine.core_ranks[1])
+        await engine.add_core()
+        assert await cpus_of_cores() == [first, second]
+
+    asyncio.run(run())
 
 
 def test_address_is_refused_for_an_engine_with_own_cores(engine):

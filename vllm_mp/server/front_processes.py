@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_mp.client.engine.placement import config_of_rank
+from vllm_mp.client.engine.placement import config_of_place
 from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.client.engine.shared_core import SharedCore
 from vllm_mp.client.stats import RestartCounter
@@ -71,7 +71,7 @@ class FrontProcesses:
         """The cores of this server; none: they are at `options.connect`."""
         for rank in range(size):
             assert config is not None
-            self._cores.append(SharedCore(config_of_rank(config, rank), on_restart=num_restarts.add))
+            self._cores.append(SharedCore(config_of_place(config, rank), on_restart=num_restarts.add))
         self._client_options = engine_args.client_options()
         if config is not None and not config.model_config.skip_tokenizer_init:
             self._client_options["tokenizer"] = config.model_config.tokenizer
