@@ -100,7 +100,7 @@ class EngineCores(EngineLifecycle):
         await call_in_thread(supervisor.stop)
 
     def _serving_page(self) -> StatusPage | None:
-        """Return the status page of a core that serves, None if it is not visible; raises EngineError if none serves."""
+        """Return the status page of a core that serves, None if it is not visible; raises EngineError if none does."""
         for client in self._cores.clients:
             if client.has_core:
                 return client.supervisor.core.page

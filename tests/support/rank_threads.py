@@ -12,6 +12,7 @@ from support.local_engine import LocalEngine
 from vllm_mp.core.parallel.follower import Follower
 from vllm_mp.core.parallel.followers import Followers
 from vllm_mp.core.parallel.shared_group import SharedMemoryGroup, num_bytes
+from vllm_mp.core.worker import model_runner
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.kernels.cpu.library import Library, library
 
@@ -129,8 +130,8 @@ def local_group(folder, size, **options):
 
 @contextlib.contextmanager
 def one_thread_in_kernels():
-    """Let one thread at a time call the C++ kernels, which serve one thread of a process."""
-    lock, function, kernels = threading.Lock(), Library.function, library()
+    """Let one thread at a time call the C++ kernels, and load a model, which transformers does in global state."""
+    lock, function, kernels = threading.RLock(), Library.function, library()
 
     def alone(compute):
         def compute_alone(*args):
@@ -140,6 +141,7 @@ def one_thread_in_kernels():
         return compute_alone
 
     with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(model_runner, "load_model", alone(model_runner.load_model)))
         patches.enter_context(
             mock.patch.object(Library, "function", lambda self, name, dtype: alone(function(self, name, dtype)))
         )

@@ -104,6 +104,7 @@ class ReplayCore:
             "sleep_level": 0,
             "num_dropped_messages": self._num_dropped,
             "num_clients": len(self._clients),
+            "rank_pids": [os.getpid()],
         }
 
     def _time_until_due(self) -> float:
