@@ -43,6 +43,7 @@ class Follower:
             "prepare": runner.prepare,
             "start_profile": self._profiler.start,
             "stop_profile": self._profiler.stop,
+            "discard_profile": self._profiler.discard,
             "collective_rpc": Worker(config, device, runner).call,
             "load_adapter": self._load_adapter,
         }

@@ -15,13 +15,13 @@ from vllm_mp.core.parallel.make_group import make_group
 from vllm_mp.core.parallel.messages import AdapterTable, Call, Kind
 from vllm_mp.core.parallel.rank_watch import watch_ranks
 from vllm_mp.core.parallel.step_message import StepEncoder
-from vllm_mp.core.parallel.worker_processes import WorkerProcesses
+from vllm_mp.core.parallel.worker_processes import WorkerFailedError, WorkerProcesses
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.prompt_embeds import StepEmbeds
-from vllm_mp.core.worker.sleep import Memory
+from vllm_mp.core.worker.sleep import Memory, MemoryLostError
 
 _KINDS = {kind: int(kind).to_bytes(8, "little") for kind in Kind}
 
@@ -96,7 +96,22 @@ class GroupMemory:
         self._followers = followers
 
     def offload_weights(self) -> None:
-        self._on_all_ranks("offload_weights", self._own.offload_weights)
+        try:
+            self._on_all_ranks("offload_weights", self._own.offload_weights)
+        except WorkerFailedError as error:
+            raise MemoryLostError(str(error)) from error
+        except RuntimeError as refusal:
+            why = str(refusal)
+        else:
+            return
+        # Outside of `except`, because the error's frames refer to memory that the restore may need.
+        try:
+            self.restore_weights()
+        except RuntimeError as error:
+            raise MemoryLostError(
+                f"not all ranks can move their weights to host memory ({why}), and not all can restore them: {error}"
+            ) from error
+        raise RuntimeError(why)
 
     def drop_weights(self) -> None:
         self._on_all_ranks("drop_weights", self._own.drop_weights)
@@ -133,12 +148,33 @@ class GroupProfiler(Profiler):
 
     def start(self) -> None:
         super().start()
-        self.followers.results(self.followers.call("start_profile"))
+        try:
+            self._on_others("start_profile")
+        except ValueError:  # the ranks that did start must not stay on
+            self.discard()
+            raise
 
     def stop(self, folder: str | None = None) -> str:
-        written = super().stop(folder)
-        self.followers.results(self.followers.call("stop_profile", written))
+        try:
+            written = super().stop(folder)
+        except Exception:
+            self._on_others("discard_profile")
+            raise
+        self._on_others("stop_profile", written)
         return written
+
+    def discard(self) -> None:
+        super().discard()
+        self._on_others("discard_profile")
+
+    def _on_others(self, method: str, *arguments: Any) -> None:
+        """Run a method on the other ranks; raise ValueError, naming the rank, if it fails on one."""
+        try:
+            self.followers.results(self.followers.call(method, *arguments))
+        except WorkerFailedError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
 
 def lead(

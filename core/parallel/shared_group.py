@@ -30,10 +30,6 @@ _WORDS: Final = 2**32
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 
 
-class GroupBrokenError(RuntimeError):
-    """Raised in an operation of a group that cannot be completed, because a rank has failed."""
-
-
 def is_available() -> bool:
     """Return whether this machine orders its stores as this group needs, and can wait for a word."""
     return platform.machine() == "x86_64" and futex.is_available()
@@ -50,7 +46,7 @@ def rounds(memory: mmap.mmap, offset: int, size: int) -> list[int]:
 
 
 def _header_bytes(size: int) -> int:
-    return -(-(size + 1) * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-size * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class SharedMemoryGroup(RankGroup):
@@ -68,14 +64,14 @@ class SharedMemoryGroup(RankGroup):
         """Join the group whose `num_bytes(size)` bytes of `memory`, initially zero, begin at `offset`.
 
         `spins`: each rank has CPUs of its own, so that a rank looks for the others for a moment before it sleeps.
-        `check` is called now and then while this rank waits; it may raise, which breaks the group.
+        `check` is called now and then while this rank waits; what it raises ends the operation,
+        after which the group cannot be used.
         """
         self.rank = rank
         self.size = size
         self._check = check
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
         self._counters = [futex.Word(base + place * _LINE) for place in range(size)]
-        self._broken = ctypes.c_uint32.from_address(base + size * _LINE)
         self._own = self._counters[rank]
         self._others = [counter for place, counter in enumerate(self._counters) if place != rank]
         self._round = self._own.value
@@ -117,10 +113,6 @@ class SharedMemoryGroup(RankGroup):
     def minimum(self, value: int) -> int:
         return minimum_of(self, value, torch.device("cpu"))
 
-    def break_up(self) -> None:
-        """Let the operation in which other ranks wait raise GroupBrokenError, and all later ones."""
-        self._broken.value = 1
-
     def _exchange(self, piece: Tensor, writes: bool = True) -> Tensor:
         """Write `piece` [n] into the slot of this rank; return the slots of all ranks, [size, n], valid until the
         next but one round."""
@@ -144,8 +136,6 @@ class SharedMemoryGroup(RankGroup):
             seen = counter.value
             if (seen - target) % _WORDS <= 1:
                 return
-            if self._broken.value:
-                raise GroupBrokenError("a rank of the group has failed")
             counter.wait_for_change(seen, _CHECK_S)
             if counter.value == seen:
                 self._check()

@@ -33,8 +33,9 @@ class Profiler:
         """Record the next steps, at most `MAX_STEPS`; raise ValueError if the profiler is on already."""
         if self._profile is not None:
             raise ValueError("the profiler is on already; call stop_profile first")
-        self._profile = profile(activities=self._activities)
-        self._profile.start()
+        recording = profile(activities=self._activities)
+        recording.start()
+        self._profile = recording
         self._steps_left = MAX_STEPS
 
     def count_step(self) -> None:
@@ -53,10 +54,8 @@ class Profiler:
         """
         if self._profile is None:
             raise ValueError("the profiler is not on; call start_profile first")
-        recorded, self._profile = self._profile, None
-        if self._steps_left:
-            recorded.stop()
-            self._steps_left = 0
+        recorded = self._profile
+        self._end()
         try:
             self._folder = Path(folder) if folder is not None else self._folder or _make_folder()
             recorded.export_chrome_trace(str(self._folder / f"core-{os.getpid()}-{self._num_written}.trace.json.gz"))
@@ -66,6 +65,16 @@ class Profiler:
             ) from error
         self._num_written += 1
         return str(self._folder)
+
+    def discard(self) -> None:
+        """Stop recording without writing a trace; no-op if the profiler is not on."""
+        self._end()
+
+    def _end(self) -> None:
+        recorded, self._profile = self._profile, None
+        steps_left, self._steps_left = self._steps_left, 0
+        if recorded is not None and steps_left:
+            recorded.stop()
 
 
 def _make_folder() -> Path:

@@ -18,11 +18,18 @@ _SETBACKS = (ValueError, OSError, MemoryError, RuntimeError)
 raises again when its memory is released, which ends the core."""
 
 
+class MemoryLostError(Exception):
+    """Raised when a release has failed and cannot be undone; the core cannot continue."""
+
+
 class Memory(Protocol):
     """The memory that a sleeping core releases. A release is idempotent, and also undoes a restore that failed."""
 
     def offload_weights(self) -> None:
-        """Move the weights to host memory; raises RuntimeError, and changes nothing, if they do not fit there."""
+        """Move the weights to host memory; raises RuntimeError, and changes nothing, if they do not fit there.
+
+        Raises MemoryLostError if they do not fit and a part of them is lost.
+        """
         ...
 
     def drop_weights(self) -> None:

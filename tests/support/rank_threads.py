@@ -17,10 +17,25 @@ from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.kernels.cpu.library import Library, library
 
 
-def make_groups(size):
-    """Return the groups of `size` ranks that share memory."""
-    memory = mmap.mmap(-1, num_bytes(size))
-    return [SharedMemoryGroup(memory, 0, rank, size) for rank in range(size)]
+class ThreadGroup(SharedMemoryGroup):
+    """The group of one thread; a rank that waits raises RuntimeError when a thread has called `fail`."""
+
+    def __init__(self, memory, rank, size, failed):
+        super().__init__(memory, 0, rank, size, self._look)
+        self._failed = failed
+
+    def fail(self):
+        self._failed.set()
+
+    def _look(self):
+        if self._failed.is_set():
+            raise RuntimeError("a rank of the group has failed")
+
+
+def make_groups(size, memory=None):
+    """Return the groups of `size` ranks that share `memory`, by default new memory."""
+    memory, failed = memory or mmap.mmap(-1, num_bytes(size)), threading.Event()
+    return [ThreadGroup(memory, rank, size, failed) for rank in range(size)]
 
 
 def run_ranks(groups, run):
@@ -32,7 +47,7 @@ def run_ranks(groups, run):
             results[rank] = run(rank, group)
         except BaseException as error:
             errors.append(error)
-            group.break_up()
+            group.fail()
 
     threads = [threading.Thread(target=call, args=pair) for pair in enumerate(groups)]
     for thread in threads:
@@ -105,7 +120,7 @@ class LocalGroup:
                 follower.handle(memoryview(message))
         except BaseException as error:
             self.errors.append(error)
-            self.groups[rank].break_up()
+            self.groups[rank].fail()
             self._ready[rank].set()
 
     def close(self):

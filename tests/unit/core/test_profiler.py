@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -61,6 +62,26 @@ def test_second_start_and_stop_without_start_are_refused_and_change_nothing(fold
     make_steps(core_profiler, 1)
     core_profiler.stop()
     assert len(list(folder.iterdir())) == 1
+
+
+def test_discarded_recording_is_not_written_and_the_profiler_can_start_again(folder):
+    core_profiler = Profiler(torch.device("cpu"))
+    core_profiler.discard()
+    core_profiler.start()
+    core_profiler.discard()
+    core_profiler.start()
+    core_profiler.stop()
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_profiler_that_cannot_start_stays_off(monkeypatch, folder):
+    core_profiler = Profiler(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(profiler.profile, "start", mock.Mock(side_effect=RuntimeError("no device")))
+        with pytest.raises(RuntimeError, match="no device"):
+            core_profiler.start()
+    core_profiler.start()
+    core_profiler.stop()
 
 
 def test_error_names_the_folder_when_a_trace_cannot_be_written(monkeypatch, tmp_path):

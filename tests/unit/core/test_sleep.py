@@ -5,6 +5,7 @@ import itertools
 import pytest
 from support.stand_in_engine import Engine
 
+from vllm_mp.core.worker.sleep import MemoryLostError
 from vllm_mp.status_page import AWAKE, SleepState
 
 BOTH = ("weights", "kv_cache")
@@ -190,6 +191,13 @@ def test_engine_continues_when_the_weights_do_not_fit_in_host_memory():
     assert engine.sleep.state == AWAKE
     engine.run()
     assert engine.ends == {0: "length", 1: "length"}
+
+
+def test_weights_that_are_lost_end_the_core():
+    engine = engine_with(1)
+    engine.memory.fails = {"offload_weights": MemoryLostError("rank 1: no memory")}
+    with pytest.raises(MemoryLostError, match="rank 1: no memory"):
+        sleep(engine, 1)
 
 
 def test_state_is_noted_before_a_call_is_answered():
