@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 
 from support.local_engine import LocalEngine
+from vllm_mp.core.models import transformers_backend
 from vllm_mp.core.parallel.follower import Follower
 from vllm_mp.core.parallel.followers import Followers
 from vllm_mp.core.parallel.shared_group import SharedMemoryGroup, num_bytes
-from vllm_mp.core.worker import model_runner
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.kernels.cpu.library import Library, library
 
@@ -145,8 +145,9 @@ def local_group(folder, size, **options):
 
 @contextlib.contextmanager
 def one_thread_in_kernels():
-    """Let one thread at a time call the C++ kernels, and load a model, which transformers does in global state."""
-    lock, function, kernels = threading.RLock(), Library.function, library()
+    """Let one thread at a time call the C++ kernels, or have transformers load a model, which changes global state."""
+    lock, function, kernels = threading.Lock(), Library.function, library()
+    loading, followed = threading.Lock(), transformers_backend._followed
 
     def alone(compute):
         def compute_alone(*args):
@@ -155,8 +156,13 @@ def one_thread_in_kernels():
 
         return compute_alone
 
+    @contextlib.contextmanager
+    def followed_alone(*args):
+        with loading, followed(*args):
+            yield
+
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(model_runner, "load_model", alone(model_runner.load_model)))
+        patches.enter_context(mock.patch.object(transformers_backend, "_followed", followed_alone))
         patches.enter_context(
             mock.patch.object(Library, "function", lambda self, name, dtype: alone(function(self, name, dtype)))
         )
