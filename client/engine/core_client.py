@@ -119,7 +119,7 @@ class EngineCoreClient:
     @property
     def tests_suspects(self) -> bool:
         """Suspects run isolated in the core, which may die of them."""
-        return self._peers.has_deaths and any(map(self._suspects.is_suspect, self.requests.streams()))
+        return self._peers.has_suspects and any(map(self._suspects.is_suspect, self.requests.streams()))
 
     @property
     def has_exposed(self) -> bool:
@@ -319,8 +319,11 @@ class EngineCoreClient:
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message, self.rank)
             self._cores_work = self._cores_work or bool(message.tokens or message.vectors)
-            if message.queued and self._peers.on_read is not None:
-                self._peers.on_read(self.requests.streams_at([slot for slot, _ in message.queued]))
+            if self._peers.on_read is not None:
+                if message.queued:
+                    self._peers.on_read(self.requests.streams_at([slot for slot, _ in message.queued]))
+                if self._peers.moved_unread:  # which are not in `queued` if they moved with tokens
+                    self._peers.on_read(self._peers.moved_unread.intersection(self.requests.streams_in(message)))
             self._abort_slots(self.requests.process(message))
             self._send_held_back()
         elif isinstance(message, wire.Reply):

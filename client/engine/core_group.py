@@ -293,7 +293,7 @@ class CoreGroup:
         """Return the ranks of the cores that may get a request, the best kind that there is."""
         clients = self._peers.clients
         serving = [client for client in clients if client.has_core and client.rank not in self._draining]
-        if self._peers.has_deaths:
+        if self._peers.has_suspects:
             serving = [client for client in serving if not client.tests_suspects] or serving
         lasting = (
             serving
@@ -337,6 +337,7 @@ class CoreGroup:
         request = self._routed(stream)
         chosen = self._router.choose(request, ranks)
         self._placements[stream] = self._router.place(request, chosen), False
+        self._peers.moved_unread.add(stream)
         source.hand_over([stream], self.client(chosen))
         return chosen
 
@@ -349,6 +350,7 @@ class CoreGroup:
     def _note_read(self, streams: Iterable[RequestStream]) -> None:
         assert self._router is not None
         for stream in streams:
+            self._peers.moved_unread.discard(stream)
             placement, was_read = self._placements.get(stream, (None, True))
             if placement is not None and not was_read:
                 self._router.note_read(placement)
@@ -356,6 +358,7 @@ class CoreGroup:
 
     def _note_left(self, stream: RequestStream) -> None:
         """Note that a stream has ended, or has left its core."""
+        self._peers.moved_unread.discard(stream)
         placement, was_read = self._placements.pop(stream, (None, True))
         if placement is not None and self._router is not None:
             self._router.note_end(placement, was_read)

@@ -25,12 +25,22 @@ class Peers:
         self.on_sent: Callable[[RequestStream, int], None] | None = None
         """Called with each new stream that is sent, and the rank of its core; None: nobody asks."""
         self.on_read: Callable[[Iterable[RequestStream]], None] | None = None
-        """Called with streams whose first token or vector has arrived from their present core; None: nobody asks."""
+        """Called with streams of which a core has read the prompt; None: nobody asks.
+
+        That is at the first token or vector of each of their completions, and at the first tokens of `moved_unread`.
+        """
+        self.moved_unread: set[RequestStream] = set()
+        """Live streams that have moved to another core, which has sent no token of them yet; empty if nobody asks."""
 
     @property
     def has_deaths(self) -> bool:
         """Deaths are recorded against live requests."""
         return bool(self.ledger.deaths)
+
+    @property
+    def has_suspects(self) -> bool:
+        """There may be suspects among the live requests; after a single death there are none."""
+        return bool(self.ledger.suspects)
 
     @property
     def num_serving(self) -> int:

@@ -24,7 +24,7 @@ alone, and leaves suspects with the core that died, whose successor tests them w
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from vllm_mp.client.engine.supervisor import Death
 from vllm_mp.client.outputs.stream import Awaited, Isolation, RequestStream
@@ -89,6 +89,8 @@ class DeathLedger:
 
     def __init__(self) -> None:
         self.deaths: WeakKeyDictionary[Awaited, _Deaths] = WeakKeyDictionary()
+        self.suspects: WeakSet[Awaited] = WeakSet()
+        """Those that were put into a group at their latest death; they may have got past it since."""
         self.num_groups = 0
         """Number of groups so far, which are numbered from 1."""
 
@@ -112,7 +114,7 @@ class Suspects:
 
     def is_suspect(self, stream: RequestStream) -> bool:
         """Return whether anything that `stream` awaits is tested in a group."""
-        return bool(self._deaths) and any(self._group(awaited) for awaited in stream.awaited)
+        return bool(self._ledger.suspects) and any(self._group(awaited) for awaited in stream.awaited)
 
     def is_exposed(self, stream: RequestStream) -> bool:
         """Return whether `stream` may have caused a death of a core, and has not got past that step."""
@@ -179,6 +181,7 @@ class Suspects:
         deaths = self._deaths.get(awaited)
         if deaths is None or num_tokens > deaths.num_tokens:
             deaths = self._deaths[awaited] = _Deaths(num_tokens, progress)
+            self._ledger.suspects.discard(awaited)
         elif progress > deaths.progress:
             deaths.progress, deaths.num_outside = progress, 0
         deaths.num_inside += is_inside
@@ -193,7 +196,8 @@ class Suspects:
         group_of = {id(stream): self._ledger.num_groups + 1 + (i >= half) for i, stream in enumerate(streams)}
         self._ledger.num_groups += 2
         for stream, awaited in suspects:
-            self._deaths[awaited].group = group_of.get(id(stream), 0)
+            group = self._deaths[awaited].group = group_of.get(id(stream), 0)
+            (self._ledger.suspects.add if group else self._ledger.suspects.discard)(awaited)
 
     def _group(self, awaited: Awaited) -> int:
         """Return the group in which `awaited` is tested; 0 if it is no suspect, or has got past the deaths."""

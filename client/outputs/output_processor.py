@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterable
 
+import numpy as np
+
 from vllm_mp import wire
 from vllm_mp.client.outputs import output_path
 from vllm_mp.client.outputs.completion import Completion
@@ -175,6 +177,14 @@ class OutputProcessor:
         """Return the streams in these slots, ended or not; a slot that is free has none."""
         entries = map(self._at, slots)
         return [stream for stream, _ in entries if stream is not None]
+
+    def streams_in(self, message: wire.StepOutput) -> list[RequestStream]:
+        """Return the streams, ended or not, of the tokens of a message; none if its columns disagree."""
+        num_tokens = len(message.tokens) // 4
+        if len(message.slots) not in (2 * num_tokens, 4 * num_tokens):
+            return []
+        slots = np.frombuffer(message.slots, "<u2" if len(message.slots) == 2 * num_tokens else "<u4")
+        return self.streams_at(slots.tolist())
 
     def live(self) -> list[tuple[RequestStream, Awaited]]:
         """Return the completions and vectors that have not ended, with their streams, in the order of `streams`."""

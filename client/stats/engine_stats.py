@@ -90,9 +90,9 @@ class EngineStats(EngineCounters):
         self.restarts: deque[Restart] = deque(maxlen=_MAX_RESTARTS)
         """The latest deaths of this client's cores, the oldest first."""
         self._recovers_since: float | None = None
-        """The moment of the death after which no token has arrived; None otherwise."""
-        self._recovering_slots: frozenset[int] = frozenset()
-        """The slots of which a token ends `_recovers_since`, because other cores serve others; empty: any slot."""
+        """The moment of the death after which no token of `_recovering` has arrived; None otherwise."""
+        self._recovering: dict[int, RequestStream] = {}
+        """By slot: the live streams that cores were told after a death, until the first token of any of them."""
         self._listeners: list[Callable[[FinishedRequest], None]] = []
         self._reports: list[Callable[[], object]] = []
         self._reported_at = time.monotonic()
@@ -215,11 +215,14 @@ class EngineStats(EngineCounters):
                 self._record.num_generation_tokens += num_tokens
             self._note_other_slots(step, message.slots, num_tokens, now)
             step.time = now
-            if self._recovers_since is not None and (
-                not self._recovering_slots or not self._recovering_slots.isdisjoint(slot for slot, _ in message.queued)
+            if (
+                self._recovers_since is not None
+                and step.slots  # else the message was wrong, and the indexes are those of an earlier one
+                and not self._recovering.keys().isdisjoint(step.indexes.tolist())
             ):
                 self.recovery_s.observe(now - self._recovers_since)
-                self._recovers_since, self._recovering_slots = None, frozenset()
+                self._recovers_since = None
+                self._recovering.clear()
         self.step_tokens.observe(num_prompt_tokens + num_tokens)
         self._report(now)
 
@@ -259,6 +262,10 @@ class EngineStats(EngineCounters):
                 entry = self._awaited.get(awaited.slot)
                 if entry is not None and entry[0] is stream:
                     del self._awaited[awaited.slot]
+                if self._recovering.get(awaited.slot) is stream:
+                    del self._recovering[awaited.slot]
+            if not self._recovering:
+                self._recovers_since = None
             now = time.monotonic()
             reason = finish_reason(stream)
             lengths = [awaited.num_tokens for awaited in stream.awaited]
@@ -282,30 +289,29 @@ class EngineStats(EngineCounters):
 
     def note_recovered(self, restart: Restart, streams: Iterable[RequestStream]) -> None:
         """Count `streams` that other cores were told after a death; those sent after it do not count."""
-        self._count_recovered(restart, streams)
         with self._lock:
-            if self._recovers_since is not None:
-                slots = (awaited.slot for stream in streams for awaited in stream.awaited)
-                self._recovering_slots = self._recovering_slots.union(slots)
+            self._count_recovered(restart, streams)
 
     def note_restart(self, restart: Restart, streams: Iterable[RequestStream]) -> None:
         """Count a restart: the next core serves, and is told `streams`, the live requests that it must go on with."""
         with self._lock:
             self._write_steps()  # so that the next step is not a usual one
-        restart.recovery_s = time.monotonic() - restart.died_at
-        self.core_restarts.add(restart.kind)
-        self._count_recovered(restart, streams)
-        self._recovering_slots = frozenset()
+            restart.recovery_s = time.monotonic() - restart.died_at
+            self.core_restarts.add(restart.kind)
+            self._count_recovered(restart, streams)
 
     def _count_recovered(self, restart: Restart, streams: Iterable[RequestStream]) -> None:
-        lives = [self._live.get(stream) for stream in streams]
-        recovered = [live for live in lives if live is not None and live.sent < restart.died_at]
-        for live in recovered:
+        num_recovered = 0
+        for stream in streams:
+            live = self._live.get(stream)
+            if live is None or live.sent >= restart.died_at:
+                continue
+            num_recovered += 1
             live.num_recoveries += 1
-        restart.num_recovered = (restart.num_recovered or 0) + len(recovered)
-        self.recovered_requests.add(len(recovered))
-        if recovered:
             self._recovers_since = restart.died_at
+            self._recovering.update({awaited.slot: stream for awaited in stream.awaited if awaited.finish is None})
+        restart.num_recovered = (restart.num_recovered or 0) + num_recovered
+        self.recovered_requests.add(num_recovered)
 
     def _note_first(self, message: wire.StepOutput, now: float) -> int:
         """Count requests whose first token or vector is in `message`; return the number of their prompts' tokens."""

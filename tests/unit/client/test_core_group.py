@@ -10,6 +10,7 @@ from vllm_mp.client.engine.core_group import CoreGroup
 from vllm_mp.client.engine.supervisor import Death
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.live_requests import LiveRequests
+from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
@@ -219,6 +220,36 @@ def test_tokens_of_a_moved_request_are_taken_from_its_new_core_only():
     run(test)
 
 
+def test_prompt_of_a_moved_request_counts_as_read_after_the_first_token_from_its_new_core():
+    def test():
+        engine = Engine()
+        moved = engine.add("m", rank=0, ids=list(range(200)))
+        engine.give_token(0, moved)
+        engine.die(0, outside=True)
+        engine.rejoin(0)
+        engine.add("company", rank=0, n=2)
+        engine.sent(0), engine.sent(1)
+        engine.add("early")
+        assert names(engine.sent(0)) == ["early"], "the other core has a long prompt to read"
+        engine.give_token(1, moved, position=1)
+        engine.add("later")
+        assert names(engine.sent(1)) == ["later"]
+
+    run(test)
+
+
+def test_moved_request_that_ends_before_a_token_is_not_waited_for():
+    def test():
+        engine = Engine()
+        engine.add("a", rank=0)
+        engine.die(0, outside=True)
+        assert len(engine.group._peers.moved_unread) == 1
+        engine.group.abort("a")
+        assert not engine.group._peers.moved_unread
+
+    run(test)
+
+
 def test_requests_wait_for_the_first_core_that_comes_back_if_all_have_died():
     def test():
         engine = Engine()
@@ -304,6 +335,31 @@ def test_new_requests_avoid_a_core_that_tests_suspects():
             engine.give_token(1, stream)
         engine.add("g")
         assert names(engine.sent(1)) == ["g"]
+
+    run(test)
+
+
+def test_live_requests_are_not_searched_for_suspects_after_a_single_death(monkeypatch):
+    def test():
+        engine = Engine()
+        exposed = [engine.add(name, rank=0) for name in "ab"]
+        engine.die(0, *exposed)
+        engine.rejoin(0)
+        num_searches = 0
+
+        def streams(client):
+            nonlocal num_searches
+            num_searches += 1
+            return list(client._streams)
+
+        monkeypatch.setattr(OutputProcessor, "streams", streams)
+        engine.add("c")
+        assert num_searches == 0
+        engine.die(1, *exposed)
+        engine.rejoin(1)
+        num_searches = 0
+        engine.add("d")
+        assert num_searches > 0, "now there are suspects"
 
     run(test)
 

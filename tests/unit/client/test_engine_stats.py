@@ -183,6 +183,34 @@ def test_a_restart_is_counted_by_cause_with_the_time_to_the_next_token(client: C
     assert [(record.request_id, record.num_recoveries) for record in client.finished] == [("a", 1), ("b", 0)]
 
 
+def test_recovery_lasts_until_a_moved_request_has_a_token_whatever_others_get(client: Client) -> None:
+    (moved,), (other,) = client.add("a"), client.add("b")
+    client.step([moved, other], 1.0, {moved: 0.0, other: 0.0})
+    stream = client.requests.streams()[0]
+    death = client.stats.note_death("signal", client.now, "killed")
+    client.stats.note_recovered(death, [stream])
+    client.step([other], 1.0)
+    client.stats.note_restart(death, [])
+    (later,) = client.add("c")
+    client.step([other, later], 1.0, {later: 0.0})
+    assert client.read(client.stats.recovery_s).count == 0
+    client.step([other, moved], 1.0)
+    client.step([other, moved], 1.0)
+    recovery = client.read(client.stats.recovery_s)
+    assert (recovery.count, recovery.sum) == (1, pytest.approx(3.0))
+
+
+def test_moved_request_that_ends_without_a_token_has_no_recovery(client: Client) -> None:
+    (slot,) = client.add("a")
+    death = client.stats.note_death("signal", client.now + 1.0, "killed")
+    client.stats.note_recovered(death, client.requests.streams())
+    client.requests.abort("a")
+    client.requests.process(wire.StepOutput(1, 1, b"", b"", b"", finished=[finish(slot, 0, "abort")]))
+    assert client.add("b") == [slot]
+    client.step([slot], 5.0, {slot: 0.0})
+    assert client.read(client.stats.recovery_s).count == 0
+
+
 def test_a_listener_that_raises_is_dropped_and_harms_no_other(client: Client, caplog: Any) -> None:
     calls: list[str] = []
 

@@ -1,5 +1,6 @@
 """The choice of the request to blame when cores die."""
 
+import gc
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_mp import SamplingParams, wire
 from vllm_mp.client.engine.supervisor import Death
-from vllm_mp.client.engine.suspects import Suspects
+from vllm_mp.client.engine.suspects import DeathLedger, Suspects
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.stream import GenerationStream, Isolation
 from vllm_mp.client.request import GenerationRequest
@@ -82,6 +83,21 @@ def test_half_in_whose_step_a_core_dies_is_divided_and_the_other_half_stays_toge
     assert client.groups() == [[4, 5, 6, 7], [0, 1], [2, 3]]
     client.die(4, 5)
     assert client.groups() == [[6, 7], [0, 1], [2, 3], [4], [5]], "6 and 7 were not in the step"
+
+
+def test_ledger_knows_the_suspects_until_they_are_found_innocent_or_gone():
+    client, ledger = Client(1, 1, 1), DeathLedger()
+    client.suspected = Suspects(ledger)
+    client.die(0, 1, 2)
+    assert len(ledger.suspects) == 0
+    client.die(0, 1, 2)
+    assert len(ledger.suspects) == 3
+    client.give_token(0)
+    client.die(0, 1)
+    assert {completion.slot for completion in ledger.suspects} == {1, 2}
+    client.live.clear()
+    gc.collect()
+    assert len(ledger.suspects) == 0
 
 
 def test_conviction_keeps_the_suspicion_of_the_others():
