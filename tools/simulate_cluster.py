@@ -101,7 +101,8 @@ def described(recording: dict[str, Any]) -> str:
     return (
         f"steps of {', '.join(f'{name} {recording[name]}' for name in facts)}\n"
         f"a step: {1e3 * model.base:.2f} ms, and {1e3 * model.row:.3f} ms for a decode, "
-        f"{1e6 * model.context:.2f} us for a token in its cache, {1e3 * model.read:.3f} ms for a prompt token, {1e6 * model.pair:.3f} us for a pair; "
+        f"{1e6 * model.context:.2f} us for a token in its cache, {1e3 * model.read:.3f} ms for a prompt token, "
+        f"{1e6 * model.pair:.3f} us for a pair; "
         f"errors: median {wrong[len(wrong) // 2]:.1%}, 90th percentile {wrong[len(wrong) * 9 // 10]:.1%}"
     )
 

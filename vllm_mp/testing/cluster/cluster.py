@@ -106,7 +106,7 @@ class Cluster:
         self._num_live = len(jobs)
         if self._options.mean_life_s:
             for core in self.cores:
-                self._plan_death(core, 0.0)
+                self._draw_death(core, 0.0)
         arrivals = iter(jobs)
         arriving = next(arrivals, None)
         while self._num_live:
@@ -117,6 +117,10 @@ class Cluster:
                 at, _, action = heapq.heappop(self._events)
                 action(at)
         return self._outcome
+
+    def plan_death(self, number: int, time: float) -> None:
+        """Let a core die at `time`, beside the deaths that are drawn."""
+        self._at(time, lambda now: self._die(self.cores[number], now))
 
     def _at(self, time: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), action))
@@ -171,11 +175,12 @@ class Cluster:
         if self._oracle is not None:
             self._oracle.note_change(core.number)
 
-    def _plan_death(self, core: SimulatedCore, now: float) -> None:
-        life = float(self._chance.exponential(self._options.mean_life_s))
-        self._at(now + life, lambda time: self._die(core, time))
+    def _draw_death(self, core: SimulatedCore, now: float) -> None:
+        self.plan_death(core.number, now + float(self._chance.exponential(self._options.mean_life_s)))
 
     def _die(self, core: SimulatedCore, now: float) -> None:
+        if core.number not in self._serving:
+            return
         self._serving.remove(core.number)
         wreck = core.die(now)
         for front in self._fronts:
@@ -204,7 +209,8 @@ class Cluster:
 
     def _return(self, core: SimulatedCore, now: float) -> None:
         self._serving = sorted([*self._serving, core.number])
-        self._plan_death(core, now)
+        if self._options.mean_life_s:
+            self._draw_death(core, now)
         stranded, self._stranded = self._stranded, []
         for job in stranded:
             self._send(job, now)

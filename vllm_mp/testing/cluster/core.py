@@ -86,9 +86,11 @@ class SimulatedCore:
         self.num_reread = 0
         """Tokens read again that another core had computed before it died."""
         self.num_preemptions = 0
+        self.num_begun = 0
+        """Prompts that were read to their ends, each of which gave a token."""
         self.num_decoded = 0
+        """Tokens of decodes."""
         self.busy_s = 0.0
-        self._num_begun = 0
         self._finishes: list[tuple[int, int, Job]] = []
         """(decode steps, number, completion) with which completions end; outdated if the completion was preempted."""
 
@@ -270,8 +272,8 @@ class SimulatedCore:
         self.decodes[job] = None
         self.context += job.num_known
         job.finish = self.num_steps + job.request.num_output - job.num_generated
-        self._num_begun += 1
-        heapq.heappush(self._finishes, (job.finish, self._num_begun, job))
+        self.num_begun += 1
+        heapq.heappush(self._finishes, (job.finish, self.num_begun, job))
 
     def _next_finish(self) -> int:
         while self._finishes[0][2].finish != self._finishes[0][0]:

@@ -1,8 +1,8 @@
 """A policy that knows the true state of every core, and how long every answer will be.
 
 It chooses the core with the lowest sum of three times: until the request's first token; by which its reading delays the
-completions that run there, weighted; and of its reading, weighted, for requests that come later. It does not know these,
-so it is no bound: another policy may beat it in one of the figures.
+completions that run there, weighted; and of its reading, weighted by the requests that wait at a core on average, for
+requests that come later. It does not know these, so it is no bound: another policy may beat it in one of the figures.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class CoreTable:
 
     def __init__(self, cores: Sequence[SimulatedCore]) -> None:
         self._cores = cores
-        self.unread, self.rows, self.context, self.wanted = np.zeros((4, len(cores)))
+        self.unread, self.rows, self.context, self.wanted, self.waiting = np.zeros((5, len(cores)))
         self.busy_until = np.zeros(len(cores))
 
     def update(self, core: SimulatedCore) -> None:
@@ -36,6 +36,7 @@ class CoreTable:
         self.unread[number] = core.num_unread
         self.rows[number] = len(core.decodes) + len(waiting)
         self.context[number] = core.context
+        self.waiting[number] = len(waiting)
         self.wanted[number] = core.in_use + sum(job.num_counted for job in waiting)
         segment = core.segment
         self.busy_until[number] = 0.0 if segment is None or segment.num_steps > 1 else segment.end
@@ -79,10 +80,11 @@ class Oracle:
         """Return the seconds that `job`, with `own` tokens to read, costs on each core if that has room for it."""
         table, model, limits = self._table, self._cores[0].model, self._cores[0].limits
         step = model.base + table.rows * model.row + table.context * model.context
+        later = _LATER_WEIGHT + table.waiting.mean()
         reading = own * model.read + own * (job.num_known - own / 2) * model.pair
         num_steps = np.ceil((table.unread + own) / np.maximum(1, limits.max_num_batched_tokens - table.rows))
         wait = np.maximum(0.0, table.busy_until - now) + table.unread * model.read + num_steps * step
-        return wait + reading * (1 + _LATER_WEIGHT + _DELAY_WEIGHT * table.rows)
+        return wait + reading * (1 + later + _DELAY_WEIGHT * table.rows)
 
     def _seconds_until_free(self, number: int, missing: float) -> float:
         """Return the seconds until completions have ended that hold `missing` tokens."""
