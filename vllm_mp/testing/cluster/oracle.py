@@ -84,7 +84,8 @@ class Oracle:
         reading = own * model.read + own * (job.num_known - own / 2) * model.pair
         num_steps = np.ceil((table.unread + own) / np.maximum(1, limits.max_num_batched_tokens - table.rows))
         wait = np.maximum(0.0, table.busy_until - now) + table.unread * model.read + num_steps * step
-        return wait + reading * (1 + later + _DELAY_WEIGHT * table.rows)
+        cost: npt.NDArray[np.float64] = wait + reading * (1 + later + _DELAY_WEIGHT * table.rows)
+        return cost
 
     def _seconds_until_free(self, number: int, missing: float) -> float:
         """Return the seconds until completions have ended that hold `missing` tokens."""

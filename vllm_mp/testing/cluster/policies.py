@@ -17,7 +17,7 @@ class Policy(Protocol):
     """Chooses cores, and is told what happens to the requests of its front."""
 
     def choose(self, job: Job, cores: Sequence[int], now: float) -> int:
-        """Return one of `cores`, those that serve, in ascending order."""
+        """Return one of `cores`, those that serve, of equal ones the first."""
 
     def note_sent(self, job: Job) -> None:
         """Note that `job` was sent to `job.core`."""

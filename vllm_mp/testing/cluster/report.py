@@ -53,6 +53,7 @@ _COLUMNS = (
     ("token_mean_s", "each token, mean s", "{:.4f}"),
     ("prefix_hits", "prefix hits", "{:.1%}"),
 )
+_FRONTS = (("fronts", "fronts", "{:,}"),)
 _LOSSES = (
     ("deaths", "deaths", "{:,}"),
     ("moved", "moved", "{:,}"),
@@ -63,8 +64,9 @@ _LOSSES = (
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the figures of runs as a Markdown table; columns about deaths only if there were any."""
-    columns = _COLUMNS + (_LOSSES if any(record["deaths"] for record in records) else ())
+    """Return the figures of runs as a Markdown table, with columns about several fronts and deaths if there were any."""
+    columns = _COLUMNS[:1] + (_FRONTS if any(record["fronts"] > 1 for record in records) else ()) + _COLUMNS[1:]
+    columns += _LOSSES if any(record["deaths"] for record in records) else ()
     rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
     rows += [[form.format(record[key]) for key, _, form in columns] for record in records]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
