@@ -64,7 +64,7 @@ _LOSSES = (
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the figures of runs as a Markdown table, with columns about several fronts and deaths if there were any."""
+    """Return the figures of runs as a Markdown table, with columns about fronts and deaths if there are several."""
     columns = _COLUMNS[:1] + (_FRONTS if any(record["fronts"] > 1 for record in records) else ()) + _COLUMNS[1:]
     columns += _LOSSES if any(record["deaths"] for record in records) else ()
     rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
