@@ -38,40 +38,57 @@ from vllm_mp.testing.cluster import (
 )
 
 _MIN_REQUESTS = 2000
+_RATE = 0.2
+
+
+def _positive(text: str) -> float:
+    """Return a number from the command line; raises ValueError unless it is above 0."""
+    if not (number := float(text)) > 0:
+        raise ValueError(text)
+    return number
+
+
+def _count(text: str) -> int:
+    """Return a whole number from the command line; raises ValueError unless it is at least 1."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--cores", type=int, nargs="+", default=[1, 8, 64], help="numbers of cores (1 8 64)")
+    made.add_argument("--cores", type=_count, nargs="+", default=[1, 8, 64], help="numbers of cores (1 8 64)")
     made.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="policies (all)")
     made.add_argument(
-        "--fronts", type=int, nargs="+", default=[1], help="numbers of clients that route on their own (1)"
+        "--fronts", type=_count, nargs="+", default=[1], help="numbers of clients that route on their own (1)"
     )
     made.add_argument("--chats-stay", action="store_true", help="let each chat stay with one front")
     made.add_argument(
         "--own-order", action="store_true", help="let each front look at the cores in an order of its own"
     )
-    made.add_argument("--rate", type=float, default=0.2, help="requests per second and core (%(default)s)")
+    made.add_argument("--rate", type=_positive, help="requests per second and core (0.2; those of the trace)")
     made.add_argument("--seed", type=int, default=0, help="seed of all that is drawn (%(default)s)")
     made.add_argument("--json", action="store_true", help="print the figures as JSON")
     drawn = made.add_argument_group("drawn requests")
-    drawn.add_argument("--requests", type=int, help=f"number of requests (100 for each core, at least {_MIN_REQUESTS})")
-    drawn.add_argument("--prompt", type=int, default=200, help="median tokens that a user writes (%(default)s)")
-    drawn.add_argument("--output", type=int, default=100, help="median tokens of an answer (%(default)s)")
+    drawn.add_argument(
+        "--requests", type=_count, help=f"number of requests (100 for each core, at least {_MIN_REQUESTS})"
+    )
+    drawn.add_argument("--prompt", type=_count, default=200, help="median tokens that a user writes (%(default)s)")
+    drawn.add_argument("--output", type=_count, default=100, help="median tokens of an answer (%(default)s)")
     drawn.add_argument(
         "--sigma", type=float, default=0.8, help="spread of lengths (log-normal); 0: uniform (%(default)s)"
     )
-    drawn.add_argument("--turns", type=float, default=3.0, help="mean turns of a chat (%(default)s)")
+    drawn.add_argument("--turns", type=_positive, default=3.0, help="mean turns of a chat (%(default)s)")
     drawn.add_argument("--think", type=float, default=20.0, help="mean seconds between turns (%(default)s)")
     drawn.add_argument("--systems", type=int, default=8, help="number of system prompts (%(default)s)")
     drawn.add_argument("--system-tokens", type=int, default=512, help="tokens of a system prompt (%(default)s)")
     drawn.add_argument(
-        "--max-tokens", type=int, default=4096, help="tokens of a request, with its answer (%(default)s)"
+        "--max-tokens", type=_count, default=4096, help="tokens of a request, with its answer (%(default)s)"
     )
     given = made.add_argument_group("requests of a trace")
-    given.add_argument("--trace", type=Path, help="file to read requests from; --rate changes their times if given")
+    given.add_argument("--trace", type=Path, help="file to read requests from")
     cores = made.add_argument_group("cores")
-    cores.add_argument("--cache-tokens", type=int, default=32_768, help="room of a core's KV cache (%(default)s)")
+    cores.add_argument("--cache-tokens", type=_count, default=32_768, help="room of a core's KV cache (%(default)s)")
     cores.add_argument(
         "--life", type=float, default=0.0, help="mean seconds until a core dies; 0: none dies (%(default)s)"
     )
@@ -112,12 +129,12 @@ def described(recording: dict[str, Any]) -> str:
 
 def requests(args: argparse.Namespace, num_cores: int) -> list[TraceRequest]:
     """Return the requests for a number of cores, in the order of their arrivals."""
-    rate = args.rate * num_cores
     if args.trace is not None:
-        return at_rate(read(args.trace), rate)
+        found = read(args.trace)
+        return found if args.rate is None else at_rate(found, args.rate * num_cores)
     drawing = Drawing(
         num_requests=args.requests or max(_MIN_REQUESTS, 100 * num_cores),
-        rate=rate,
+        rate=(args.rate or _RATE) * num_cores,
         prompt=Lengths(args.prompt, args.sigma),
         output=Lengths(args.output, args.sigma),
         turns=args.turns,
@@ -138,6 +155,8 @@ def simulate(args: argparse.Namespace, model: StepModel, budget: int) -> list[di
     for num_cores in args.cores:
         found = requests(args, num_cores)
         fitting = [request for request in found if request.num_prompt + request.num_output <= args.cache_tokens]
+        if not fitting:
+            raise ValueError(f"no request of {args.trace} fits --cache-tokens={args.cache_tokens}; raise it")
         for num_fronts in args.fronts:
             for policy in args.policies:
                 options = ClusterOptions(
@@ -167,7 +186,11 @@ def main() -> int:
         record(args)
         return 0
     recording = load_recorded(args.steps)
-    records = simulate(args, fit(recording["steps"]), recording["max_num_batched_tokens"])
+    try:
+        records = simulate(args, fit(recording["steps"]), recording["max_num_batched_tokens"])
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     if args.json:
         print(json.dumps(records, indent=1))
     else:

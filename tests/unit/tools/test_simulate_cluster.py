@@ -317,11 +317,25 @@ def test_requests_that_fit_no_core_are_refused_by_number():
         run([single(0.0, 10, 1), single(1.0, 2000, 600)], cache_tokens=2500)
 
 
-def test_the_tool_prints_a_table_or_json():
-    def output(*arguments):
-        command = [sys.executable, str(TOOL), "--cores", "2", "--requests", "100", "--life", "60", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def run_tool(*arguments):
+    command = [sys.executable, str(TOOL), "--cores", "2", "--requests", "100", "--life", "60", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    records = json.loads(output("--json"))
+
+def test_the_tool_prints_a_table_or_json():
+    done = run_tool("--json")
+    assert done.returncode == 0, done.stderr
+    records = json.loads(done.stdout)
     assert [record["policy"] for record in records] == list(POLICIES)
-    assert table(records) in output()
+    assert table(records) in run_tool().stdout
+
+
+def test_the_tool_refuses_what_it_cannot_simulate(tmp_path):
+    file = tmp_path / "azure.csv"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,3000,44\n")
+    done = run_tool("--trace", str(file), "--cache-tokens", "2000")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"no request of {file} fits --cache-tokens=2000" in done.stderr
+    done = run_tool("--cores", "0")
+    assert done.returncode == 2
+    assert "--cores" in done.stderr

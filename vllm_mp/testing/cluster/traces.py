@@ -3,6 +3,7 @@
 A prefix is known by a hash for each whole chunk of the router's `CHUNK_TOKENS`.
 """
 
+import bisect
 import csv
 import datetime
 import json
@@ -17,6 +18,9 @@ from vllm_mp.client.engine.router import CHUNK_TOKENS, prefix_hashes
 
 _MOONCAKE_BLOCK = 512
 """Tokens for which a Mooncake trace has a hash."""
+
+_LEAD_CHATS = 3
+"""Mean lengths of a chat before the start during which chats begin."""
 
 
 class TraceRequest(NamedTuple):
@@ -61,9 +65,7 @@ class Drawing(NamedTuple):
     turns: float = 1.0
     """Mean number of turns of a chat, at least 1 (geometric)."""
     think_s: float = 0.0
-    """Mean seconds between the arrivals of two turns (exponential, beside `read_s`)."""
-    token_s: float = 0.0
-    """Seconds for each token of an answer that pass before the next turn, beside `think_s`."""
+    """Mean seconds between the arrivals of two turns (exponential)."""
     num_systems: int = 0
     """Number of system prompts, one of which begins each chat; 0: none."""
     system_tokens: int = 0
@@ -78,14 +80,17 @@ def draw(drawing: Drawing, seed: int) -> list[TraceRequest]:
         chance.integers(0, 2**31, drawing.system_tokens, dtype=np.int32).tobytes() for _ in range(drawing.num_systems)
     ]
     requests: list[TraceRequest] = []
-    begins, chat = 0.0, 0
-    while len(requests) < drawing.num_requests:
+    # Chats that began before the start let later turns arrive from the start on.
+    begins, chat = -_LEAD_CHATS * drawing.turns * drawing.think_s, 0
+    while len(requests) < drawing.num_requests or begins < requests[drawing.num_requests - 1].arrival:
         num_turns = int(chance.geometric(1 / drawing.turns))
         begins += chance.exponential(drawing.turns / drawing.rate)
         system = systems[int(chance.integers(len(systems)))] if systems else b""
-        requests += _chat(drawing, chance, chat, begins, num_turns, system)
+        turns = _chat(drawing, chance, chat, begins, num_turns, system)
+        for turn in turns:
+            if turn.arrival >= 0:
+                bisect.insort(requests, turn, key=lambda request: request.arrival)
         chat += 1
-    requests.sort(key=lambda request: request.arrival)
     return requests[: drawing.num_requests]
 
 
@@ -103,7 +108,7 @@ def _chat(
         output = min(output, drawing.max_tokens - length - prompt)
         turns.append((arrival, length + prompt, output))
         length += prompt + output
-        arrival += wait + output * drawing.token_s
+        arrival += wait
     said = chance.integers(0, 2**31, length - len(system) // 4, dtype=np.int32).tobytes()
     hashes = prefix_hashes(system + said, None)
     return [
