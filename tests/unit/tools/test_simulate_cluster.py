@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_mp import AsyncEngineArgs
 from vllm_mp.client.engine.router import CHUNK_TOKENS
 from vllm_mp.testing.cluster import (
     POLICIES,
@@ -26,6 +27,8 @@ from vllm_mp.testing.cluster import (
     read,
     table,
 )
+from vllm_mp.testing.cluster.step_recorder import QUICK, record
+from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "simulate_cluster.py"
 MODEL = StepModel(base=0.01, row=0.001, context=5e-6, read=0.001, pair=1e-6)
@@ -263,6 +266,21 @@ def test_recorded_steps_fit_the_model():
     assert recording["commit"]
     wrong = sorted(errors(fit(recording["steps"]), recording["steps"]).tolist())
     assert wrong[len(wrong) // 2] < 0.1
+
+
+def test_steps_of_a_core_are_recorded(tmp_path):
+    options = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_batched_tokens": 32}
+    save_random_model(CONFIGS["llama"], tmp_path / "model")
+    record(AsyncEngineArgs(str(tmp_path / "model"), **options), tmp_path / "steps.json", QUICK, "a commit")
+    recording = load_recorded(tmp_path / "steps.json")
+    assert recording["commit"] == "a commit"
+    steps = [dict(zip(recording["columns"], step, strict=True)) for step in recording["steps"]]
+    assert all(step["seconds"] > 0 for step in steps)
+    for rows, context in ((1, 16), (3, 40)):
+        assert any(step["rows"] == rows and step["context"] >= rows * context and not step["read"] for step in steps)
+    assert sum(step["read"] for step in steps) == (1 + 3) * (16 + 40)
+    # A prompt of 40 tokens is read in two steps, the second of which attends to the first.
+    assert {"read": 8, "pairs": 8 * 32 + 36} in [{name: step[name] for name in ("read", "pairs")} for step in steps]
 
 
 def test_an_azure_trace_is_read(tmp_path):

@@ -18,6 +18,7 @@ from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker.device import choose_dtype, choose_step_size
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.sampler import Sampler
@@ -44,13 +45,12 @@ QUICK = Cases((1, 3), (16, 40), 2**22)
 
 
 class _Recorder:
-    """A core's scheduler and model on a CPU, with one thread.
+    """A core's scheduler and model on a CPU, which must have one thread.
 
     A step takes its processor time, because other work on the machine adds to the time of the wall.
     """
 
     def __init__(self, config: VllmConfig) -> None:
-        torch.set_num_threads(1)
         device, self._max_len = torch.device("cpu"), config.model_config.max_model_len
         self._vocab_size = config.model_config.architecture.vocab_size
         dtype = choose_dtype(config, device)
@@ -115,8 +115,8 @@ def record(args: AsyncEngineArgs, path: Path, cases: Cases, commit: str | None) 
     """Record the steps of a core with the options `args` into the file `path`."""
     args.kv_cache_memory_bytes = cases.cache_bytes
     config = args.create_engine_config()
-    recorder = _Recorder(config)
-    with torch.inference_mode():
+    with torch.inference_mode(), one_thread():
+        recorder = _Recorder(config)
         list(recorder.steps(1, cases.contexts[0]))  # warms up
         steps = [step for rows in cases.rows for context in cases.contexts for step in recorder.steps(rows, context)]
     facts = {
